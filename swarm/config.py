@@ -1,0 +1,427 @@
+"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
+
+Both are frozen values. Nothing here reads a file, the environment or a global: programs in
+`peers/` collect text and overrides and hand them in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from swarm.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Codec = Literal["fp32", "bf16"]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys and values of the wrong type are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunSection(Section):
+    """Identity and length of the run."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+    seed: NonNegative = 0
+    rounds: Positive
+    """Training rounds until the run is finished."""
+    peers: Positive = 4
+    """Peers the run is planned for; `swarm-plan` and `swarm-local` start from it."""
+
+
+class ModelConfig(Section):
+    """A Qwen3-MoE / OLMoE decoder, with Hugging Face's field names."""
+
+    vocab_size: Positive = 260
+    hidden_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive | None = None
+    """Defaults to hidden_size / num_attention_heads."""
+    num_experts: Positive
+    num_experts_per_tok: Positive
+    moe_intermediate_size: Positive
+    norm_topk_prob: bool = False
+    qk_norm: Literal["head", "projection"] = "head"
+    """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE."""
+    rope_theta: PositiveReal = 10_000.0
+    rms_norm_eps: PositiveReal = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: PositiveReal = 0.02
+
+    @property
+    def dim_per_head(self) -> int:
+        """Size of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} is not a multiple of num_attention_heads "
+                f"{self.num_attention_heads}; set head_dim or change one of them"
+            )
+        if self.dim_per_head % 2:
+            raise ValueError(f"head_dim: {self.dim_per_head} is odd; rotary embeddings need pairs")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok: {self.num_experts_per_tok} exceeds "
+                f"num_experts {self.num_experts}"
+            )
+        if self.num_experts_per_tok == 1 and self.norm_topk_prob:
+            raise ValueError(
+                "norm_topk_prob: with num_experts_per_tok = 1 the renormalised weight is always 1 "
+                "and the router gets no gradient; set it to false"
+            )
+        if self.qk_norm == "projection" and self.head_dim not in (
+            None,
+            self.hidden_size // self.num_attention_heads,
+        ):
+            raise ValueError("head_dim: OLMoE (qk_norm projection) has hidden_size / heads only")
+        return self
+
+
+class DataConfig(Section):
+    """Where tokens come from and how they are cut."""
+
+    mode: Literal["common", "own"] = "common"
+    tokenizer: Literal["byte"] = "byte"
+    sequence_length: Positive
+    validation_tokens: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
+    """Held-out tokens that go into manifest 0 and on which every `val_loss` is measured."""
+
+
+class TrainConfig(Section):
+    """The local step."""
+
+    batch_tokens: Positive
+    """Tokens per peer and step, after the last of `phases`."""
+    micro_batch_sequences: Positive
+    """Sequences per forward pass; also the group over which load balancing is computed."""
+    compute: Literal["fp32", "bf16"] = "bf16"
+    frozen: Codec = "bf16"
+    """How a peer stores the experts that it does not own."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule, both over the run's cumulative steps."""
+
+    lr: PositiveReal
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: PositiveReal = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: PositiveReal = 1.0
+    warmup_steps: NonNegative = 0
+    warmup_from: Share = 0.1
+    """Warm-up starts at this share of `lr`."""
+    final_share: Share = 0.1
+    """The cosine ends at this share of `lr`."""
+    schedule_steps: Positive | None = None
+    """Length of warm-up plus cosine; by default rounds x local steps."""
+
+
+class LossConfig(Section):
+    """Weights of the terms that are added to the cross-entropy."""
+
+    balance: Literal["per_layer", "global"] = "per_layer"
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    router_z_weight: Annotated[float, Field(ge=0)] = 0.001
+    output_z_weight: Annotated[float, Field(ge=0)] = 1e-5
+
+
+class RoundConfig(Section):
+    """When a round is due and how long its phases may take."""
+
+    local_steps: Positive
+    """H: steps between rounds, after the last of `phases`."""
+    experts_every: Positive = 1
+    """Experts are exchanged every so many rounds; 1 is SPES."""
+    roster_after_s: PositiveReal = 6.0
+    """D1: a roster may close without the missing peers once a quorum has offered."""
+    reform_after_s: PositiveReal | None = None
+    """Silence after which a lost majority is given up; by default max(600, 10 rounds)."""
+
+
+class OwnershipConfig(Section):
+    """Who trains an expert."""
+
+    owners_per_expert: Positive = 1
+    """R: 1 is SPES; the number of peers makes it FedAvg."""
+
+
+class MergingConfig(Section):
+    """Expert merging during warm-up (SPES, eq. 5-6)."""
+
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """alpha0; 0 switches merging off."""
+    top_k: Positive = 4
+    decay_steps: Positive = 12_500
+    interval_steps: Positive = 500
+
+
+class WireConfig(Section):
+    """How tensors become bytes; fp32 everywhere is the exact mode."""
+
+    shared: Codec = "fp32"
+    experts: Codec = "bf16"
+    part_bytes: Annotated[int, Field(ge=4096)] = 16 * 2**20
+    """Largest size of one part of the shared tensors."""
+
+
+class Phase(Section):
+    """Settings that hold until the run has seen so many tokens."""
+
+    until_tokens: Positive
+    local_steps: Positive
+    batch_tokens: Positive
+
+
+class RunConfig(Section):
+    """Everything all peers of a run agree on."""
+
+    run: RunSection
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig = LossConfig()
+    round: RoundConfig
+    ownership: OwnershipConfig = OwnershipConfig()
+    merging: MergingConfig = MergingConfig()
+    wire: WireConfig = WireConfig()
+    phases: tuple[Phase, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_batches()
+        self._check_merging()
+        tokens = [phase.until_tokens for phase in self.phases]
+        if tokens != sorted(set(tokens)):
+            raise ValueError(f"phases.until_tokens: must rise strictly, is {tokens}")
+        if self.data.tokenizer == "byte" and self.model.vocab_size < 258:
+            raise ValueError(
+                f"model.vocab_size: {self.model.vocab_size} is too small for the byte tokenizer; "
+                "it needs 256 bytes and two specials, at least 258"
+            )
+        if self.data.validation_tokens <= self.data.sequence_length:
+            raise ValueError(
+                f"data.validation_tokens: {self.data.validation_tokens} holds no whole sequence "
+                f"of {self.data.sequence_length} tokens"
+            )
+        return self
+
+    def _check_batches(self) -> None:
+        micro_tokens = self.train.micro_batch_sequences * self.data.sequence_length
+        named = [("train.batch_tokens", self.train.batch_tokens)]
+        named += [("phases.batch_tokens", phase.batch_tokens) for phase in self.phases]
+        for key, batch_tokens in named:
+            if batch_tokens % micro_tokens:
+                raise ValueError(
+                    f"{key}: {batch_tokens} is not a multiple of a micro-batch of "
+                    f"{self.train.micro_batch_sequences} x {self.data.sequence_length} tokens"
+                )
+
+    def _check_merging(self) -> None:
+        if not self.merging.alpha:
+            return
+        if self.merging.top_k >= self.model.num_experts:
+            raise ValueError(
+                f"merging.top_k: {self.merging.top_k} must be below model.num_experts "
+                f"{self.model.num_experts}, since an expert is no donor of its own"
+            )
+        for local_steps in [self.round.local_steps, *(p.local_steps for p in self.phases)]:
+            if self.merging.interval_steps % local_steps:
+                raise ValueError(
+                    f"merging.interval_steps: {self.merging.interval_steps} is not a multiple of "
+                    f"the local steps {local_steps}, so no merge could fall on a round"
+                )
+
+    def phase_at(self, tokens: int) -> Phase:
+        """The local steps and batch that hold once the run has seen `tokens` tokens."""
+        for phase in self.phases:
+            if tokens < phase.until_tokens:
+                return phase
+        return Phase(
+            until_tokens=2**62,
+            local_steps=self.round.local_steps,
+            batch_tokens=self.train.batch_tokens,
+        )
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps over which warm-up and cosine run."""
+        return self.optimizer.schedule_steps or self.run.rounds * self.round.local_steps
+
+    def canonical_json(self) -> bytes:
+        """The configuration as the one byte string that every peer derives from it."""
+        return json.dumps(
+            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")
+        ).encode()
+
+    def fingerprint(self) -> str:
+        """BLAKE3 of the canonical JSON: equal exactly when all settings are."""
+        return blake3(self.canonical_json()).hexdigest()
+
+
+class PeerSection(Section):
+    """This peer's place in the run."""
+
+    name: Annotated[str, Field(max_length=64)] = ""
+    """For people only; by default the host's name and the end of the peer id."""
+    capacity: PositiveReal = 1.0
+    """Relative share of experts that this peer wants to own."""
+    data_index: NonNegative | None = None
+    """Which stream of the common corpus it trains on; by default from the peer id."""
+    wait_for_peers: Positive = 1
+    """A founder starts the first round when so many peers are present."""
+    linger_s: Annotated[float, Field(ge=0)] = 60.0
+    """How long a finished peer goes on serving blobs and records."""
+    leave_timeout_s: PositiveReal = 30.0
+
+
+class NetworkSection(Section):
+    """How this peer is reached."""
+
+    initial_peers: tuple[str, ...] = ()
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    identity_path: str | None = None
+    client_mode: bool = False
+
+
+class ComputeSection(Section):
+    """What this machine computes with."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegative = 0
+    """CPU threads for the model; 0 leaves the choice to torch."""
+
+
+class CorpusSection(Section):
+    """This machine's text."""
+
+    folder: str | None = None
+    """Folder of .txt, .md, .py and .jsonl files; by default the Python standard library."""
+
+
+class PeerConfig(Section):
+    """Everything that concerns this machine only."""
+
+    peer: PeerSection = PeerSection()
+    network: NetworkSection = NetworkSection()
+    compute: ComputeSection = ComputeSection()
+    corpus: CorpusSection = CorpusSection()
+
+
+AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)
+
+
+def parse_config(
+    kind: type[AnyConfig], text: str, *, source: str, overrides: Sequence[str] = ()
+) -> AnyConfig:
+    """Reads a configuration from TOML text, then applies `section.field=value` overrides.
+
+    Args:
+        kind: `RunConfig` or `PeerConfig`.
+        text: TOML.
+        source: what errors call the text, usually its path.
+        overrides: as given with `--set`; the value is TOML, bare words are strings.
+
+    Raises:
+        ConfigError: names source, key, value, what is allowed and the nearest valid key.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(values, override)
+    return validate_config(kind, values, source=source)
+
+
+def validate_config(
+    kind: type[AnyConfig], values: Mapping[str, Any], *, source: str
+) -> AnyConfig:
+    """Builds a configuration from plain values; see `parse_config` for the errors."""
+    try:
+        return kind.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(kind, error)}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, raw = override.partition("=")
+    path = key.strip().replace("-", "_").split(".")
+    if not equals or len(path) != 2:
+        raise ConfigError(
+            f"--set {override!r}: expected section.field=value, such as run.rounds=8"
+        )
+    section = values.setdefault(path[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"--set {override!r}: {path[0]} is a list and set in the file only")
+    try:
+        section[path[1]] = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        section[path[1]] = raw.strip()
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    path = [part for part in problem["loc"] if isinstance(part, str)]
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(kind, path)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing: {_allowed(kind, path)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key}.{message}" if key else message
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def valid_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    """All `section.field` keys of a configuration, in the order of their definition."""
+    keys = []
+    for name, field in kind.model_fields.items():
+        annotation = field.annotation
+        if get_origin(annotation) is tuple and get_args(annotation):
+            annotation = get_args(annotation)[0]
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += valid_keys(annotation, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _nearest(kind: type[BaseModel], path: list[str]) -> str:
+    keys = valid_keys(kind)
+    by_field = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
+    close = difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.5)
+    close += [by_field[name] for name in difflib.get_close_matches(path[-1], by_field, n=1)]
+    if close:
+        return f"; did you mean {close[0]}?"
+    siblings = [key for key in keys if key.startswith(f"{path[0]}.")]
+    return f"; valid keys: {', '.join(siblings or sorted({k.split('.')[0] for k in keys}))}"
+
+
+def _allowed(kind: type[BaseModel], path: list[str]) -> str:
+    fields = [key for key in valid_keys(kind) if key.startswith(".".join(path) + ".")]
+    return f"it has {', '.join(fields)}" if fields else "it has no default"

@@ -1,0 +1,112 @@
+"""What can go wrong, as one tree. Every error knows its exit code and the next action.
+
+SwarmError (1)
+├── ConfigError (2)            a setting is wrong; names file, key, value and what is allowed
+├── NobodyReachable (3)        no peer of a run answered
+├── DataError (4)              the corpus is missing, empty or too small
+├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
+├── StateError (6)             the state directory cannot be used
+│   ├── StateLocked            another process uses it
+│   └── CorruptState           a file in it is torn or was changed
+├── RunMismatch (7)            the swarm runs something else than was asked for
+└── HostileInput (8)           bytes from another peer were refused; counted, never fatal by itself
+    ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
+    ├── BadRecord              wrong signature, too large, not of its schema
+    ├── BadMessage             a control message that is not of its schema
+    └── BadManifest            no certificate, or not a successor of its parent
+"""
+
+from __future__ import annotations
+
+
+class SwarmError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        exit_code: what a program that ends with this error returns to its shell.
+        hint: the next action for the person who reads the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} ({self.hint})" if self.hint else message
+
+
+class ConfigError(SwarmError):
+    """A setting is wrong; the message names source, key, value and what is allowed."""
+
+    exit_code = 2
+
+
+class NobodyReachable(SwarmError):
+    """No peer of a run answered within the deadline."""
+
+    exit_code = 3
+
+
+class DataError(SwarmError):
+    """The corpus is missing, empty or too small for the run."""
+
+    exit_code = 4
+
+
+class TrainingDiverged(SwarmError):
+    """Several steps in a row had a non-finite loss or gradient."""
+
+    exit_code = 5
+
+
+class StateError(SwarmError):
+    """The state directory cannot be used."""
+
+    exit_code = 6
+
+
+class StateLocked(StateError):
+    """Another living process holds the state directory."""
+
+
+class CorruptState(StateError):
+    """A file of the state directory is torn, truncated or was changed."""
+
+
+class RunMismatch(SwarmError):
+    """The swarm's run is not the one that was asked for."""
+
+    exit_code = 7
+
+
+class HostileInput(SwarmError):
+    """Bytes from another peer were refused.
+
+    Attributes:
+        reason: a short word under which refusals of this kind are counted.
+    """
+
+    exit_code = 8
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class BadBlob(HostileInput):
+    """A blob with the wrong digest, size, shape or dtype, or with a non-finite value."""
+
+
+class BadRecord(HostileInput):
+    """A record with a wrong signature, too large, or not of its schema."""
+
+
+class BadMessage(HostileInput):
+    """A control message that is not of its schema."""
+
+
+class BadManifest(HostileInput):
+    """A manifest without certificate, or that is no successor of its parent."""

@@ -1,0 +1,84 @@
+"""What things are called: the only place that builds or parses tensor names. No tensors here.
+
+A tensor's Hugging Face name is its name in memory, on the wire, in checkpoints and in exports.
+"Expert e" means index e in every layer. A *unit* is what a manifest lists: one expert
+(`expert.3`) or one part of the shared tensors (`shared.0`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from swarm.config import ModelConfig
+
+_EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+PROJECTIONS = ("down", "gate", "up")
+"""The three matrices of an expert, in the order of their names."""
+
+Shape = tuple[int, ...]
+
+
+def expert_tensor(layer: int, expert: int, projection: str) -> str:
+    """Name of one matrix of one expert; `projection` is "gate", "up" or "down"."""
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+
+
+def expert_of(name: str) -> int | None:
+    """The expert index in a tensor's name, or None for a shared tensor."""
+    match = _EXPERT.match(name)
+    return int(match[2]) if match else None
+
+
+def expert_unit(expert: int) -> str:
+    """The unit that holds an expert, in all layers."""
+    return f"expert.{expert}"
+
+
+def shared_unit(part: int) -> str:
+    """The unit that holds a part of the shared tensors."""
+    return f"shared.{part}"
+
+
+def expert_of_unit(unit: str) -> int | None:
+    """The expert of a unit's name, or None for a part of the shared tensors."""
+    kind, _, index = unit.partition(".")
+    return int(index) if kind == "expert" else None
+
+
+def shared_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Name -> shape of every shared tensor, sorted by name."""
+    return dict(sorted(_shared(model)))
+
+
+def expert_shapes(model: ModelConfig, expert: int) -> dict[str, Shape]:
+    """Name -> shape of one expert's matrices in all layers, sorted by name."""
+    inner, hidden = model.moe_intermediate_size, model.hidden_size
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    names = {
+        expert_tensor(layer, expert, projection): shapes[projection]
+        for layer in range(model.num_hidden_layers)
+        for projection in PROJECTIONS
+    }
+    return dict(sorted(names.items()))
+
+
+def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, head = model.hidden_size, model.dim_per_head
+    queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+    yield "model.embed_tokens.weight", (model.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not model.tie_word_embeddings:
+        yield "lm_head.weight", (model.vocab_size, hidden)
+    for layer in range(model.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        whole = model.qk_norm == "projection"
+        yield f"{prefix}.self_attn.q_norm.weight", (queries if whole else head,)
+        yield f"{prefix}.self_attn.k_norm.weight", (keys if whole else head,)
+        yield f"{prefix}.mlp.gate.weight", (model.num_experts, hidden)

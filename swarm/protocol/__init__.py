@@ -1,0 +1,1 @@
+"""What every peer must compute identically: pure functions and state machines, no I/O."""
