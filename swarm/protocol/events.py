@@ -1,0 +1,253 @@
+"""What goes into the round machine and what comes out of it.
+
+The shell hands events in one at a time and carries the returned effects out in order, each
+finished before the next begins (so a `Persist` is durable before the `Send` behind it leaves).
+Long work (fetching, syncing, reducing, merging) is only started by its effect; the result comes
+back as an event. Nothing here knows a clock, a disk or a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import (
+    Accepted,
+    Ballot,
+    Certificate,
+    Header,
+    Message,
+    Offer,
+    ReducedUnit,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that the protocol keeps on disk beside the blobs; replaced atomically."""
+
+    tip: Manifest
+    certificate: Certificate | None
+    """Of the tip; None for manifest 0 and reforms."""
+    parent: Manifest | None
+    """The tip's parent: lets others check the certificate, and is needed to redo a merge."""
+    promised: Ballot | None = None
+    accepted: Accepted | None = None
+    """Both refer to the height after the tip."""
+    abstain_until_height: int = 0
+    """A peer whose record was rolled back by a damaged disk casts no vote up to this height [P5]."""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; the shell sends one at least every `Timers.tick_s`."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message whose attached blobs are all here and whose signatures were verified."""
+
+    source: PeerId
+    header: Header
+    message: Message
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Local steps are done; the offer's blobs and the private state are durable [P6]."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A blob has arrived, or was computed here; it is readable but not yet durable."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Unobtainable:
+    """A peer did not give a blob, or gave one that was refused."""
+
+    digest: Digest
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Synced:
+    """All blobs of this manifest are durable."""
+
+    manifest: Digest
+
+
+@dataclass(frozen=True)
+class UnitReduced:
+    """A mean was computed and stored."""
+
+    roster_id: Digest
+    unit: Unit
+    result: ReducedUnit
+
+
+@dataclass(frozen=True)
+class MergeComputed:
+    """The merged experts of a due tip were computed and stored."""
+
+    tip: Digest
+    units: Mapping[Unit, ReducedUnit]
+
+
+@dataclass(frozen=True)
+class LeaveAsked:
+    """The person asked this peer to leave the run."""
+
+
+Event = (
+    Tick
+    | Received
+    | Offered
+    | Stored
+    | Unobtainable
+    | Synced
+    | UnitReduced
+    | MergeComputed
+    | LeaveAsked
+)
+
+
+# ---------------------------------------------------------------- effects
+
+
+class Purpose(Enum):
+    """Why blobs are fetched; a new `Fetch` replaces the running one of the same purpose."""
+
+    REDUCE = "reduce"  # inputs of the units that this peer reduces
+    PROPOSAL = "proposal"  # blobs of a manifest that is to be accepted
+    CATCH_UP = "catch_up"  # blobs of a decided manifest that is to be applied
+
+
+@dataclass(frozen=True)
+class BlobWanted:
+    """A blob and the peers to ask, best first."""
+
+    unit: Unit
+    digest: Digest
+    num_bytes: int
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make the record durable before going on."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Send:
+    """Post a message; it may be lost."""
+
+    destination: PeerId
+    header: Header
+    message: Message
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get these blobs, rotating over their sources, until cancelled or replaced."""
+
+    purpose: Purpose
+    wants: tuple[BlobWanted, ...]
+
+
+@dataclass(frozen=True)
+class CancelFetch:
+    """Stop fetching for this purpose."""
+
+    purpose: Purpose
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Make all blobs of the manifest durable, then report `Synced`."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Average these values in the given order, store the result, report `UnitReduced`."""
+
+    roster_id: Digest
+    unit: Unit
+    inputs: tuple[tuple[PeerId, Digest], ...]
+
+
+@dataclass(frozen=True)
+class ComputeMerge:
+    """Merge the experts of this (due) tip from its agreed values, report `MergeComputed`."""
+
+    tip: Manifest
+
+
+@dataclass(frozen=True)
+class Apply:
+    """The manifest is the new tip and durable: swap the live model to it [P4]."""
+
+    manifest: Manifest
+    previous: Digest
+    """The tip before it."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Blobs that nothing here names may be deleted [GC]."""
+
+    digests: frozenset[Digest]
+
+
+@dataclass(frozen=True)
+class Left:
+    """This peer is no longer a member and may go."""
+
+    reason: str
+
+
+class Topic(Enum):
+    """What a reason is about."""
+
+    ROUND = "round"  # phases of a round: rosters, proposals, decisions
+    TAKEOVER = "takeover"  # a convener was replaced or stepped down
+    MEMBERSHIP = "membership"  # who joined, left or was removed
+    FORK = "fork"  # reforms and fork choice
+    REFUSED = "refused"  # something was not believed; counted
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a guard fired or held back, in one sentence with its numbers."""
+
+    topic: Topic
+    text: str
+
+
+Effect = (
+    Persist
+    | Send
+    | Fetch
+    | CancelFetch
+    | Sync
+    | Reduce
+    | ComputeMerge
+    | Apply
+    | Keep
+    | Left
+    | Reason
+)

@@ -1,0 +1,184 @@
+"""What a round produced: the manifest, and the orders and quorums that follow from it.
+
+The chain of manifests is the run. `height` is a manifest's position in the chain (merges and
+reforms count), `round` the number of training rounds behind it: "version" always means such a
+round. Rules in brackets, as [R1], are those of the protocol page in swarm/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import cached_property
+
+from blake3 import blake3
+from pydantic import TypeAdapter, ValidationError
+
+from swarm.errors import BadManifest
+from swarm.protocol.digests import Buffer, digest_of
+
+PeerId = str
+Digest = str
+Unit = str
+Lineage = tuple[tuple[int, tuple[int, str]], ...]
+Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
+
+FOUNDING_GENERATION = "0"
+MAX_MANIFEST_BYTES = 8 * 2**20
+
+
+class Kind(Enum):
+    """How a manifest came about."""
+
+    FOUNDING = "founding"  # manifest 0, written by the founder alone
+    QUORUM = "quorum"  # an ordinary round, accepted by a quorum of the parent's members
+    MERGE = "merge"  # an expert merge, accepted by a quorum of the parent's members
+    REFORM = "reform"  # survivors of a lost majority go on, self-asserted
+
+
+@dataclass(frozen=True)
+class Founding:
+    """What manifest 0 fixes for ever; every later manifest repeats it."""
+
+    founder: PeerId
+    nonce: str
+    config: Digest
+    """Blob with the run configuration's canonical JSON."""
+    config_bytes: int
+    validation: Digest
+    """Blob with the held-out tokens, little-endian uint32."""
+    validation_bytes: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One elector of the next round."""
+
+    silent: int
+    """Consecutive rounds in which nothing was heard of this peer [R1]."""
+    capacity: float
+    """Relative share of experts it wants to own."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The agreed value of one unit."""
+
+    digest: Digest
+    num_bytes: int
+    version: int
+    """Training round in which the value last changed; a merge keeps it [M7]."""
+    source: PeerId
+    """Who held the value first."""
+    codec: str
+    base: Digest | None = None
+    """In a merge, the digest before it [M4]."""
+    delta: Digest | None = None
+    """Reserved for wires that send differences."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One agreed state of the run."""
+
+    run: str
+    """Run id; empty in manifest 0, whose digest the run id contains."""
+    generation: str
+    height: int
+    round: int
+    kind: Kind
+    parent: Digest | None
+    founding: Founding
+    step: int
+    """Cumulative optimizer steps of the run (local steps count once, not per peer)."""
+    tokens: int
+    """Cumulative tokens of all contributors."""
+    merged: int
+    """floor(step / interval) up to which merges are done [M1]."""
+    members: Mapping[PeerId, Member]
+    contributors: tuple[PeerId, ...]
+    """Peers whose shared tensors are in the mean, in peer-id order."""
+    sources: Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
+    """Of each renewed unit: the offered values behind it, in peer-id order."""
+    owners: Mapping[int, tuple[PeerId, ...]]
+    """Owners of each expert in the next round, in peer-id order."""
+    entries: Mapping[Unit, Entry]
+    lineage: Lineage = ()
+    """One (height, (number of members, generation)) per reform in the ancestry."""
+    seed: Digest | None = None
+    """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
+    reasons: tuple[str, ...] = ()
+    """Why members or owners changed, a sentence each."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON: the manifest's blob."""
+        return json.dumps(
+            asdict(self), sort_keys=True, separators=(",", ":"), default=lambda kind: kind.value
+        ).encode()
+
+    @cached_property
+    def digest(self) -> Digest:
+        """The manifest's identity."""
+        return digest_of(self.encoded)
+
+    @cached_property
+    def code(self) -> Code:
+        """Place in the total order of all manifests of a run: larger wins [F1]."""
+        return (*self.lineage, (self.height, ()))
+
+    @cached_property
+    def order(self) -> tuple[PeerId, ...]:
+        """Members by turn: contributors first, each group by hash; [0] is the first convener."""
+        seed = self.seed or self.digest
+        return tuple(
+            sorted(
+                self.members,
+                key=lambda peer: (peer not in self.contributors, turn(seed, peer), peer),
+            )
+        )
+
+    def is_quorum(self, peers: Iterable[PeerId]) -> bool:
+        """Whether these peers decide the next round; any two quorums share a member.
+
+        More than half of the members, or exactly half with the tie-breaker `order[0]`.
+        """
+        present = self.members.keys() & set(peers)
+        twice = 2 * len(present)
+        return twice > len(self.members) or (
+            twice == len(self.members) and bool(present) and self.order[0] in present
+        )
+
+
+def turn(seed: str, peer: PeerId) -> bytes:
+    """Pseudo-random rank of a peer under a seed; equal everywhere."""
+    return blake3(f"{seed}/{peer}".encode()).digest()
+
+
+def run_id(name: str, fingerprint: str, founding_manifest: Digest) -> str:
+    """Identity of a run: its name and 16 hex digits over configuration and manifest 0."""
+    return f"{name}-{blake3(f'{name}/{fingerprint}/{founding_manifest}'.encode()).hexdigest()[:16]}"
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def decode_manifest(encoded: Buffer) -> Manifest:
+    """Reads a manifest from the bytes of its blob.
+
+    Raises:
+        BadManifest: too large, not of the schema, or not canonical.
+    """
+    if len(encoded) > MAX_MANIFEST_BYTES:
+        raise BadManifest("manifest_size", f"a manifest of {len(encoded)} bytes is too large")
+    try:
+        manifest = _MANIFEST.validate_json(bytes(encoded))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise BadManifest("manifest_schema", f"manifest field {place}: {problem['msg']}") from error
+    if manifest.encoded != bytes(encoded):
+        raise BadManifest("manifest_schema", "the manifest is not in canonical form")
+    return manifest

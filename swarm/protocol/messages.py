@@ -1,0 +1,171 @@
+"""The eight messages that peers exchange to agree on a manifest.
+
+A message's sender is known from the connection that it came on. Its header is bound when the
+message is created, so a vote never crosses tips, generations or electorates [H1, H2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from swarm.protocol.manifest import Code, Digest, Manifest, PeerId, Unit
+
+
+class Ballot(NamedTuple):
+    """Number of one attempt to decide; compared as a tuple.
+
+    Only the first convener uses attempt 0, which needs no phase 1.
+    """
+
+    attempt: int
+    convener: PeerId
+
+
+@dataclass(frozen=True)
+class Header:
+    """The sender's tip at the moment the message was created."""
+
+    code: Code
+    tip: Digest
+    generation: str
+
+
+@dataclass(frozen=True)
+class OfferedUnit:
+    """One unit's value as its owner offers it."""
+
+    digest: Digest
+    num_bytes: int
+    base: Digest
+    """Digest of the agreed value that it was trained from [S3]."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one peer puts into a round. Travels as a blob; messages carry its digest."""
+
+    tip: Digest
+    """Manifest that the local steps started from."""
+    steps: int
+    tokens: int
+    units: Mapping[Unit, OfferedUnit]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A peer's signature over `accept_statement`, with the key that gives its peer id."""
+
+    public_key: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members."""
+
+    ballot: Ballot
+    signatures: Mapping[PeerId, Signature]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Gossip. `ask`: send me your tip if it is newer than mine."""
+
+    ask: bool
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Phase 1a, and the convener's poll and heartbeat while it collects."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A vote that a peer has durably cast."""
+
+    ballot: Ballot
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Phase 1b and the offer. A higher ballot than asked refuses; from a stranger it is a join."""
+
+    ballot: Ballot
+    offer: Offer | None
+    accepted: Accepted | None
+    capacity: float
+    leave: bool = False
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Whose offers are averaged, and who may reduce; also the heartbeat while reducing.
+
+    Every peer derives the same reducer of every unit from it.
+    """
+
+    ballot: Ballot
+    roster_id: Digest
+    offers: Mapping[PeerId, Offer]
+    reducers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class ReducedUnit:
+    """Digest and size of a mean."""
+
+    digest: Digest
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reducer's (partial) result; answers every repeat of the roster."""
+
+    ballot: Ballot
+    roster_id: Digest
+    results: Mapping[Unit, ReducedUnit]
+    missing: Mapping[PeerId, str]
+    """Contributors whose values could not be had, with the reason."""
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Phase 2a, repeated to those that have not accepted."""
+
+    ballot: Ballot
+    manifest: Manifest
+    holders: tuple[PeerId, ...]
+    """Peers known to hold every blob of the manifest."""
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Phase 2b: the manifest and all its blobs are on my disk."""
+
+    ballot: Ballot
+    digest: Digest
+    signature: Signature | None
+    """Filled in by the shell when it sends; verified by the shell on receipt."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The manifest is decided, or is a reform. The parent lets anybody check the certificate."""
+
+    manifest: Manifest
+    certificate: Certificate | None
+    parent: Manifest | None
+
+
+Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
+
+
+def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
+    """The bytes that a peer signs when it accepts a manifest."""
+    return f"swarm accept {run} {ballot.attempt} {ballot.convener} {digest}".encode()
