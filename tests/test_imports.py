@@ -1,0 +1,340 @@
+"""The contract between the parts: who may import whom, what stays pure, how long code may get.
+
+Read from the syntax trees, so nothing is imported and the whole file takes about a second. Each
+check is a function from sources to offences, tried first on code that breaks the rule.
+"""
+
+import ast
+import graphlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_LONG_FUNCTIONS = 5
+
+# Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
+BASE = frozenset({"swarm.config", "swarm.errors", "swarm.experts"})
+PROTOCOL = BASE | {"swarm.protocol"}
+MAY_IMPORT = {
+    "swarm.config": BASE,
+    "swarm.errors": frozenset[str](),
+    "swarm.experts": BASE,
+    "swarm.protocol": BASE,
+    "swarm.codecs": BASE,
+    "swarm.model": BASE,
+    "swarm.data": BASE,
+    "swarm.train": BASE | {"swarm.model", "swarm.data"},
+    "swarm.network": PROTOCOL | {"swarm.codecs"},
+    "swarm.monitor": PROTOCOL,
+    "swarm.emulation": PROTOCOL,
+}
+MAY_IMPORT["peers"] = frozenset(MAY_IMPORT)
+
+# Outside package -> the only parts that may import it.
+RESERVED = {
+    "hivemind": frozenset({"swarm.network"}),
+    "click": frozenset({"peers"}),
+    "pickle": frozenset[str](),
+    "cPickle": frozenset[str](),
+    "cloudpickle": frozenset[str](),
+    "dill": frozenset[str](),
+    "marshal": frozenset[str](),
+    "shelve": frozenset[str](),
+}
+
+# All that the protocol may import from outside: no clock, randomness, logging, tensors or I/O.
+PURE_MODULES = frozenset(
+    {
+        "__future__",
+        "abc",
+        "base64",
+        "bisect",
+        "blake3",
+        "collections",
+        "copy",
+        "dataclasses",
+        "enum",
+        "fractions",
+        "functools",
+        "hashlib",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "msgpack",
+        "operator",
+        "pydantic",
+        "re",
+        "string",
+        "struct",
+        "types",
+        "typing",
+    }
+)
+IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
+UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "__import__", "importlib.import_module"})
+# What a module may do at its top level besides defining: statements of these kinds act at import.
+ACTS_AT_IMPORT = (ast.For, ast.While, ast.With, ast.Delete, ast.Raise, ast.Assert)
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+MIN_REASON_WORDS = 3
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parse(self.text)
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+    @property
+    def package(self) -> str:
+        """The package that relative imports in this file start from."""
+        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+
+
+@cache
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def module_at(path: str, text: str) -> Module:
+    parts = Path(path).with_suffix("").parts
+    return Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path, text)
+
+
+def part_of(name: str) -> str:
+    return "peers" if name.split(".")[0] == "peers" else ".".join(name.split(".")[:2])
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    paths = sorted([*ROOT.glob("swarm/**/*.py"), *ROOT.glob("peers/**/*.py")])
+    return tuple(module_at(str(p.relative_to(ROOT)), p.read_text(encoding="utf-8")) for p in paths)
+
+
+def imports_of(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import; `from a import b` gives a.b, which may be a module."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.package.split(".")
+                base = ".".join(above[: len(above) - node.level + 1] + ([base] if base else []))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] in ("swarm", "peers")
+
+
+def direction_offences(sources: tuple[Module, ...]) -> list[str]:
+    offences = []
+    for module in sources:
+        if module.name == "swarm":
+            offences += [f"{module.path}:{k} imports {n}" for k, n in imports_of(module)]
+            continue
+        if module.part not in MAY_IMPORT:
+            offences.append(f"{module.path}: {module.part} has no place in MAY_IMPORT")
+            continue
+        allowed = MAY_IMPORT[module.part] | {module.part}
+        offences += [
+            f"{module.path}:{line} imports {name}"
+            for line, name in imports_of(module)
+            if is_ours(name) and part_of(name) not in allowed
+        ]
+    return offences
+
+
+def reserved_offences(sources: tuple[Module, ...]) -> list[str]:
+    return [
+        f"{module.path}:{line} imports {name}"
+        for module in sources
+        for line, name in imports_of(module)
+        if module.part not in RESERVED.get(name.split(".")[0], {module.part})
+    ]
+
+
+def called_name(node: ast.AST) -> str:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def call_offences(sources: tuple[Module, ...], forbidden: frozenset[str]) -> list[str]:
+    return [
+        f"{module.path}:{node.lineno} calls {called_name(node)}"
+        for module in sources
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and called_name(node) in forbidden
+    ]
+
+
+def impurities(sources: tuple[Module, ...]) -> list[str]:
+    """What swarm.protocol, or what it imports of ours, does besides computing."""
+    protocol = tuple(m for m in sources if m.part == "swarm.protocol")
+    offences = [
+        f"{module.path}:{line} imports {name}"
+        for module in protocol
+        for line, name in imports_of(module)
+        if not is_ours(name) and name.split(".")[0] not in PURE_MODULES
+    ]
+    pulled_in = tuple(m for m in sources if m.part in MAY_IMPORT["swarm.protocol"])
+    offences += [
+        f"{module.path}:{line} imports {name}, and the protocol imports that module"
+        for module in pulled_in
+        for line, name in imports_of(module)
+        if name.split(".")[0] in ("torch", "numpy", "logging", "time", "random", "socket")
+    ]
+    return offences + call_offences(protocol + pulled_in, IMPURE_CALLS)
+
+
+def cycles(sources: tuple[Module, ...]) -> list[str]:
+    names = {module.name for module in sources}
+    graph: dict[str, set[str]] = {}
+    for module in sources:
+        targets = ((n, n.rpartition(".")[0]) for _, n in imports_of(module))
+        found = {next((t for t in pair if t in names), "") for pair in targets}
+        graph[module.name] = found - {"", module.name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+def hidden_import_offences(sources: tuple[Module, ...]) -> list[str]:
+    """Imports inside functions whose lines do not say why; a linter's directive is no reason."""
+    offences = []
+    for module in sources:
+        lines = module.text.splitlines()
+        functions = (n for n in ast.walk(module.tree) if isinstance(n, FUNCTION))
+        inside = itertools.chain.from_iterable(ast.walk(function) for function in functions)
+        for node in inside:
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            comment = " ".join(lines[node.lineno - 1 : node.end_lineno]).partition("#")[2]
+            reason = comment.partition("noqa")[0].partition("type: ignore")[0]
+            if len(reason.split()) < MIN_REASON_WORDS:
+                offences.append(f"{module.path}:{node.lineno} {lines[node.lineno - 1].strip()}")
+    return sorted(set(offences))
+
+
+def import_time_offences(sources: tuple[Module, ...]) -> list[str]:
+    return [
+        f"{module.path}:{node.lineno} {ast.unparse(node).splitlines()[0]}"
+        for module in sources
+        for node in module.tree.body
+        if isinstance(node, ACTS_AT_IMPORT)
+        or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
+    ]
+
+
+def long_files(sources: tuple[Module, ...]) -> list[str]:
+    counts = ((module.text.count("\n") + 1, module.path) for module in sources)
+    return [f"{path}: {count} lines" for count, path in counts if count > MAX_FILE_LINES]
+
+
+def long_functions(sources: tuple[Module, ...]) -> list[str]:
+    return [
+        f"{module.path}:{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for module in sources
+        for node in ast.walk(module.tree)
+        if isinstance(node, FUNCTION) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+BREAKS = {
+    "upward": (direction_offences, "swarm/protocol/a.py", "from swarm.network import node"),
+    "sideways": (direction_offences, "swarm/train/a.py", "import swarm.network.node"),
+    "relative": (direction_offences, "swarm/train/a.py", "from ..network import node"),
+    "unplaced": (direction_offences, "swarm/helpers.py", ""),
+    "hivemind": (reserved_offences, "swarm/monitor/a.py", "from hivemind.dht import node"),
+    "click": (reserved_offences, "swarm/monitor/a.py", "import click"),
+    "pickle": (reserved_offences, "peers/peer.py", "import pickle"),
+    "clock": (impurities, "swarm/protocol/a.py", "import time"),
+    "tensors below": (impurities, "swarm/experts.py", "import torch"),
+    "file": (impurities, "swarm/protocol/a.py", "def f():\n    return open('x')"),
+    "hidden": (hidden_import_offences, "peers/a.py", "def f():\n    import rich  # noqa: X123"),
+    "acts": (import_time_offences, "swarm/model/a.py", "torch.set_num_threads(1)"),
+    "long file": (long_files, "swarm/model/a.py", "\n" * MAX_FILE_LINES),
+    "long function": (
+        long_functions,
+        "swarm/model/a.py",
+        "def f():\n" + "    g()\n" * MAX_FUNCTION_LINES,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", sorted(BREAKS))
+def test_each_rule_catches_what_breaks_it(rule: str) -> None:
+    check, path, text = BREAKS[rule]
+    assert check((module_at(path, text),))
+
+
+def test_a_cycle_of_modules_is_caught() -> None:
+    first = module_at("swarm/model/a.py", "from swarm.model.b import f")
+    second = module_at("swarm/model/b.py", "from swarm.model import a")
+    assert cycles((first, second))
+    assert not cycles((first,))
+
+
+def test_a_hidden_import_with_its_reason_is_accepted() -> None:
+    text = "def f():\n    import rich  # optional: only the live view draws"
+    assert not hidden_import_offences((module_at("peers/a.py", text),))
+
+
+def test_there_is_code_to_check() -> None:
+    assert {module.name for module in modules()} >= {"swarm", "peers", "swarm.config"}
+
+
+def test_imports_go_in_one_direction() -> None:
+    assert direction_offences(modules()) == []
+
+
+def test_reserved_packages_stay_where_they_belong() -> None:
+    assert reserved_offences(modules()) == []
+
+
+def test_the_protocol_only_computes() -> None:
+    assert impurities(modules()) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert cycles(modules()) == []
+
+
+def test_no_import_hides_in_a_function_without_a_reason() -> None:
+    assert hidden_import_offences(modules()) == []
+
+
+def test_nothing_evaluates_or_unpickles_bytes() -> None:
+    assert call_offences(modules(), UNSAFE_CALLS) == []
+
+
+def test_importing_a_module_does_nothing() -> None:
+    assert import_time_offences(modules()) == []
+
+
+def test_no_file_is_too_long() -> None:
+    assert long_files(modules()) == []
+
+
+def test_hardly_any_function_is_too_long() -> None:
+    functions = long_functions(modules())
+    assert len(functions) <= MAX_LONG_FUNCTIONS, functions
