@@ -9,14 +9,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from swarm.config import ModelConfig
+from swarm.config import Codec, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of elements of a flattened (row-major) tensor: [start, stop)."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """What the bytes of a unit's blob are: these slices one after the other, no header."""
+
+    unit: str
+    codec: Codec
+    slices: tuple[Slice, ...]
+    num_elements: int
+    num_bytes: int
 
 
 def expert_tensor(layer: int, expert: int, projection: str) -> str:

@@ -1,0 +1,110 @@
+"""Which elements of which tensors a unit's bytes are; follows from the run configuration alone.
+
+One unit per expert index (all layers), its tensors concatenated in the order of their names. The
+shared tensors are concatenated in the order of their names too, apart for each codec, and cut into
+parts of nearly equal size, inside tensors where the cut falls there. Bytes are little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from swarm.config import Codec, RunConfig
+from swarm.experts import (
+    Shape,
+    Slice,
+    UnitLayout,
+    expert_shapes,
+    expert_unit,
+    shared_shapes,
+    shared_unit,
+)
+
+__all__ = ["ELEMENT_BYTES", "Layout", "Slice", "UnitLayout", "layout_of", "shared_codec"]
+
+ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
+"""Bytes of one element; also the order in which the shared tensors' codecs come."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All units of a run.
+
+    Attributes:
+        units: parts of the shared tensors (`shared.0`, ...), then experts (`expert.0`, ...).
+        shapes: name -> shape of every tensor of the model, shared ones first.
+    """
+
+    units: tuple[UnitLayout, ...]
+    shapes: Mapping[str, Shape]
+
+    @cached_property
+    def by_unit(self) -> Mapping[str, UnitLayout]:
+        """Name of a unit -> its layout."""
+        return {layout.unit: layout for layout in self.units}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, tuple[tuple[str, Slice], ...]]:
+        """Name of a tensor -> the units that hold it and which slice of it, in element order."""
+        found: dict[str, list[tuple[str, Slice]]] = {name: [] for name in self.shapes}
+        for layout in self.units:
+            for piece in layout.slices:
+                found[piece.name].append((layout.unit, piece))
+        return {name: tuple(places) for name, places in found.items()}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of the whole agreed model on the wire and on disk."""
+        return sum(layout.num_bytes for layout in self.units)
+
+
+def layout_of(run: RunConfig) -> Layout:
+    """The layout that every peer of the run derives for itself."""
+    shared = shared_shapes(run.model)
+    shapes = dict(shared)
+    units: list[UnitLayout] = []
+    for codec in ELEMENT_BYTES:
+        sizes = {n: math.prod(s) for n, s in shared.items() if shared_codec(n, run) == codec}
+        for slices in _cut(sizes, run.wire.part_bytes // ELEMENT_BYTES[codec]):
+            units.append(_unit(shared_unit(len(units)), codec, slices))
+    for expert in range(run.model.num_experts):
+        of_expert = expert_shapes(run.model, expert)
+        shapes |= of_expert
+        whole = tuple(Slice(name, 0, math.prod(shape)) for name, shape in of_expert.items())
+        units.append(_unit(expert_unit(expert), run.wire.experts, whole))
+    return Layout(tuple(units), shapes)
+
+
+def shared_codec(name: str, run: RunConfig) -> Codec:
+    """How a shared tensor travels: norms and routers, small and sensitive, always as fp32."""
+    exact = name.endswith(("norm.weight", "mlp.gate.weight"))
+    return "fp32" if exact else run.wire.shared
+
+
+def _unit(name: str, codec: Codec, slices: tuple[Slice, ...]) -> UnitLayout:
+    num_elements = sum(piece.stop - piece.start for piece in slices)
+    return UnitLayout(name, codec, slices, num_elements, num_elements * ELEMENT_BYTES[codec])
+
+
+def _cut(sizes: Mapping[str, int], max_elements: int) -> Iterator[tuple[Slice, ...]]:
+    """Cuts concatenated tensors into the fewest parts; sizes differ by at most one element.
+
+    Equal parts share the averaging equally among the reducers.
+    """
+    total = sum(sizes.values())
+    num_parts = -(-total // max_elements)
+    for part in range(num_parts):
+        start, stop = (total * k // num_parts for k in (part, part + 1))
+        yield tuple(_within(sizes, start, stop))
+
+
+def _within(sizes: Mapping[str, int], start: int, stop: int) -> Iterator[Slice]:
+    offset = 0
+    for name, size in sizes.items():
+        first, last = max(start - offset, 0), min(stop - offset, size)
+        if first < last:
+            yield Slice(name, first, last)
+        offset += size
