@@ -1,0 +1,155 @@
+"""What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
+
+*Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
+the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
+slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
+
+After a restart the same function decides, with the bases and the offer that the private state
+was saved with [P6].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
+from swarm.protocol.messages import Offer
+
+
+class Action(Enum):
+    """What happens to the local progress of one expert, or of the shared tensors."""
+
+    KEEP = "keep"  # the agreed value did not move: base, master and moments stay as they are
+    PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
+    REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
+    RESTART = "restart"  # master := agreed value; the moments stay, they are local
+    DROP = "drop"  # no longer mine: master and moments go
+    TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments
+
+
+@dataclass(frozen=True)
+class ExpertDecision:
+    """What to do with one expert."""
+
+    action: Action
+    base: Digest | None
+    """Base digest of the progress from now on; None after a drop."""
+    reason: str
+    rebase_from: Digest | None = None
+    """For REBASE: the agreed value to subtract, a blob of the previous tip."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What to do with all local progress."""
+
+    shared: Action
+    """KEEP (go on where you are; a finished offer may be offered again) or RESTART."""
+    shared_reason: str
+    experts: Mapping[int, ExpertDecision]
+    """Of every expert that was or is mine, in order."""
+
+
+def adopt(
+    me: PeerId,
+    manifest: Manifest,
+    *,
+    previous: Digest,
+    bases: Mapping[int, Digest],
+    offer: Offer | None,
+) -> Adoption:
+    """Decides on every piece of local progress.
+
+    Args:
+        me: this peer.
+        manifest: the manifest that is being applied.
+        previous: digest of the tip that the local steps since the last apply started from.
+        bases: base digest of each expert with local progress.
+        offer: what this peer offered since then, if anything; no step was taken after it.
+
+    Returns:
+        An action with its reason for the shared tensors and for each expert.
+    """
+    shared, shared_reason = _decide_shared(me, manifest, previous)
+    mine = {expert for expert, owners in manifest.owners.items() if me in owners}
+    decisions = {}
+    for expert in sorted(mine | bases.keys()):
+        if expert not in mine:
+            decisions[expert] = ExpertDecision(
+                Action.DROP, None, f"expert {expert} belongs to others now"
+            )
+        else:
+            offered = offer.units.get(expert_unit(expert)) if offer else None
+            decisions[expert] = _decide_expert(
+                expert, manifest, bases.get(expert), offered.digest if offered else None
+            )
+    return Adoption(shared, shared_reason, decisions)
+
+
+def due_units(me: PeerId, tip: Manifest, experts_every: int) -> tuple[Unit, ...]:
+    """Units that a peer offers for the round after `tip`: the shared parts, and its experts.
+
+    Experts are exchanged only in every `experts_every`-th training round; between these their
+    owners go on from where they are.
+    """
+    with_experts = experts_due(tip, experts_every)
+    due = []
+    for unit in tip.entries:
+        expert = expert_of_unit(unit)
+        if expert is None or (with_experts and me in tip.owners.get(expert, ())):
+            due.append(unit)
+    return tuple(sorted(due))
+
+
+def experts_due(tip: Manifest, experts_every: int) -> bool:
+    """Whether the training round after `tip` exchanges experts."""
+    return (tip.round + 1) % experts_every == 0
+
+
+def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Action, str]:
+    if manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE):
+        return (
+            Action.KEEP,
+            f"a {manifest.kind.value} leaves the shared tensors of its parent as they are",
+        )
+    if manifest.parent == previous and me in manifest.contributors:
+        return Action.RESTART, "my values are in the mean"
+    return Action.RESTART, (
+        f"round {manifest.round} went on without my values; shared progress from an older "
+        "state may not be offered"
+    )
+
+
+def _decide_expert(
+    expert: int, manifest: Manifest, base: Digest | None, offered: Digest | None
+) -> ExpertDecision:
+    entry = manifest.entries[expert_unit(expert)]
+    if base is None:
+        return ExpertDecision(
+            Action.TAKE_UP,
+            entry.digest,
+            f"expert {expert} is mine now, from its value of round {entry.version}",
+        )
+    if entry.digest == base:
+        return ExpertDecision(
+            Action.KEEP, base, f"expert {expert} did not move since round {entry.version}"
+        )
+    if entry.digest == offered:
+        return ExpertDecision(
+            Action.PUBLISHED, entry.digest, f"my value of expert {expert} is the agreed one"
+        )
+    if entry.base is not None and entry.base in (base, offered):
+        return ExpertDecision(
+            Action.REBASE,
+            entry.digest,
+            f"expert {expert} was merged; local progress moves with it",
+            rebase_from=entry.base,
+        )
+    return ExpertDecision(
+        Action.RESTART,
+        entry.digest,
+        f"expert {expert} has moved on in round {entry.version} from what I trained from",
+    )

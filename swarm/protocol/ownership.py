@@ -1,0 +1,186 @@
+"""Which peers train which expert in the next round [R4].
+
+Pure: every peer computes the same assignment from the parent manifest and the round's
+contributors, so nobody has to be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from swarm.protocol.manifest import PeerId, turn
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who owns what next, and why anything moved."""
+
+    owners: dict[int, tuple[PeerId, ...]]
+    """Of each expert, in peer-id order."""
+    reasons: tuple[str, ...]
+    """A sentence per expert and peer that changed hands, in the order of the decisions."""
+
+
+def assign(
+    previous: Mapping[int, tuple[PeerId, ...]],
+    members: Mapping[PeerId, float],
+    contributors: Collection[PeerId],
+    *,
+    stale: Collection[int],
+    owners_per_expert: int,
+    num_experts: int,
+    seed: str,
+) -> Assignment:
+    """Keeps what is where it is and moves only what must move or strictly balances the load.
+
+    Args:
+        previous: owners so far; experts may be missing.
+        members: capacity of each member of the new manifest.
+        contributors: peers known to have finished the round; only they are given more.
+        stale: experts that were not renewed for too many rounds; their owners that did not
+            contribute lose them.
+        owners_per_expert: R; every expert gets min(R, number of members) owners.
+        num_experts: experts 0 .. num_experts - 1.
+        seed: breaks ties, so that they do not always favour the same peer.
+
+    Returns:
+        The assignment. Idempotent: feeding it back changes nothing.
+    """
+    if not members:
+        return Assignment(dict.fromkeys(range(num_experts), ()), ())
+    work = _Work(previous, members, contributors, seed)
+    wanted = min(owners_per_expert, len(members))
+    for expert in range(num_experts):
+        work.keep(expert, wanted, expert in stale)
+    for expert in range(num_experts):
+        work.fill(expert, wanted)
+    work.balance()
+    return Assignment(
+        {expert: tuple(sorted(work.owners[expert])) for expert in range(num_experts)},
+        work.reasons(stale),
+    )
+
+
+class _Work:
+    """The assignment while it is being made."""
+
+    def __init__(
+        self,
+        previous: Mapping[int, tuple[PeerId, ...]],
+        members: Mapping[PeerId, float],
+        contributors: Collection[PeerId],
+        seed: str,
+    ) -> None:
+        self.previous = previous
+        self.capacity = members
+        self.peers = sorted(members)
+        self.contributors = {peer for peer in self.peers if peer in contributors}
+        self.seed = seed
+        self.owners: dict[int, list[PeerId]] = {}
+        self.load = dict.fromkeys(self.peers, 0)
+
+    def keep(self, expert: int, wanted: int, is_stale: bool) -> None:
+        """Takes over the valid owners, contributors first if there are too many."""
+        valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
+        valid.sort(key=lambda peer: (peer not in self.contributors, peer))
+        if is_stale:
+            # A silent owner goes only where a contributor can take its place.
+            free = len(self.contributors - set(valid))
+            wanted = min(wanted, max(len(valid) - free, len(self.contributors & set(valid))))
+        self.owners[expert] = valid[:wanted]
+        for peer in self.owners[expert]:
+            self.load[peer] += 1
+
+    def fill(self, expert: int, wanted: int) -> None:
+        """Adds the least loaded peers until the expert has its owners."""
+        owners = self.owners[expert]
+        while len(owners) < wanted:
+            candidates = [peer for peer in self.peers if peer not in owners]
+            chosen = min(
+                candidates,
+                key=lambda peer: (
+                    peer not in self.contributors,
+                    self._share(peer, 1),
+                    turn(f"{self.seed}/{expert}", peer),
+                ),
+            )
+            owners.append(chosen)
+            self.load[chosen] += 1
+
+    def balance(self) -> None:
+        """Moves one expert at a time to a contributor whose share stays below the giver's.
+
+        Ends, since each move lowers the shares, sorted from the largest, lexicographically.
+        """
+        while self._move_one():
+            pass
+
+    def _move_one(self) -> bool:
+        givers = sorted(self.peers, key=lambda peer: (-self._share(peer), turn(self.seed, peer)))
+        takers = sorted(
+            self.contributors, key=lambda peer: (self._share(peer, 1), turn(self.seed, peer))
+        )
+        for giver in givers:
+            for taker in takers:
+                if self._share(taker, 1) >= self._share(giver):
+                    break
+                if self._move(giver, taker):
+                    return True
+        return False
+
+    def _move(self, giver: PeerId, taker: PeerId) -> bool:
+        movable = [
+            expert
+            for expert, owners in self.owners.items()
+            if giver in owners and taker not in owners
+        ]
+        if not movable:
+            return False
+        # What the giver would only be adopting costs nothing to give to another.
+        expert = min(
+            movable,
+            key=lambda expert: (
+                giver in self.previous.get(expert, ()),
+                turn(f"{self.seed}/{expert}", taker),
+            ),
+        )
+        self.owners[expert].remove(giver)
+        self.owners[expert].append(taker)
+        self.load[giver] -= 1
+        self.load[taker] += 1
+        return True
+
+    def _share(self, peer: PeerId, extra: int = 0) -> float:
+        return (self.load[peer] + extra) / self.capacity[peer]
+
+    def reasons(self, stale: Collection[int]) -> tuple[str, ...]:
+        """A sentence for every expert whose owners differ from the previous ones."""
+        slots = sum(len(owners) for owners in self.owners.values())
+        total = sum(self.capacity.values())
+        fair = {
+            peer: ceil(slots * capacity / total - 1e-9) for peer, capacity in self.capacity.items()
+        }
+        sentences = []
+        for expert, owners in self.owners.items():
+            before = self.previous.get(expert, ())
+            lost = [peer for peer in sorted(before) if peer not in owners]
+            won = [peer for peer in sorted(owners) if peer not in before]
+            why = [self._why_lost(peer, expert in stale) for peer in lost]
+            why += [
+                f"adopted by {peer}, load {self.load[peer]}/{fair[peer]}"
+                if lost or before
+                else f"given to {peer}, load {self.load[peer]}/{fair[peer]}"
+                for peer in won
+            ]
+            if why:
+                sentences.append(f"expert {expert}: {', '.join(why)}")
+        return tuple(sentences)
+
+    def _why_lost(self, peer: PeerId, is_stale: bool) -> str:
+        if peer not in self.capacity:
+            return f"peer {peer} left"
+        if is_stale and peer not in self.contributors:
+            return f"peer {peer} did not renew it"
+        return f"peer {peer} had more than its share"
