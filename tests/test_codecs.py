@@ -1,0 +1,179 @@
+"""Tensors to bytes and back: what is exact, what is bounded, what is refused."""
+
+import math
+import struct
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm import codecs
+from swarm.config import Codec
+from swarm.errors import BadBlob
+from swarm.experts import Shape, Slice, UnitLayout
+
+SHAPES: dict[str, Shape] = {"a.weight": (7, 5), "b.weight": (11,), "c.weight": (3, 2, 4)}
+
+
+def layout_of(codec: Codec, *slices: Slice) -> UnitLayout:
+    size = sum(piece.stop - piece.start for piece in slices)
+    return UnitLayout("expert.0", codec, slices, size, size * codecs.DTYPES[codec].itemsize)
+
+
+def whole(codec: Codec) -> UnitLayout:
+    return layout_of(codec, *(Slice(n, 0, math.prod(s)) for n, s in SHAPES.items()))
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(params=[1, 4, 2**20], ids=lambda size: f"chunk{size}")
+def _chunk_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "CHUNK_ELEMENTS", request.param)
+
+
+def test_bytes_are_little_endian_without_header() -> None:
+    layout = layout_of("fp32", Slice("x", 1, 3))
+    blob = codecs.encode_unit(layout, {"x": torch.tensor([[9.0, 1.5], [-2.0, 9.0]])})
+    assert bytes(blob) == struct.pack("<ff", 1.5, -2.0)
+    short = codecs.encode_unit(layout_of("bf16", Slice("x", 0, 1)), {"x": torch.tensor([1.5])})
+    assert bytes(short) == struct.pack("<f", 1.5)[2:]
+
+
+@pytest.mark.usefixtures("_chunk_sizes")
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_values_of_the_agreed_dtype_come_back_bit_for_bit(codec: Codec) -> None:
+    before = {n: t.to(codecs.DTYPES[codec]) for n, t in tensors().items()}
+    layout = whole(codec)
+    blob = codecs.encode_unit(layout, before)
+    after = codecs.decode_unit(layout, SHAPES, blob)
+    filled = codecs.allocate([layout], SHAPES)
+    codecs.fill(filled, layout, blob)
+    for name, tensor in before.items():
+        for other in (after[name], filled[name]):
+            assert other.dtype == tensor.dtype and other.shape == tensor.shape
+            assert torch.equal(other, tensor)
+    assert bytes(codecs.encode_unit(layout, after)) == bytes(blob)
+
+
+def test_bf16_is_off_by_at_most_one_part_in_256() -> None:
+    # Half a step of 8 significant bits: 2^-8 of the value, the bound in the module's docstring.
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 3
+    layout = layout_of("bf16", Slice("x", 0, len(values)))
+    decoded = codecs.decode_unit(
+        layout, {"x": (len(values),)}, codecs.encode_unit(layout, {"x": values})
+    )["x"].float()
+    relative = ((decoded - values).abs() / values.abs()).max().item()
+    assert 2**-9 < relative <= 2**-8
+
+
+def test_a_model_cut_into_parts_is_rebuilt_in_place() -> None:
+    before = tensors()
+    cut = [Slice("a.weight", 0, 13), Slice("a.weight", 13, 35), Slice("b.weight", 0, 4)]
+    parts = [layout_of("fp32", cut[0]), layout_of("fp32", *cut[1:])]
+    rest = layout_of("bf16", Slice("b.weight", 4, 11))
+    after = {"a.weight": torch.zeros(7, 5), "b.weight": torch.zeros(11)}
+    memory = {name: tensor.data_ptr() for name, tensor in after.items()}
+    for part in [*parts, rest]:
+        codecs.fill(after, part, codecs.encode_unit(part, before))
+    assert torch.equal(after["a.weight"], before["a.weight"])
+    assert torch.equal(after["b.weight"][:4], before["b.weight"][:4])
+    assert torch.equal(after["b.weight"][4:], before["b.weight"][4:].bfloat16().float())
+    assert memory == {name: tensor.data_ptr() for name, tensor in after.items()}
+
+
+def test_filling_a_parameter_leaves_no_trace_in_autograd() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    layout = layout_of("fp32", Slice("x", 0, 4))
+    codecs.fill({"x": weight}, layout, codecs.encode_unit(layout, {"x": torch.ones(4)}))
+    assert torch.equal(weight.detach(), torch.ones(4)) and weight.is_leaf and weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "non_finite"),
+        (math.inf, "non_finite"),
+        (-math.inf, "non_finite"),
+        (2.0**65, "out_of_range"),
+        (-(2.0**65), "out_of_range"),
+    ],
+)
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.usefixtures("_chunk_sizes")
+def test_a_value_that_no_honest_peer_sends_is_refused(
+    codec: Codec, value: float, reason: str
+) -> None:
+    layout = layout_of(codec, Slice("x", 0, 9))
+    for place in (0, 4, 8):
+        bad = torch.ones(9)
+        bad[place] = value
+        with pytest.raises(BadBlob) as refused:
+            codecs.check_finite(layout, codecs.encode_unit(layout, {"x": bad}))
+        assert refused.value.reason == reason
+    for edge in (2.0**64, -(2.0**64), 0.0):
+        codecs.check_finite(layout, codecs.encode_unit(layout, {"x": torch.full((9,), edge)}))
+
+
+@pytest.mark.parametrize("size", [0, 1, 35, 37, 72])
+def test_a_blob_of_another_size_is_refused(size: int) -> None:
+    layout = layout_of("fp32", Slice("x", 0, 9))
+    for use in (
+        lambda: codecs.check_finite(layout, bytes(size)),
+        lambda: codecs.fill({"x": torch.zeros(9)}, layout, bytes(size)),
+        lambda: codecs.decode_unit(layout, {"x": (9,)}, bytes(size)),
+    ):
+        with pytest.raises(BadBlob) as refused:
+            use()
+        assert refused.value.reason == "size"
+
+
+@pytest.mark.usefixtures("_chunk_sizes")
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_an_fp32_mean_is_the_sum_in_order_divided(count: int) -> None:
+    layout = whole("fp32")
+    blobs = [codecs.encode_unit(layout, tensors(seed)) for seed in range(count)]
+    arrays = [numpy.frombuffer(blob, "<f4") for blob in blobs]
+    wanted = arrays[0]
+    for array in arrays[1:]:
+        wanted = wanted + array
+    wanted = wanted / numpy.float32(count)
+    assert bytes(codecs.mean(blobs, "fp32")) == wanted.tobytes()
+
+
+def test_the_order_of_a_mean_is_the_callers() -> None:
+    blobs = [struct.pack("<f", value) for value in (2.0**24, 1.0, 1.0)]
+    assert bytes(codecs.mean(blobs, "fp32")) == struct.pack("<f", 2.0**24 / 3)
+    assert bytes(codecs.mean(blobs[::-1], "fp32")) == struct.pack("<f", (2.0**24 + 2) / 3)
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=5), min_size=2, max_size=5))
+def test_a_bf16_mean_is_the_fp32_mean_rounded_once(rows: list[list[float]]) -> None:
+    inputs = [torch.tensor(row).bfloat16() for row in rows]
+    layout = layout_of("bf16", Slice("x", 0, 5))
+    blobs = [codecs.encode_unit(layout, {"x": row}) for row in inputs]
+    total = inputs[0].float()
+    for row in inputs[1:]:
+        total = total + row.float()
+    wanted = codecs.encode_unit(layout, {"x": total / len(rows)})
+    assert bytes(codecs.mean(blobs, "bf16")) == bytes(wanted)
+
+
+def test_the_largest_admitted_values_have_a_finite_mean() -> None:
+    layout = layout_of("bf16", Slice("x", 0, 1))
+    largest = codecs.encode_unit(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
+    codecs.check_finite(layout, codecs.mean([largest] * 1000, "bf16"))
+
+
+def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:
+    layout = whole("fp32")
+    blob = codecs.encode_unit(layout, tensors())
+    with pytest.raises(TypeError, match="read-only"):
+        blob[0] = 1
+    decoded = codecs.decode_unit(layout, SHAPES, blob)
+    decoded["a.weight"].zero_()
+    assert torch.equal(codecs.decode_unit(layout, SHAPES, blob)["a.weight"], tensors()["a.weight"])
