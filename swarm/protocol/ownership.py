@@ -86,9 +86,10 @@ class _Work:
         valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
         valid.sort(key=lambda peer: (peer not in self.contributors, peer))
         if is_stale:
-            # A silent owner goes only where a contributor can take its place.
-            free = len(self.contributors - set(valid))
-            wanted = min(wanted, max(len(valid) - free, len(self.contributors & set(valid))))
+            # A silent owner stays only in a place that no contributor is left to take.
+            present = [peer for peer in valid if peer in self.contributors]
+            places = max(0, wanted - len(self.contributors))
+            valid = present + valid[len(present) :][:places]
         self.owners[expert] = valid[:wanted]
         for peer in self.owners[expert]:
             self.load[peer] += 1

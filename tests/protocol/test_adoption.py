@@ -1,0 +1,121 @@
+from dataclasses import replace
+
+import pytest
+
+from swarm.protocol.adoption import Action, adopt, due_units, experts_due
+from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
+from swarm.protocol.messages import Offer, OfferedUnit
+
+TIP = "tip"
+
+
+def entry(digest, base=None):
+    return Entry(digest, 1, 3, "me", "fp32", base)
+
+
+def manifest(expert, *, kind=Kind.QUORUM, parent=TIP, owner="me", contributors=("me", "you")):
+    """A successor of TIP with this entry for expert 0."""
+    return Manifest(
+        run="r",
+        generation="0",
+        height=4,
+        round=3,
+        kind=kind,
+        parent=parent,
+        founding=Founding("me", "n", "c" * 64, 1, "v" * 64, 4),
+        step=0,
+        tokens=0,
+        merged=0,
+        members={"me": Member(0, 1.0), "you": Member(0, 1.0)},
+        contributors=contributors,
+        sources={},
+        owners={0: (owner,)},
+        entries={"shared.0": entry("s1"), "expert.0": expert},
+    )
+
+
+def offering(digest, base="e0"):
+    return Offer(TIP, 2, 8, {"expert.0": OfferedUnit(digest, 1, base)})
+
+
+def decide(new, *, base="e0", offer=None):
+    bases = {} if base is None else {0: base}
+    return adopt("me", new, previous=TIP, bases=bases, offer=offer)
+
+
+def test_progress_on_an_expert_that_did_not_move_is_kept():
+    decision = decide(manifest(entry("e0")), offer=offering("mine")).experts[0]
+    assert (decision.action, decision.base) == (Action.KEEP, "e0")
+
+
+def test_my_published_value_becomes_the_base_and_the_master_stays():
+    decision = decide(manifest(entry("mine")), offer=offering("mine")).experts[0]
+    assert (decision.action, decision.base) == (Action.PUBLISHED, "mine")
+
+
+def test_progress_from_an_older_value_than_the_agreed_one_is_dropped():
+    decision = decide(manifest(entry("e9")), offer=offering("mine")).experts[0]
+    assert (decision.action, decision.base) == (Action.RESTART, "e9")
+    assert decide(manifest(entry("e9"))).experts[0].action is Action.RESTART
+
+
+def test_a_lost_expert_is_dropped_even_if_its_value_did_not_move():
+    decision = decide(manifest(entry("e0"), owner="you")).experts[0]
+    assert (decision.action, decision.base) == (Action.DROP, None)
+
+
+def test_an_expert_that_comes_back_starts_from_the_agreed_value():
+    decision = decide(manifest(entry("e0")), base=None).experts[0]
+    assert (decision.action, decision.base) == (Action.TAKE_UP, "e0")
+
+
+def test_nothing_is_said_about_experts_that_never_were_mine():
+    assert decide(manifest(entry("e0"), owner="you"), base=None).experts == {}
+
+
+@pytest.mark.parametrize("kind", [Kind.MERGE, Kind.QUORUM])
+def test_progress_moves_along_with_one_merge_even_if_a_round_followed_it(kind):
+    merged = manifest(entry("m1", base="e0"), kind=kind, parent="other")
+    decision = decide(merged).experts[0]
+    assert (decision.action, decision.base, decision.rebase_from) == (Action.REBASE, "m1", "e0")
+
+
+def test_a_published_value_that_was_merged_at_once_is_rebased_from_the_published_value():
+    merged = manifest(entry("m1", base="mine"), kind=Kind.MERGE, parent="other")
+    decision = decide(merged, offer=offering("mine")).experts[0]
+    assert (decision.action, decision.rebase_from) == (Action.REBASE, "mine")
+
+
+def test_two_merges_cannot_be_jumped():
+    twice = manifest(entry("m2", base="m1"), kind=Kind.MERGE, parent="other")
+    assert decide(twice).experts[0].action is Action.RESTART
+
+
+def test_shared_tensors_restart_from_the_mean_whether_i_was_in_it_or_not():
+    mine = decide(manifest(entry("e0")), offer=offering("mine"))
+    assert (mine.shared, mine.shared_reason) == (Action.RESTART, "my values are in the mean")
+    missed = decide(manifest(entry("e0"), contributors=("you",)))
+    assert missed.shared is Action.RESTART
+    assert "went on without my values" in missed.shared_reason
+
+
+@pytest.mark.parametrize("kind", [Kind.MERGE, Kind.REFORM])
+def test_shared_progress_is_kept_only_over_a_manifest_that_leaves_its_start_as_it_was(kind):
+    assert decide(manifest(entry("e0"), kind=kind)).shared is Action.KEEP
+    assert decide(manifest(entry("e0"), kind=kind, parent="other")).shared is Action.RESTART
+
+
+def test_experts_are_due_in_every_kth_round_and_only_with_their_owners():
+    tip = manifest(entry("e0"))
+    assert due_units("me", tip, 1) == ("expert.0", "shared.0")
+    assert due_units("you", tip, 1) == ("shared.0",)
+    assert due_units("me", tip, 2) == ("expert.0", "shared.0")  # round 4 is next
+    assert due_units("me", replace(tip, round=4), 2) == ("shared.0",)
+    assert [experts_due(replace(tip, round=done), 3) for done in range(6)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
