@@ -1,0 +1,1 @@
+"""The network: transformer, losses, initial weights, export, merge arithmetic and cost formulas."""

@@ -1,0 +1,56 @@
+"""Initial weights: each tensor from the run's seed and its own name alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import BadBlob
+from swarm.experts import Shape, expert_of, expert_shapes, shared_shapes
+
+CUT = 3.0
+"""Standard deviations at which the normal distribution is cut."""
+
+
+def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
+    """The fp32 value that a tensor has before the first step, the same on every peer.
+
+    Norms are 1; matrices N(0, initializer_range), values beyond 3 sigma drawn again.
+    numpy's generator, because torch's takes other instructions, and so other bits, on CPUs
+    with other vector units.
+
+    Source: SPES (arXiv 2602.11543), configurations of the reference code.
+    Cost: about 10 ns per element.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = blake3(f"{run.run.seed}\n{name}".encode()).digest()
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+    values = generator.standard_normal(shape, dtype=np.float32)
+    while num_outside := np.count_nonzero(outside := np.abs(values) > CUT):
+        values[outside] = generator.standard_normal(num_outside, dtype=np.float32)
+    values *= np.float32(run.model.initializer_range)
+    return torch.from_numpy(values)
+
+
+def initial_tensors(run: RunConfig, names: Iterable[str]) -> dict[str, Tensor]:
+    """Initial values of some of the model's tensors, by Hugging Face name.
+
+    Raises:
+        BadBlob: a name that the model has not.
+    """
+    names = list(names)
+    shapes = shared_shapes(run.model)
+    experts = {expert for name in names if (expert := expert_of(name)) is not None}
+    for expert in sorted(experts):
+        if expert < run.model.num_experts:
+            shapes |= expert_shapes(run.model, expert)
+    for name in names:
+        if name not in shapes:
+            raise BadBlob("name", f"the model has no tensor {name}")
+    return {name: initial_tensor(name, shapes[name], run) for name in names}

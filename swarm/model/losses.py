@@ -1,0 +1,163 @@
+"""The terms of the training loss, all over one micro-batch.
+
+Shapes: N tokens of a micro-batch, n tokens of a slice, D hidden size, V vocabulary, L layers,
+E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swarm.config import LossConfig
+from swarm.model.moe import Routing
+
+SLICE_LOGITS = 2**23
+"""Logits that exist at once, at most (32 MiB in fp32), unless 128 tokens have more."""
+
+
+class Losses(NamedTuple):
+    """Loss of one micro-batch and its terms before their weights.
+
+    Attributes:
+        total: differentiable scalar, the weighted sum.
+        cross_entropy: mean over tokens, in nats; detached, as all below.
+        balance: see `balance_loss`.
+        router_z: see `router_z_loss`.
+        output_z: mean over tokens of the squared log-sum-exp of the output logits.
+        expert_tokens: int64 [L, E], tokens that each expert got.
+    """
+
+    total: Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    router_z: Tensor
+    output_z: Tensor
+    expert_tokens: Tensor
+
+
+def slice_tokens(num_tokens: int, vocab_size: int) -> int:
+    """Tokens per slice: always less than all of them, so their logits never exist at once."""
+    return max(1, min(max(128, SLICE_LOGITS // vocab_size), (num_tokens + 1) // 2))
+
+
+def output_losses(
+    hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, z_weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy plus weighted output z-loss of a linear head, slice by slice.
+
+    Args:
+        hidden_ND: input of the head, in the compute type.
+        head_VD: fp32 matrix of the head.
+        labels_N: the token that follows each position.
+        z_weight: weight of the output z-loss.
+
+    Returns:
+        The weighted sum (differentiable), the cross-entropy and the z-loss (both detached), each
+        a mean over tokens.
+
+    The gradients of `hidden_ND` and `head_VD` are formed in forward, while a slice's logits
+    exist, and scaled in backward: three products per slice where recomputing would need four.
+    """
+    total: Tensor
+    total, cross_entropy, z = _Output.apply(hidden_ND, head_VD, labels_N, z_weight)  # type: ignore[no-untyped-call]
+    return total, cross_entropy, z
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, z_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_tokens = len(labels_N)
+        weight_VD = head_VD.to(hidden_ND.dtype)
+        sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
+        wanted = any(ctx.needs_input_grad[:2])
+        dhidden_ND = torch.empty_like(hidden_ND) if wanted else None
+        dhead_VD = torch.zeros_like(head_VD) if wanted else None
+        step = slice_tokens(num_tokens, len(head_VD))
+        for start in range(0, num_tokens, step):
+            part = slice(start, start + step)
+            logits_nV = F.linear(hidden_ND[part], weight_VD).float()
+            z_n = logits_nV.logsumexp(-1)
+            label_n1 = labels_N[part, None]
+            sums[0] += (z_n - logits_nV.gather(1, label_n1)[:, 0]).sum()
+            sums[1] += z_n.square().sum()
+            if dhidden_ND is None or dhead_VD is None:
+                continue
+            dlogits_nV = logits_nV.sub_(z_n[:, None]).exp_()
+            dlogits_nV.mul_((1 + 2 * z_weight * z_n)[:, None] / num_tokens)
+            dlogits_nV.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / num_tokens)[:, None])
+            dlogits_nV = dlogits_nV.to(hidden_ND.dtype)
+            dhidden_ND[part] = dlogits_nV @ weight_VD
+            _add_product(dhead_VD, dlogits_nV, hidden_ND[part])
+        ctx.save_for_backward(dhidden_ND, dhead_VD)
+        cross_entropy, z = (sums / num_tokens).unbind()
+        ctx.mark_non_differentiable(cross_entropy, z)
+        return cross_entropy + z_weight * z, cross_entropy, z
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_ND, dhead_VD = ctx.saved_tensors
+        scale = gradients[0]
+        return dhidden_ND * scale, dhead_VD * scale, None, None
+
+
+def _add_product(into_VD: Tensor, left_nV: Tensor, right_nD: Tensor) -> None:
+    if left_nV.dtype == into_VD.dtype:
+        into_VD.addmm_(left_nV.t(), right_nD)
+    else:
+        # Copying to fp32 before adding: `fp32.add_(bf16)` is 3.5 times slower on a CPU.
+        into_VD.add_(torch.mm(left_nV.t(), right_nD).float())
+
+
+def expert_tokens(routings: Sequence[Routing]) -> Tensor:
+    """Tokens that each layer's experts got, int64 [L, E]."""
+    num_experts = routings[0].logits_NE.shape[1]
+    return torch.stack(
+        [torch.bincount(r.expert_NK.flatten(), minlength=num_experts) for r in routings]
+    )
+
+
+def balance_loss(routings: Sequence[Routing], tokens_LE: Tensor, kind: str) -> Tensor:
+    """Load-balancing loss of one micro-batch.
+
+    per_layer: E / (L * K * N) * sum over layers and experts of (tokens * mean probability):
+        1 when the routing of every layer is even, up to E / K when it has collapsed.
+        Source: reference code of SPES (arXiv 2602.11543), as in Megablocks; Switch Transformer
+        (arXiv 2101.03961, eq. 4) without the division by K.
+    global: E * sum over experts of (tokens of all layers / (L * N)) * (mean probability over all
+        layers and tokens): K when even, so K times the scale of per_layer.
+        Source: Transformers 5.23 `load_balancing_loss_func`.
+    """
+    num_tokens, num_experts = routings[0].logits_NE.shape
+    top_k = routings[0].expert_NK.shape[1]
+    mean_LE = torch.stack([routing.probabilities_NE.mean(0) for routing in routings])
+    share_LE = tokens_LE / num_tokens
+    if kind == "global":
+        return num_experts * (share_LE.mean(0) * mean_LE.mean(0)).sum()
+    return num_experts / top_k * (share_LE * mean_LE).sum(-1).mean()
+
+
+def router_z_loss(routings: Sequence[Routing]) -> Tensor:
+    """Mean over layers and tokens of the squared log-sum-exp of the router's logits.
+
+    Source: ST-MoE (arXiv 2202.08906, eq. 5), mean over layers as in OLMoE and SPES.
+    """
+    return torch.stack([r.logits_NE.logsumexp(-1).square().mean() for r in routings]).mean()
+
+
+def combine(
+    output: tuple[Tensor, Tensor, Tensor], routings: Sequence[Routing], loss: LossConfig
+) -> Losses:
+    """Adds the router's terms to those of the output."""
+    tokens_LE = expert_tokens(routings)
+    balance = balance_loss(routings, tokens_LE, loss.balance)
+    router_z = router_z_loss(routings)
+    total, cross_entropy, output_z = output
+    total = total + loss.balance_weight * balance + loss.router_z_weight * router_z
+    return Losses(total, cross_entropy, balance.detach(), router_z.detach(), output_z, tokens_LE)

@@ -1,0 +1,200 @@
+"""The decoder: a Qwen3-MoE (or OLMoE) whose experts are owned or frozen.
+
+Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarm.config import LossConfig, ModelConfig
+from swarm.errors import BadBlob
+from swarm.experts import expert_tensor
+from swarm.model.attention import Attention, RMSNorm, rotary_tables
+from swarm.model.losses import Losses, combine, output_losses
+from swarm.model.moe import PROJECTIONS, ExpertBank, Routing, SparseMLP
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class DecoderLayer(nn.Module):
+    """Attention and experts, each behind a norm and around a residual."""
+
+    def __init__(
+        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
+        self.self_attn = Attention(model, compute, device)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
+        self.mlp = SparseMLP(model, frozen, compute, device)
+
+    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Routing]:
+        """Returns the next residual stream, fp32 [B, T, D], and what the router decided."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables)
+        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + mixed_BTD, routing
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(
+        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(
+            _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
+            num_embeddings=model.vocab_size,
+            embedding_dim=model.hidden_size,
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(model, frozen, compute, device) for _ in range(model.num_hidden_layers)
+        )
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
+        self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
+
+    def forward(self, input_ids_BT: Tensor) -> tuple[Tensor, list[Routing]]:
+        """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
+        num_tokens, device = input_ids_BT.shape[1], input_ids_BT.device
+        tables = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
+        x_BTD = self.embed_tokens(input_ids_BT)
+        routings = []
+        for layer in self.layers:
+            x_BTD, routing = layer(x_BTD, tables)
+            routings.append(routing)
+        return self.norm(x_BTD), routings
+
+
+class Transformer(nn.Module):
+    """The full model of a run as one peer holds it.
+
+    Shared tensors and owned experts are fp32 parameters; the other experts are frozen: used in
+    forward, passed through in backward, without gradients. Weights are uninitialised until they
+    are written.
+
+    Args:
+        model: sizes and variants.
+        owned: the experts that this peer trains, in every layer.
+        frozen: storage of the others.
+        compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
+        device: where everything lies.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        owned: Sequence[int] = (),
+        frozen: Literal["fp32", "bf16"] = "bf16",
+        compute: Literal["fp32", "bf16"] = "fp32",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.config, self.compute = model, DTYPES[compute]
+        self.model = Decoder(model, DTYPES[frozen], self.compute, device)
+        if not model.tie_word_embeddings:
+            self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
+        self.own(owned)
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The experts that this peer trains, sorted."""
+        return self._banks()[0].owned_experts
+
+    def own(self, experts: Sequence[int]) -> None:
+        """Makes exactly these experts owned; see `ExpertBank.own` for what happens to the rows.
+
+        The parameters of the experts are new objects afterwards, unless nothing changed.
+        """
+        owned = tuple(sorted(set(experts)))
+        assert all(0 <= expert < self.config.num_experts for expert in owned), owned
+        for bank in self._banks():
+            bank.own(owned)
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Stable name -> parameter that gets gradients, in the order of the layers.
+
+        Shared tensors have their Hugging Face name. Owned experts are stacked per layer and
+        projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], row k
+        being the expert `owned[k]`; they are left out when nothing is owned.
+        """
+        return {name: value for name, value in self.named_parameters() if value.numel()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by Hugging Face name, as they are stored.
+
+        Returns:
+            Detached views of the live storage: shared tensors and owned experts in fp32, frozen
+            experts in their own type.
+
+        Raises:
+            BadBlob: a name that the model has not.
+        """
+        storage = self._storage()
+        names = list(names)
+        for name in names:
+            if name not in storage:
+                raise BadBlob("name", f"the model has no tensor {name}")
+        return {name: storage[name] for name in names}
+
+    @torch.no_grad()
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """Copies tensors into the model by Hugging Face name, cast to the type of their storage.
+
+        Raises:
+            BadBlob: an unknown name or a wrong shape; nothing has been written then.
+        """
+        targets = self.read(named)
+        for name, tensor in named.items():
+            if tensor.shape != targets[name].shape:
+                raise BadBlob(
+                    "shape", f"{name} has shape {(*tensor.shape,)}, not {(*targets[name].shape,)}"
+                )
+        for name, tensor in named.items():
+            targets[name].copy_(tensor)
+
+    def forward(self, input_ids_BT: Tensor) -> Tensor:
+        """Returns all logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
+        hidden_BTD, _ = self.model(input_ids_BT)
+        hidden_BTD = hidden_BTD.to(self.compute)
+        return F.linear(hidden_BTD, self._head().to(self.compute)).float()
+
+    def losses(self, tokens_BT1: Tensor, loss: LossConfig) -> Losses:
+        """Losses of one micro-batch.
+
+        Args:
+            tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
+            loss: weights of the terms.
+        """
+        hidden_BTD, routings = self.model(tokens_BT1[:, :-1])
+        hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
+        labels_N = tokens_BT1[:, 1:].flatten()
+        output = output_losses(hidden_ND, self._head(), labels_N, loss.output_z_weight)
+        return combine(output, routings, loss)
+
+    def _head(self) -> Tensor:
+        tied = self.config.tie_word_embeddings
+        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+
+    def _banks(self) -> list[ExpertBank]:
+        return [module for module in self.modules() if isinstance(module, ExpertBank)]
+
+    def _storage(self) -> dict[str, Tensor]:
+        storage = {
+            name: value.detach()
+            for name, value in self.named_parameters()
+            if ".experts.owned." not in name
+        }
+        for layer, bank in enumerate(self._banks()):
+            for expert in range(self.config.num_experts):
+                for projection in PROJECTIONS:
+                    name = expert_tensor(layer, expert, projection.removesuffix("_proj"))
+                    storage[name] = bank.matrix(expert, projection)
+        return storage
