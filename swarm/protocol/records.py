@@ -1,0 +1,274 @@
+"""What peers tell everybody in the DHT: small facts, signed by their owner, never commands.
+
+Each record is canonical JSON under a key of its run, with one subkey per publishing peer, whose
+signature the network checks. Nothing that agreement depends on is read from here: a record may be
+lost, late or a lie. Keys, lifetimes and sizes are all in this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Annotated, TypeVar
+
+from blake3 import blake3
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from swarm.errors import BadRecord
+from swarm.protocol.digests import Buffer
+from swarm.protocol.manifest import Code, Kind
+
+MAX_RECORD_BYTES = 20_000
+NUM_SHARDS = 16
+"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys."""
+HEARTBEAT_S = 8.0
+"""How often a peer repeats its records."""
+RECORD_TTL_S = 3 * HEARTBEAT_S
+"""Presence, run and tip records: a peer that died is gone from every view after this long."""
+EVENT_TTL_S = 900.0
+"""Merge and validation records, which are published once per event."""
+MAX_REASON = 300
+
+# People see these texts on their terminals: no control characters.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+Id = Annotated[str, Field(min_length=1, max_length=128, pattern=PRINTABLE)]
+Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+Expert = Annotated[int, Field(ge=0, lt=2**16)]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class RunState(Enum):
+    """Whether a run trains yet."""
+
+    GATHERING = "gathering"  # the founder waits for peers before the first round
+    RUNNING = "running"  # rounds are going on
+
+
+class PeerState(Enum):
+    """What a peer is doing."""
+
+    STARTING = "starting"  # loads its corpus and state, or listens for a chain
+    JOINING = "joining"  # fetches the newest model, or waits to be listed
+    TRAINING = "training"  # local steps
+    AVERAGING = "averaging"  # in a round
+    MERGING = "merging"  # computes or agrees on an expert merge
+    CATCHING_UP = "catching_up"  # fetches a decided manifest that it missed
+    LEAVING = "leaving"  # says good-bye
+    FINISHED = "finished"  # all rounds done; serves blobs and records
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run that can be joined; every member repeats it, so it outlives its founder."""
+
+    __pydantic_config__ = _STRICT
+
+    run: Id
+    name: Word
+    fingerprint: Hex
+    """Of the run configuration."""
+    founder: Id
+    founding: Hex
+    """Digest of manifest 0."""
+    founding_bytes: Count
+    config: Hex
+    """Blob with the configuration's canonical JSON."""
+    config_bytes: Count
+    state: RunState
+    wait_for_peers: Count
+    """How many peers the founder waits for."""
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """Presence, progress and ownership of one peer, in one record, so they belong together."""
+
+    __pydantic_config__ = _STRICT
+
+    peer_id: Id
+    name: Word
+    addresses: Annotated[tuple[Address, ...], Field(max_length=16)]
+    """Multiaddresses that others can dial; empty in client mode."""
+    state: PeerState
+    capacity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    generation: Id
+    height: Count
+    round: Count
+    rounds_total: Count
+    manifest_digest: Hex
+    """Of the peer's tip."""
+    owned_experts: Annotated[tuple[Expert, ...], Field(max_length=1024)]
+    """By the peer's tip, ascending."""
+    step: Count
+    """Of the run, including the peer's steps since its tip."""
+    tokens: Count
+    """Trained by this peer since it joined."""
+    loss: Real | None
+    """Mean training loss of its last local steps, in nats per token."""
+    val_loss: Real | None
+    """Held-out loss of the newest agreed state that it knows of, in nats per token."""
+    tokens_per_s: Amount
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
+    round_blob_bytes_sent: Count
+    """In the last finished round."""
+    round_blob_bytes_received: Count
+    control_bytes_sent: Count
+    control_bytes_received: Count
+    steps_skipped: Count
+    """Steps with a non-finite loss or gradient."""
+    refused: Annotated[Mapping[Word, Count], Field(max_length=64)]
+    """Refused inputs by reason."""
+    data_index: Count
+    reason: Reason
+    """The last decision that this peer saw, with its numbers."""
+    version: Word
+    """Of its software."""
+
+
+@dataclass(frozen=True)
+class MergeRecord:
+    """A peer announces the donors of the experts that it owns in a merge."""
+
+    __pydantic_config__ = _STRICT
+
+    generation: Id
+    round: Count
+    merged: Count
+    step: Count
+    alpha: Annotated[float, Field(ge=0, le=1)]
+    donors: Mapping[Expert, tuple[tuple[Expert, ...], ...]]
+    """Own expert -> for each layer its most similar experts, best first."""
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """Held-out loss of an agreed state, measured by the round's first convener."""
+
+    __pydantic_config__ = _STRICT
+
+    round: Count
+    manifest_digest: Hex
+    val_loss: Real
+    tokens: Count
+    """Held-out tokens behind the figure."""
+    recent: Annotated[tuple[tuple[Count, Real], ...], Field(max_length=200)] = ()
+    """(round, val_loss) of rounds before, as far as the publisher knows them."""
+
+
+@dataclass(frozen=True)
+class TipRecord:
+    """Points to the newest manifest that a peer has applied."""
+
+    __pydantic_config__ = _STRICT
+
+    generation: Id
+    height: Count
+    round: Count
+    kind: Kind
+    code: Code
+    """Place in the total order of manifests; larger is newer."""
+    manifest_digest: Hex
+    manifest_bytes: Count
+
+
+Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord | TipRecord
+AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord, TipRecord)
+_SCHEMAS: dict[type, TypeAdapter[Record]] = {
+    kind: TypeAdapter(kind)
+    for kind in (RunRecord, PeerRecord, MergeRecord, ValidationRecord, TipRecord)
+}
+
+
+def encode_record(record: Record) -> bytes:
+    """The record as canonical JSON.
+
+    An inadmissible record is our own bug (an AssertionError): use `shortened` and `fitted`.
+    """
+    encoded = _json(record)
+    assert len(encoded) <= MAX_RECORD_BYTES, f"{type(record).__name__}: {len(encoded)} bytes"
+    return encoded
+
+
+def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
+    """Reads a record from foreign bytes.
+
+    Raises:
+        BadRecord: reason `record_size` or `record_schema`.
+    """
+    if len(encoded) > MAX_RECORD_BYTES:
+        raise BadRecord("record_size", f"a {kind.__name__} of {len(encoded)} bytes is too large")
+    try:
+        record = _SCHEMAS[kind].validate_json(bytes(encoded))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise BadRecord(
+            "record_schema", f"{kind.__name__} {place}: {problem['msg']}"[:MAX_REASON]
+        ) from error
+    assert isinstance(record, kind)
+    return record
+
+
+def shortened(reason: str) -> str:
+    """A reason that fits a `PeerRecord`: one printable line, cut where it is too long."""
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f\s]+", " ", reason).strip()
+    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"
+
+
+def fitted(record: MergeRecord) -> MergeRecord:
+    """The announcement without the donors of its last experts, where all would be too many."""
+    while len(_json(record)) > MAX_RECORD_BYTES:
+        experts = sorted(record.donors)[: len(record.donors) // 2]
+        record = replace(record, donors={expert: record.donors[expert] for expert in experts})
+    return record
+
+
+def runs_key() -> str:
+    """Key of all `RunRecord`s."""
+    return "swarm.runs"
+
+
+def shard_of(peer_id: str) -> int:
+    """Which of the keys holds a peer's `PeerRecord`."""
+    return blake3(peer_id.encode()).digest()[0] % NUM_SHARDS
+
+
+def peers_key(run: str, shard: int) -> str:
+    """Key of the `PeerRecord`s of one shard, 0 .. NUM_SHARDS - 1."""
+    return f"{run}.peers.{shard}"
+
+
+def merges_key(run: str) -> str:
+    """Key of each peer's newest `MergeRecord`."""
+    return f"{run}.merges"
+
+
+def validation_key(run: str) -> str:
+    """Key of each peer's newest `ValidationRecord`."""
+    return f"{run}.validation"
+
+
+def tips_key(run: str) -> str:
+    """Key of the `TipRecord`s."""
+    return f"{run}.tips"
+
+
+def _json(record: Record) -> bytes:
+    return json.dumps(
+        asdict(record),
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+        default=lambda value: value.value,
+    ).encode(errors="replace")

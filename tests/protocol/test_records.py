@@ -1,0 +1,245 @@
+"""Records: what is written is read back, and hostile bytes give one kind of error."""
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import BadRecord
+from swarm.protocol import records
+from swarm.protocol.manifest import Kind
+from swarm.protocol.records import (
+    MAX_RECORD_BYTES,
+    MergeRecord,
+    PeerRecord,
+    PeerState,
+    Record,
+    RunRecord,
+    RunState,
+    TipRecord,
+    ValidationRecord,
+    decode_record,
+    encode_record,
+)
+
+HEX = "0123456789abcdef" * 4
+
+RUN = RunRecord(
+    run="demo-0123456789abcdef",
+    name="demo",
+    fingerprint=HEX,
+    founder="QmFounder",
+    founding=HEX,
+    founding_bytes=1234,
+    config=HEX,
+    config_bytes=987,
+    state=RunState.GATHERING,
+    wait_for_peers=4,
+)
+PEER = PeerRecord(
+    peer_id="QmPeer",
+    name="Zoë's laptop",
+    addresses=("/ip4/10.0.0.1/tcp/4001/p2p/QmPeer",),
+    state=PeerState.TRAINING,
+    capacity=1.5,
+    generation="0",
+    height=4,
+    round=3,
+    rounds_total=8,
+    manifest_digest=HEX,
+    owned_experts=(0, 5),
+    step=170,
+    tokens=81920,
+    loss=2.5,
+    val_loss=None,
+    tokens_per_s=16_000.0,
+    blob_bytes_sent=10,
+    blob_bytes_received=20,
+    round_blob_bytes_sent=1,
+    round_blob_bytes_received=2,
+    control_bytes_sent=3,
+    control_bytes_received=4,
+    steps_skipped=0,
+    refused={"non_finite": 1},
+    data_index=2,
+    reason="round 3 decided by 3 of 4 members",
+    version="0.1.0",
+)
+MERGE = MergeRecord(
+    generation="0", round=4, merged=1, step=200, alpha=0.08, donors={3: ((1, 2), (0, 7))}
+)
+VALIDATION = ValidationRecord(
+    round=3, manifest_digest=HEX, val_loss=2.4, tokens=65536, recent=((1, 4.0), (2, 3.0))
+)
+TIP = TipRecord(
+    generation="a1",
+    height=5,
+    round=4,
+    kind=Kind.REFORM,
+    code=((3, (2, "a1")), (5, ())),
+    manifest_digest=HEX,
+    manifest_bytes=4000,
+)
+EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION, TIP]
+KINDS = [type(example) for example in EXAMPLES]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
+def test_a_record_is_read_back_as_it_was_written(record: Record) -> None:
+    encoded = encode_record(record)
+    assert decode_record(type(record), encoded) == record
+    assert encode_record(decode_record(type(record), memoryview(encoded))) == encoded
+
+
+@given(st.sampled_from(KINDS), st.binary(max_size=200))
+def test_random_bytes_are_a_bad_record(kind: type, noise: bytes) -> None:
+    with pytest.raises(BadRecord):
+        decode_record(kind, noise)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
+    record: Record, data: st.DataObject
+) -> None:
+    values = json.loads(encode_record(record))
+    field = data.draw(st.sampled_from(sorted(values)))
+    values[field] = data.draw(json_values)
+    try:
+        decoded = decode_record(type(record), json.dumps(values).encode())
+    except BadRecord as refused:
+        assert refused.reason in ("record_size", "record_schema")
+        assert len(str(refused)) <= records.MAX_REASON
+    else:
+        # What was admitted can be shown and published again.
+        assert decode_record(type(record), encode_record(decoded)) == decoded
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_truncated_or_changed_record_never_raises_anything_else(
+    record: Record, data: st.DataObject
+) -> None:
+    encoded = bytearray(encode_record(record))
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] = data.draw(st.integers(0, 255))
+    with pytest.raises(BadRecord):
+        decode_record(type(record), bytes(encoded[:position]))
+    with contextlib.suppress(BadRecord):
+        decode_record(type(record), bytes(encoded))
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "value"),
+    [
+        (PEER, "extra", 1),
+        (PEER, "round", -1),
+        (PEER, "round", 2**63),
+        (PEER, "round", "3"),
+        (PEER, "round", 3.0),
+        (PEER, "loss", "NaN"),
+        (PEER, "capacity", 0),
+        (PEER, "manifest_digest", "xyz"),
+        (PEER, "name", "\x1b[31mred"),
+        (PEER, "reason", "x" * 301),
+        (PEER, "reason", "two\nlines"),
+        (PEER, "addresses", ["/ip4/1.2.3.4/tcp/1"] * 17),
+        (PEER, "owned_experts", [70_000]),
+        (PEER, "state", "idle"),
+        (MERGE, "alpha", 1.5),
+        (MERGE, "donors", {"x": [[1]]}),
+        (TIP, "code", [[1, [2, "a", 3]]]),
+        (RUN, "run", ""),
+        (VALIDATION, "recent", [[1, 2.0]] * 201),
+    ],
+)
+def test_values_outside_the_schema_are_refused(record: Record, field: str, value: object) -> None:
+    values = json.loads(encode_record(record)) | {field: value}
+    with pytest.raises(BadRecord, match=field) as refused:
+        decode_record(type(record), json.dumps(values).encode())
+    assert refused.value.reason == "record_schema"
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_loss_that_is_no_finite_number_is_refused(constant: str) -> None:
+    encoded = encode_record(PEER).replace(b'"loss":2.5', f'"loss":{constant}'.encode())
+    with pytest.raises(BadRecord, match="loss"):
+        decode_record(PeerRecord, encoded)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(PeerRecord)])
+def test_a_missing_field_is_refused(field: str) -> None:
+    values = json.loads(encode_record(PEER))
+    del values[field]
+    with pytest.raises(BadRecord, match=field):
+        decode_record(PeerRecord, json.dumps(values).encode())
+
+
+def test_an_oversized_record_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(BadRecord, match="too large") as refused:
+        decode_record(PeerRecord, b"[" * (MAX_RECORD_BYTES + 1))
+    assert refused.value.reason == "record_size"
+    with pytest.raises(BadRecord):  # deep nesting within the limit
+        decode_record(PeerRecord, b"[" * MAX_RECORD_BYTES)
+
+
+def test_the_largest_admissible_peer_record_fits() -> None:
+    largest = dataclasses.replace(
+        PEER,
+        peer_id="Q" * 128,
+        name="😀" * 64,
+        addresses=("a" * 256,) * 16,
+        generation="g" * 128,
+        owned_experts=tuple(range(64_000, 65_024)),
+        refused={f"{'r' * 60}{k:04}": 2**62 for k in range(64)},
+        reason='"' * records.MAX_REASON,
+        version="v" * 64,
+    )
+    encoded = encode_record(largest)
+    assert len(encoded) <= MAX_RECORD_BYTES
+    assert decode_record(PeerRecord, encoded) == largest
+
+
+def test_an_inadmissibly_large_record_is_our_own_bug() -> None:
+    donors = dict.fromkeys(range(64), ((1, 2, 3, 4),) * 64)
+    large = dataclasses.replace(MERGE, donors=donors)
+    with pytest.raises(AssertionError):
+        encode_record(large)
+    small = records.fitted(large)
+    assert len(encode_record(small)) <= MAX_RECORD_BYTES
+    assert small.donors == {expert: donors[expert] for expert in range(len(small.donors))}
+    assert small.donors
+    assert records.fitted(MERGE) == MERGE
+
+
+@given(st.text())
+def test_any_reason_can_be_shortened_into_a_record(text: str) -> None:
+    record = dataclasses.replace(PEER, reason=records.shortened(text))
+    assert decode_record(PeerRecord, encode_record(record)) == record
+
+
+def test_a_short_reason_stays_as_it_is() -> None:
+    assert records.shortened("expert 7: B left, adopted by D") == "expert 7: B left, adopted by D"
+    assert records.shortened("two\n  lines\x1b[0m") == "two lines [0m"
+
+
+def test_peers_are_spread_over_all_shards() -> None:
+    counts = [0] * records.NUM_SHARDS
+    for number in range(1600):
+        counts[records.shard_of(f"QmPeer{number}")] += 1
+    # Binomial with mean 100 and deviation 9.7: six deviations either way.
+    assert min(counts) > 40 and max(counts) < 160
+
+
+def test_keys_of_different_runs_and_facts_differ() -> None:
+    keys = [records.runs_key()]
+    for run in ("a", "b"):
+        keys += [records.peers_key(run, shard) for shard in range(records.NUM_SHARDS)]
+        keys += [records.merges_key(run), records.validation_key(run), records.tips_key(run)]
+    assert len(set(keys)) == len(keys)
