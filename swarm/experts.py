@@ -8,12 +8,13 @@ A tensor's Hugging Face name is its name in memory, on the wire, in checkpoints 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm.config import Codec, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
@@ -43,6 +44,19 @@ class UnitLayout:
 def expert_tensor(layer: int, expert: int, projection: str) -> str:
     """Name of one matrix of one expert; `projection` is "gate", "up" or "down"."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+
+
+def owned_stack(layer: int, projection: str) -> str:
+    """Name of the parameter in which a peer stacks one matrix of the experts that it owns."""
+    return f"model.layers.{layer}.mlp.experts.owned.{projection}_proj"
+
+
+def stacked_tensors(name: str, owned: Sequence[int]) -> tuple[str, ...]:
+    """The tensors behind the rows of a parameter if it is an owned stack, else nothing."""
+    match = _STACK.match(name)
+    if match is None:
+        return ()
+    return tuple(expert_tensor(int(match[1]), expert, match[2]) for expert in owned)
 
 
 def expert_of(name: str) -> int | None:

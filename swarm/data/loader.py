@@ -1,0 +1,169 @@
+"""Batches of one peer's stream, and the held-out tokens of a corpus.
+
+A batch is a function of (run seed, data index, step) and of the corpus: nothing else has to be
+saved to resume. Legend: B sequences, T tokens that a sequence predicts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from swarm.config import RunConfig
+from swarm.data.corpus import document_bytes, is_held_out
+from swarm.data.shards import Shards
+from swarm.data.streams import stream_windows
+from swarm.data.tokenise import document_tokens
+from swarm.errors import DataError
+
+_READ_DEADLINE_S = 120.0
+"""A batch is a few hundred small reads; a disk that needs longer is broken."""
+
+
+class Loader:
+    """The stream of one data index, with the next batch read ahead in a thread.
+
+    `data.mode` decides only which corpus is handed in: the common one, or the peer's own.
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, shards: Shards, run: RunConfig, *, data_index: int, pin_memory: bool = False
+    ) -> None:
+        """Prepares a stream; reads nothing yet.
+
+        Args:
+            shards: the corpus.
+            run: gives seed, sequence length and the largest batch of any phase.
+            data_index: names the stream.
+            pin_memory: whether batches lie in page-locked memory, for copies to a GPU.
+
+        Raises:
+            DataError: the corpus holds less than one batch.
+        """
+        self._seed = run.run.seed
+        self._data_index = data_index
+        self._pin_memory = pin_memory
+        self._length = run.data.sequence_length
+        self._arrays = shards.arrays
+        counts = [max(0, len(array) - 1) // self._length for array in shards.arrays]
+        self._first_windows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_windows = int(self._first_windows[-1])
+        """Windows of T + 1 tokens in the corpus: the samples of one epoch."""
+        batches = [run.train.batch_tokens, *(phase.batch_tokens for phase in run.phases)]
+        # A phase with smaller batches leaves rows unused, so that samples depend on the step only.
+        self._rows_per_step = max(batches) // self._length
+        if self.num_windows < self._rows_per_step:
+            raise DataError(
+                f"the corpus of {shards.num_tokens} tokens holds {self.num_windows} sequences of "
+                f"{self._length}, less than one batch of {self._rows_per_step}",
+                hint="add text, or choose smaller batches or sequences",
+            )
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: tuple[int, int] | None = None
+        self._future: Future[torch.Tensor] | None = None
+
+    def batch(self, step: int, batch_tokens: int) -> torch.Tensor:
+        """The batch of a step, int64 [batch_tokens / T, T + 1]; reads the following one ahead.
+
+        Args:
+            step: the run's cumulative step.
+            batch_tokens: a multiple of T, at most the run's largest.
+
+        Raises:
+            DataError: the disk did not answer.
+            OSError: reading failed, here or in the thread that reads ahead.
+        """
+        wanted = (step, batch_tokens)
+        if self._future is None or self._ahead != wanted:
+            self._read_ahead(*wanted)
+        assert self._future is not None
+        future, self._future = self._future, None
+        try:
+            batch_BT1 = future.result(timeout=_READ_DEADLINE_S)
+        except TimeoutError as error:
+            raise DataError(f"no batch within {_READ_DEADLINE_S:.0f} s of reading") from error
+        self._read_ahead(step + 1, batch_tokens)
+        return batch_BT1
+
+    def read(self, step: int, batch_tokens: int) -> torch.Tensor:
+        """The batch of a step as `batch` gives it, without thread or reading ahead."""
+        rows, rest = divmod(batch_tokens, self._length)
+        assert not rest and 0 < rows <= self._rows_per_step, (batch_tokens, self._rows_per_step)
+        first = step * self._rows_per_step
+        samples = range(first, first + rows)
+        windows = stream_windows(self._seed, self._data_index, samples, self.num_windows)
+        batch_BT1 = torch.from_numpy(np.stack([self._window(int(window)) for window in windows]))
+        return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
+
+    def close(self) -> None:
+        """Stops the thread; a batch that it is reading is finished first."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_ahead(self, step: int, batch_tokens: int) -> None:
+        self._ahead = (step, batch_tokens)
+        self._future = self._reader.submit(self.read, step, batch_tokens)
+
+    def _window(self, window: int) -> NDArray[np.int64]:
+        shard = int(np.searchsorted(self._first_windows, window, side="right")) - 1
+        start = (window - int(self._first_windows[shard])) * self._length
+        return self._arrays[shard][start : start + self._length + 1].astype(np.int64)
+
+
+def held_out_tokens(documents: Iterable[str], limit: int) -> NDArray[np.uint16]:
+    """At most `limit` tokens of the held-out documents, those with the smallest digests first.
+
+    This order does not depend on where files lie or what they are called, and takes from all over
+    the corpus. Reads every document, holds those that it returns.
+
+    Raises:
+        DataError: no document is held out; about one in fifty is.
+    """
+    # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
+    kept: list[tuple[int, bytes]] = []
+    num_tokens = 0
+    for text in documents:
+        content = document_bytes(text)
+        if not is_held_out(content):
+            continue
+        heapq.heappush(kept, (-int.from_bytes(blake3(content).digest(), "big"), content))
+        num_tokens += len(content) + 1
+        while num_tokens - len(kept[0][1]) - 1 >= limit:
+            num_tokens -= len(heapq.heappop(kept)[1]) + 1
+    if not kept:
+        raise DataError(
+            "no document of the corpus is held out, so the loss could not be measured",
+            hint="one document in 50 is, by its digest: add documents, or split long ones",
+        )
+    ordered = [document_tokens(content) for _, content in sorted(kept, reverse=True)]
+    return np.concatenate(ordered)[:limit]
+
+
+def held_out_sequences(tokens: NDArray[np.integer[Any]], sequence_length: int) -> torch.Tensor:
+    """Cuts tokens into sequences, int64 [B, T + 1]; each predicts T tokens, none twice.
+
+    Raises:
+        DataError: there is not one whole sequence.
+    """
+    num_sequences = (len(tokens) - 1) // sequence_length
+    if num_sequences < 1:
+        raise DataError(
+            f"{len(tokens)} held-out tokens hold no sequence of {sequence_length}",
+            hint="add documents",
+        )
+    starts = np.arange(num_sequences) * sequence_length
+    rows = starts[:, None] + np.arange(sequence_length + 1)
+    return torch.from_numpy(np.asarray(tokens)[rows].astype(np.int64))

@@ -1,0 +1,111 @@
+"""The byte tokenizer: id = byte value, specials from 256 up; and the files that export it.
+
+No token is put before a document; `END_OF_TEXT` closes each one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+END_OF_TEXT = 256
+PAD = 257
+NUM_IDS = 258
+"""Ids in use. A model's vocabulary may be larger; the rest is never seen."""
+
+_SPECIALS = {"<|endoftext|>": END_OF_TEXT, "<|pad|>": PAD}
+
+
+def document_tokens(content: bytes) -> NDArray[np.uint16]:
+    """Token ids [number of bytes + 1] of one document, closed by `END_OF_TEXT`."""
+    tokens = np.empty(len(content) + 1, dtype=np.uint16)
+    tokens[:-1] = np.frombuffer(content, dtype=np.uint8)
+    tokens[-1] = END_OF_TEXT
+    return tokens
+
+
+def text_of(tokens: NDArray[np.integer[Any]]) -> str:
+    """The text behind token ids; specials are dropped, broken UTF-8 becomes U+FFFD."""
+    return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+def save_tokenizer(folder: Path, *, model_max_length: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads unmodified.
+
+    It encodes every UTF-8 text to its bytes, text that spells a special token included.
+
+    Args:
+        folder: where the two files go; it must exist.
+        model_max_length: tokens that the model was trained to read at once.
+    """
+    for name, content in (
+        ("tokenizer.json", _tokenizer()),
+        ("tokenizer_config.json", _tokenizer_config(model_max_length)),
+    ):
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies.
+
+    Source: openai/gpt-2, `encoder.py`, `bytes_to_unicode`: printable Latin-1 stands for itself,
+    the rest is numbered from U+0100 up.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
+
+
+def _tokenizer() -> dict[str, Any]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for content, token in _SPECIALS.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _tokenizer_config(model_max_length: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "bos_token": None,
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|pad|>",
+        # Text is data: "<|endoftext|>" inside a document is thirteen bytes, not the special.
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
