@@ -1,0 +1,188 @@
+"""What a run costs: parameters, bytes of memory, disk and wire, operations. Pure arithmetic.
+
+N peers, R owners per expert, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swarm.config import Codec, ModelConfig, RunConfig
+from swarm.experts import expert_shapes, shared_shapes
+
+ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
+TRAINED_BYTES = 16
+"""fp32 master, gradient and two moments of AdamW, per trained parameter."""
+PRIVATE_BYTES = 12
+"""The same without the gradient: what a checkpoint keeps per trained parameter."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters.
+
+    Attributes:
+        shared: embedding, head, attention, norms and routers.
+        per_expert: one expert index, in all layers.
+        num_experts: expert indices.
+    """
+
+    shared: int
+    per_expert: int
+    num_experts: int
+
+    @property
+    def experts(self) -> int:
+        """Parameters of all experts."""
+        return self.per_expert * self.num_experts
+
+    @property
+    def total(self) -> int:
+        """Parameters of the model."""
+        return self.shared + self.experts
+
+
+def parameters(model: ModelConfig) -> Parameters:
+    """Counts a model's parameters from the shapes of its tensors."""
+    shared = sum(math.prod(shape) for shape in shared_shapes(model).values())
+    per_expert = sum(math.prod(shape) for shape in expert_shapes(model, 0).values())
+    return Parameters(shared, per_expert, model.num_experts)
+
+
+def owned_per_peer(run: RunConfig, num_peers: int) -> int:
+    """Experts of the peer that owns most: E * R / N, rounded up, when capacities are equal."""
+    owners = min(run.ownership.owners_per_expert, num_peers)
+    return -(-run.model.num_experts * owners // num_peers)
+
+
+def trained_per_peer(run: RunConfig, num_peers: int) -> int:
+    """Parameters that a peer trains: the shared ones and its experts'."""
+    counted = parameters(run.model)
+    return counted.shared + owned_per_peer(run, num_peers) * counted.per_expert
+
+
+def state_bytes_per_peer(run: RunConfig, num_peers: int) -> int:
+    """Training state in memory: 16 bytes per trained parameter, and the frozen experts.
+
+    Activations, buffers of a running round and the process itself come on top.
+    Source: fp32 AdamW; ZeRO (arXiv 1910.02054, section 3.1) counts alike.
+    """
+    trained = trained_per_peer(run, num_peers)
+    frozen = parameters(run.model).total - trained
+    return TRAINED_BYTES * trained + ELEMENT_BYTES[run.train.frozen] * frozen
+
+
+def full_state_bytes(model: ModelConfig) -> int:
+    """Training state of a machine that trains everything: 16 bytes per parameter."""
+    return TRAINED_BYTES * parameters(model).total
+
+
+def shared_wire_bytes(run: RunConfig) -> int:
+    """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
+    total = 0
+    for name, shape in shared_shapes(run.model).items():
+        exact = name.endswith(("norm.weight", "mlp.gate.weight"))
+        total += math.prod(shape) * ELEMENT_BYTES["fp32" if exact else run.wire.shared]
+    return total
+
+
+def expert_wire_bytes(run: RunConfig) -> int:
+    """All experts as blobs."""
+    return parameters(run.model).experts * ELEMENT_BYTES[run.wire.experts]
+
+
+def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
+    """Blob bytes that a peer sends, mean over peers and rounds: (2 S (N-1) + X (N+R-2)) / N.
+
+    S are the bytes of the shared tensors: every peer sends each part to its reducer, which sends
+    the mean to everybody, 2 (N-1) times in all. X are the bytes of the experts: R-1 owners send
+    theirs to the one that averages, which sends the result to the N-1 others. Bytes received
+    are the same. X counts once in `round.experts_every` rounds. Control messages, joiners and
+    repeats are not in it.
+    """
+    owners = min(run.ownership.owners_per_expert, num_peers)
+    shared = 2 * shared_wire_bytes(run) * (num_peers - 1)
+    experts = expert_wire_bytes(run) * (num_peers + owners - 2) / run.round.experts_every
+    return (shared + max(experts, 0)) / num_peers
+
+
+def disk_bytes(run: RunConfig, num_peers: int) -> int:
+    """Most that a state directory takes up, without the corpus and the event log.
+
+    Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
+    and the private state (masters and moments), which is written beside the old one.
+    """
+    counted = parameters(run.model)
+    shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
+    offered = shared + experts * owned_per_peer(run, num_peers) // counted.num_experts
+    return 3 * (shared + experts) + offered + 2 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
+
+
+def forward_flops_per_token(run: RunConfig) -> int:
+    """Operations of a forward pass per token, a multiplication and an addition counting as two.
+
+    2 per parameter of every matrix that a token meets (its K experts; the head, not the
+    embedding), and 4 * heads * head size * half the sequence for causal attention, per layer.
+    Source: PaLM (arXiv 2204.02311, appendix B); norms, rotation and softmax are left out.
+    """
+    model = run.model
+    attention = 2 * run.data.sequence_length * model.num_attention_heads * model.dim_per_head
+    return 2 * _met_shared(model) + 2 * _met_experts(model) + attention * model.num_hidden_layers
+
+
+def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
+    """Operations of forward and backward per token.
+
+    Gradients of activations cost as much as the forward pass (attention twice: its products have
+    two operands each), gradients of weights as much as the products of what is trained. Frozen
+    experts have none; tokens are taken to spread evenly over the experts.
+    """
+    model = run.model
+    forward = forward_flops_per_token(run)
+    attention = forward - 2 * _met_shared(model) - 2 * _met_experts(model)
+    share = owned_per_peer(run, num_peers) / model.num_experts
+    weights = 2 * _met_shared(model) + 2 * share * _met_experts(model)
+    return 2 * forward + attention + weights
+
+
+def _met_shared(model: ModelConfig) -> int:
+    embedding = model.vocab_size * model.hidden_size
+    matrices = [shape for shape in shared_shapes(model).values() if len(shape) == 2]
+    met = sum(math.prod(shape) for shape in matrices)
+    return met if model.tie_word_embeddings else met - embedding
+
+
+def _met_experts(model: ModelConfig) -> int:
+    return model.num_experts_per_tok * parameters(model).per_expert
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run costs a peer; each figure is the function of its name, without the process."""
+
+    parameters_total: int
+    parameters_shared: int
+    parameters_per_expert: int
+    parameters_trained_per_peer: int
+    state_bytes_per_peer: int
+    full_state_bytes: int
+    disk_bytes: int
+    bytes_sent_per_peer_per_round: float
+    step_flops_per_token: float
+
+
+def cost_of(run: RunConfig, num_peers: int) -> Cost:
+    """All figures for a run with so many peers."""
+    counted = parameters(run.model)
+    return Cost(
+        parameters_total=counted.total,
+        parameters_shared=counted.shared,
+        parameters_per_expert=counted.per_expert,
+        parameters_trained_per_peer=trained_per_peer(run, num_peers),
+        state_bytes_per_peer=state_bytes_per_peer(run, num_peers),
+        full_state_bytes=full_state_bytes(run.model),
+        disk_bytes=disk_bytes(run, num_peers),
+        bytes_sent_per_peer_per_round=bytes_sent_per_peer_per_round(run, num_peers),
+        step_flops_per_token=step_flops_per_token(run, num_peers),
+    )

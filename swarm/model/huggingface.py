@@ -1,0 +1,222 @@
+"""A model as the files that Transformers loads: config.json and safetensors.
+
+Tensors keep the names that they have everywhere else, so exporting is writing what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import CorruptState
+from swarm.experts import expert_shapes, shared_shapes
+
+MAX_SHARD_BYTES = 5 * 10**9
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def config_dict(run: RunConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
+    """The contents of config.json: Qwen3-MoE for QK-norm per head, OLMoE for the projection.
+
+    Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`. `rope_theta` stands twice, since
+    releases before 5 look for it outside of `rope_parameters`.
+    """
+    model = run.model
+    common = {
+        "attention_bias": False,
+        "bos_token_id": None,
+        "dtype": "float32",
+        "eos_token_id": eos_token_id,
+        "hidden_act": "silu",
+        "hidden_size": model.hidden_size,
+        "initializer_range": model.initializer_range,
+        "max_position_embeddings": run.data.sequence_length,
+        "norm_topk_prob": model.norm_topk_prob,
+        "num_attention_heads": model.num_attention_heads,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_key_value_heads": model.num_key_value_heads,
+        "pad_token_id": None,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
+        "rope_theta": model.rope_theta,
+        "router_aux_loss_coef": run.loss.balance_weight,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "vocab_size": model.vocab_size,
+    }
+    return common | (_qwen3(run) if model.qk_norm == "head" else _olmoe(run))
+
+
+def _qwen3(run: RunConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": run.model.dim_per_head,
+        # Of dense layers, of which there are none; some tools want it all the same.
+        "intermediate_size": run.model.moe_intermediate_size,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": run.model.moe_intermediate_size,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+def _olmoe(run: RunConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "clip_qkv": None,
+        "intermediate_size": run.model.moe_intermediate_size,
+    }
+
+
+def save_model(
+    folder: Path,
+    run: RunConfig,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    eos_token_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Writes config.json and the tensors; sharded with an index when they exceed one shard.
+
+    Every file is written beside its place, flushed to disk and renamed, what names the others
+    last. Files of an earlier export into the same folder are removed.
+
+    Args:
+        folder: made when missing.
+        run: the configuration that the tensors belong to.
+        named: every tensor of the model once, in any order, kept one shard at a time.
+        eos_token_id: the tokenizer's end-of-text id.
+        max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
+
+    Returns:
+        The files written.
+
+    Raises:
+        CorruptState: the tensors are not those of the run's model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, contents = [], []
+    for number, shard in enumerate(_shards(named, max_shard_bytes)):
+        parts.append(folder / f"{number:05d}.partial")
+        save_file(shard, parts[-1], metadata={"format": "pt"})
+        contents.append({name: tensor.nbytes for name, tensor in shard.items()})
+    _check_names([name for content in contents for name in content], run, parts)
+    files = _name_files(len(parts))
+    for part, file in zip(parts, files, strict=True):
+        _put(part, folder / file)
+    written = [folder / file for file in files]
+    if len(files) > 1:
+        written.append(_write_json(folder / INDEX_FILE, _index(files, contents)))
+    config = config_dict(run, eos_token_id=eos_token_id)
+    written.append(_write_json(folder / "config.json", config))
+    _remove_others(folder, written)
+    return written
+
+
+def _name_files(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+
+
+def _index(files: list[str], contents: list[dict[str, int]]) -> dict[str, Any]:
+    pairs = list(zip(files, contents, strict=True))
+    weight_map = {name: file for file, content in pairs for name in content}
+    total = sum(size for content in contents for size in content.values())
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _remove_others(folder: Path, written: list[Path]) -> None:
+    ours = [*folder.glob("model*.safetensors"), *folder.glob("*.partial"), folder / INDEX_FILE]
+    for path in ours:
+        if path not in written:
+            path.unlink(missing_ok=True)
+
+
+def _shards(
+    named: Iterable[tuple[str, Tensor]], max_shard_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in named:
+        if shard and num_bytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        # A row of a larger tensor must not bring the others along.
+        own = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+        shard[name] = tensor.detach() if own else tensor.detach().clone().contiguous()
+        num_bytes += tensor.nbytes
+    yield shard
+
+
+def _check_names(names: list[str], run: RunConfig, parts: list[Path]) -> None:
+    expected = set(shared_shapes(run.model))
+    for expert in range(run.model.num_experts):
+        expected |= set(expert_shapes(run.model, expert))
+    wrong = sorted(expected.symmetric_difference(names))
+    if wrong or len(names) != len(expected):
+        for part in parts:
+            part.unlink()
+        raise CorruptState(f"cannot export: missing, foreign or repeated tensors: {wrong[:3]}")
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> Path:
+    part = path.with_name(f"{path.name}.partial")
+    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    _put(part, path)
+    return path
+
+
+def _put(part: Path, path: Path) -> None:
+    descriptor = os.open(part, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    part.replace(path)
+
+
+def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of an exported model, file by file, sorted by name within each.
+
+    Raises:
+        CorruptState: a file is missing or not what its name says.
+    """
+    for file in _files(folder):
+        try:
+            yield from _tensors_of(folder / file)
+        except (OSError, SafetensorError) as error:
+            raise CorruptState(f"{folder / file}: {error}") from error
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as tensors:
+        for name in sorted(tensors.keys()):
+            yield name, tensors.get_tensor(name)
+
+
+def _files(folder: Path) -> list[str]:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [SINGLE_FILE]
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CorruptState(f"{index}: not an index of safetensors files: {error!r}") from error
+    for file in files:
+        if Path(file).name != file:
+            raise CorruptState(f"{index}: {file!r} is not a plain file name")
+    return files
