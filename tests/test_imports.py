@@ -6,13 +6,18 @@ check is a function from sources to offences, tried first on code that breaks th
 
 import ast
 import graphlib
+import importlib.metadata
 import itertools
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 400
@@ -158,7 +163,7 @@ def direction_offences(sources: tuple[Module, ...]) -> list[str]:
         offences += [
             f"{module.path}:{line} imports {name}"
             for line, name in imports_of(module)
-            if is_ours(name) and part_of(name) not in allowed
+            if is_ours(name) and part_of(name) not in allowed and name != "swarm.__version__"
         ]
     return offences
 
@@ -313,6 +318,22 @@ def test_imports_go_in_one_direction() -> None:
 
 def test_reserved_packages_stay_where_they_belong() -> None:
     hold(reserved_offences(modules()))
+
+
+def test_every_outside_package_is_declared_by_us_and_not_only_by_others() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    providers = importlib.metadata.packages_distributions()
+    hold(
+        [
+            f"{module.path}:{line} imports {name}"
+            for module in modules()
+            for line, name in imports_of(module)
+            if not is_ours(name) and name.split(".")[0] not in sys.stdlib_module_names
+            if declared.isdisjoint(map(canonicalize_name, providers.get(name.split(".")[0], ())))
+        ]
+    )
 
 
 def test_the_protocol_only_computes() -> None:
