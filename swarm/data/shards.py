@@ -7,6 +7,7 @@ It is written beside its place and renamed, so it is there whole or not at all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -94,7 +95,7 @@ def _open(folder: Path) -> Shards:
             raise _Torn("the header was changed")
         dtype = np.dtype(header["dtype"])
         return Shards(tuple(_map(folder / name, dtype, *of) for name, *of in header["shards"]))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _Torn(f"{type(error).__name__}: {error}") from error
 
 
@@ -141,10 +142,13 @@ def _write_shard(
     folder: Path, index: int, contents: Iterator[bytes], shard_tokens: int
 ) -> tuple[str, int, str] | None:
     """Writes the next shard: (file name, tokens, digest), or None when nothing is left."""
+    first = next(contents, None)
+    if first is None:
+        return None
     dtype, digest, num_tokens = token_dtype(NUM_IDS), blake3(), 0
     name = f"{index:05}.bin"
     with (folder / name).open("wb") as file:
-        for content in contents:
+        for content in itertools.chain((first,), contents):
             data = document_tokens(content).astype(dtype).tobytes()
             digest.update(data)
             file.write(data)
@@ -152,7 +156,7 @@ def _write_shard(
             if num_tokens >= shard_tokens:
                 break
         _write(file, b"")
-    return (name, num_tokens, digest.hexdigest()) if num_tokens else None
+    return name, num_tokens, digest.hexdigest()
 
 
 def _write(file: BinaryIO, data: bytes) -> None:

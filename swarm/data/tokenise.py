@@ -28,11 +28,6 @@ def document_tokens(content: bytes) -> NDArray[np.uint16]:
     return tokens
 
 
-def text_of(tokens: NDArray[np.integer[Any]]) -> str:
-    """The text behind token ids; specials are dropped, broken UTF-8 becomes U+FFFD."""
-    return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-
 def save_tokenizer(folder: Path, *, model_max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads unmodified.
 

@@ -1,0 +1,147 @@
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from swarm.data.corpus import document_bytes, folder_corpus, is_held_out
+from swarm.data.shards import open_shards, token_dtype
+from swarm.data.tokenise import document_tokens
+from swarm.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(120):
+        (folder / f"{number:03}.txt").write_text(f"document {number} " * (1 + number % 7))
+    return folder_corpus(folder)
+
+
+def expected_tokens(corpus):
+    contents = [document_bytes(text) for text in corpus.documents()]
+    kept = [content for content in contents if not is_held_out(content)]
+    assert len(kept) < len(contents), "the test needs a held-out document"
+    return np.concatenate([document_tokens(content) for content in kept])
+
+
+def all_tokens(shards):
+    return np.concatenate(shards.arrays)
+
+
+def only_folder(cache):
+    (folder,) = cache.iterdir()
+    return folder
+
+
+def test_shards_hold_the_training_documents_in_order(corpus, tmp_path):
+    shards = open_shards(corpus, tmp_path / "cache")
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+    assert shards.num_tokens == len(expected_tokens(corpus))
+
+
+def test_a_shard_is_closed_by_a_whole_document(corpus, tmp_path):
+    shards = open_shards(corpus, tmp_path / "cache", shard_tokens=500)
+    assert len(shards.arrays) > 5
+    assert all(len(array) >= 500 for array in shards.arrays[:-1])
+    assert all(array[-1] == 256 for array in shards.arrays)
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+
+
+def test_the_second_opening_reads_the_cache(corpus, tmp_path):
+    open_shards(corpus, tmp_path / "cache")
+    written_ns = (only_folder(tmp_path / "cache") / "00000.bin").stat().st_mtime_ns
+    open_shards(corpus, tmp_path / "cache")
+    assert (only_folder(tmp_path / "cache") / "00000.bin").stat().st_mtime_ns == written_ns
+
+
+def test_a_changed_corpus_gets_a_cache_of_its_own(corpus, tmp_path):
+    open_shards(corpus, tmp_path / "cache")
+    (corpus.root / "000.txt").write_text("something else, longer than before")
+    shards = open_shards(corpus, tmp_path / "cache")
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def cut_tokens(folder):
+    content = (folder / "00000.bin").read_bytes()
+    (folder / "00000.bin").write_bytes(content[:-2])
+
+
+def flip_token(folder):
+    content = bytearray((folder / "00000.bin").read_bytes())
+    content[100] ^= 1
+    (folder / "00000.bin").write_bytes(content)
+
+
+def remove_tokens(folder):
+    (folder / "00000.bin").unlink()
+
+
+def cut_header(folder):
+    content = (folder / "header.json").read_bytes()
+    (folder / "header.json").write_bytes(content[:-10])
+
+
+def change_header(folder):
+    header = json.loads((folder / "header.json").read_text())
+    header["dtype"] = "<u4"
+    (folder / "header.json").write_text(json.dumps(header))
+
+
+def strip_header(folder):
+    (folder / "header.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_tokens, flip_token, remove_tokens, cut_header, change_header, strip_header]
+)
+def test_a_damaged_cache_is_seen_said_and_built_anew(corpus, tmp_path, damage, caplog):
+    open_shards(corpus, tmp_path / "cache")
+    damage(only_folder(tmp_path / "cache"))
+    shards = open_shards(corpus, tmp_path / "cache")
+    assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
+    assert "anew" in caplog.text
+    caplog.clear()
+    open_shards(corpus, tmp_path / "cache")
+    assert not caplog.text
+
+
+def test_nothing_is_left_beside_the_cache(corpus, tmp_path):
+    open_shards(corpus, tmp_path / "cache")
+    folder = only_folder(tmp_path / "cache")
+    assert sorted(path.name for path in folder.iterdir()) == ["00000.bin", "header.json"]
+
+
+def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_path):
+    found = []
+    start = threading.Barrier(3)
+
+    def build():
+        start.wait(timeout=10)
+        found.append(all_tokens(open_shards(corpus, tmp_path / "cache")))
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(found) == 3
+    assert all(np.array_equal(tokens, expected_tokens(corpus)) for tokens in found)
+    only_folder(tmp_path / "cache")
+
+
+def test_a_corpus_that_is_all_held_out_is_an_error_and_leaves_no_cache(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    held_out = next(text for text in map(str, range(10_000)) if is_held_out(text.encode()))
+    (folder / "a.txt").write_text(held_out)
+    with pytest.raises(DataError, match="no text is left for training"):
+        open_shards(folder_corpus(folder), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_tokens_take_two_bytes_while_they_fit():
+    assert (token_dtype(258).str, token_dtype(65_536).str) == ("<u2", "<u2")
+    assert token_dtype(151_665).str == "<u4"
