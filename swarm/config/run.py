@@ -1,33 +1,21 @@
-"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
-
-Both are frozen values. Nothing here reads a file, the environment or a global: programs in
-`peers/` collect text and overrides and hand them in.
-"""
+"""What all peers of a run agree on."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Literal, Self
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from swarm.errors import ConfigError
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Codec = Literal["fp32", "bf16"]
-
-
-class Section(BaseModel):
-    """A frozen group of settings; unknown keys and values of the wrong type are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from swarm.config.section import (
+    Codec,
+    NonNegative,
+    Positive,
+    PositiveReal,
+    Section,
+    Share,
+)
 
 
 class RunSection(Section):
@@ -213,6 +201,11 @@ class RunConfig(Section):
     def _check(self) -> Self:
         self._check_batches()
         self._check_merging()
+        if self.phases and not self.optimizer.schedule_steps:
+            raise ValueError(
+                "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
+                "depend on how many tokens its peers contribute"
+            )
         tokens = [phase.until_tokens for phase in self.phases]
         if tokens != sorted(set(tokens)):
             raise ValueError(f"phases.until_tokens: must rise strictly, is {tokens}")
@@ -279,149 +272,3 @@ class RunConfig(Section):
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""
         return blake3(self.canonical_json()).hexdigest()
-
-
-class PeerSection(Section):
-    """This peer's place in the run."""
-
-    name: Annotated[str, Field(max_length=64)] = ""
-    """For people only; by default the host's name and the end of the peer id."""
-    capacity: PositiveReal = 1.0
-    """Relative share of experts that this peer wants to own."""
-    data_index: NonNegative | None = None
-    """Which stream of the common corpus it trains on; by default from the peer id."""
-    wait_for_peers: Positive = 1
-    """A founder starts the first round when so many peers are present."""
-    linger_s: Annotated[float, Field(ge=0)] = 60.0
-    """How long a finished peer goes on serving blobs and records."""
-    leave_timeout_s: PositiveReal = 30.0
-
-
-class NetworkSection(Section):
-    """How this peer is reached."""
-
-    initial_peers: tuple[str, ...] = ()
-    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
-    identity_path: str | None = None
-    client_mode: bool = False
-
-
-class ComputeSection(Section):
-    """What this machine computes with."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: NonNegative = 0
-    """CPU threads for the model; 0 leaves the choice to torch."""
-
-
-class CorpusSection(Section):
-    """This machine's text."""
-
-    folder: str | None = None
-    """Folder of .txt, .md, .py and .jsonl files; by default the Python standard library."""
-
-
-class PeerConfig(Section):
-    """Everything that concerns this machine only."""
-
-    peer: PeerSection = PeerSection()
-    network: NetworkSection = NetworkSection()
-    compute: ComputeSection = ComputeSection()
-    corpus: CorpusSection = CorpusSection()
-
-
-AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)
-
-
-def parse_config(
-    kind: type[AnyConfig], text: str, *, source: str, overrides: Sequence[str] = ()
-) -> AnyConfig:
-    """Reads a configuration from TOML text, then applies `section.field=value` overrides.
-
-    Args:
-        kind: `RunConfig` or `PeerConfig`.
-        text: TOML.
-        source: what errors call the text, usually its path.
-        overrides: as given with `--set`; the value is TOML, bare words are strings.
-
-    Raises:
-        ConfigError: names source, key, value, what is allowed and the nearest valid key.
-    """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(values, override)
-    return validate_config(kind, values, source=source)
-
-
-def validate_config(
-    kind: type[AnyConfig], values: Mapping[str, Any], *, source: str
-) -> AnyConfig:
-    """Builds a configuration from plain values; see `parse_config` for the errors."""
-    try:
-        return kind.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(kind, error)}") from error
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, raw = override.partition("=")
-    path = key.strip().replace("-", "_").split(".")
-    if not equals or len(path) != 2:
-        raise ConfigError(
-            f"--set {override!r}: expected section.field=value, such as run.rounds=8"
-        )
-    section = values.setdefault(path[0], {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"--set {override!r}: {path[0]} is a list and set in the file only")
-    try:
-        section[path[1]] = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        section[path[1]] = raw.strip()
-
-
-def _explain(kind: type[BaseModel], error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    path = [part for part in problem["loc"] if isinstance(part, str)]
-    key = ".".join(path)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(kind, path)}"
-    if problem["type"] == "missing":
-        return f"{key} is missing: {_allowed(kind, path)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"{key}.{message}" if key else message
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def valid_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
-    """All `section.field` keys of a configuration, in the order of their definition."""
-    keys = []
-    for name, field in kind.model_fields.items():
-        annotation = field.annotation
-        if get_origin(annotation) is tuple and get_args(annotation):
-            annotation = get_args(annotation)[0]
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += valid_keys(annotation, f"{prefix}{name}.")
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
-
-
-def _nearest(kind: type[BaseModel], path: list[str]) -> str:
-    keys = valid_keys(kind)
-    by_field = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
-    close = difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.5)
-    close += [by_field[name] for name in difflib.get_close_matches(path[-1], by_field, n=1)]
-    if close:
-        return f"; did you mean {close[0]}?"
-    siblings = [key for key in keys if key.startswith(f"{path[0]}.")]
-    return f"; valid keys: {', '.join(siblings or sorted({k.split('.')[0] for k in keys}))}"
-
-
-def _allowed(kind: type[BaseModel], path: list[str]) -> str:
-    fields = [key for key in valid_keys(kind) if key.startswith(".".join(path) + ".")]
-    return f"it has {', '.join(fields)}" if fields else "it has no default"

@@ -1,0 +1,54 @@
+"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
+
+Both are frozen values. Nothing here reads a file, the environment or a global: programs in
+`peers/` collect text and overrides and hand them in.
+"""
+
+from swarm.config.parse import parse_config, parse_override, valid_keys, validate_config
+from swarm.config.peer import (
+    ComputeSection,
+    CorpusSection,
+    NetworkSection,
+    PeerConfig,
+    PeerSection,
+)
+from swarm.config.run import (
+    DataConfig,
+    LossConfig,
+    MergingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OwnershipConfig,
+    Phase,
+    RoundConfig,
+    RunConfig,
+    RunSection,
+    TrainConfig,
+    WireConfig,
+)
+from swarm.config.section import Codec
+
+__all__ = [
+    "Codec",
+    "ComputeSection",
+    "CorpusSection",
+    "DataConfig",
+    "LossConfig",
+    "MergingConfig",
+    "ModelConfig",
+    "NetworkSection",
+    "OptimizerConfig",
+    "OwnershipConfig",
+    "PeerConfig",
+    "PeerSection",
+    "Phase",
+    "RoundConfig",
+    "RunConfig",
+    "RunSection",
+    "TrainConfig",
+    "WireConfig",
+    "parse_config",
+    "parse_override",
+    "valid_keys",
+    "validate_config",
+]

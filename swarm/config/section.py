@@ -1,0 +1,19 @@
+"""What all settings share: frozen groups of values, and the kinds of values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveReal = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Codec = Literal["fp32", "bf16"]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys and values of the wrong type are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
