@@ -64,19 +64,23 @@ def output_losses(
     exist, and scaled in backward: three products per slice where recomputing would need four.
     """
     total: Tensor
-    total, cross_entropy, z = _Output.apply(hidden_ND, head_VD, labels_N, z_weight)  # type: ignore[no-untyped-call]
+    # Asked here: within a function's forward gradients always seem to be off.
+    wanted = torch.is_grad_enabled() and (hidden_ND.requires_grad or head_VD.requires_grad)
+    total, cross_entropy, z = _Output.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, head_VD, labels_N, z_weight, wanted
+    )
     return total, cross_entropy, z
 
 
 class _Output(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, z_weight: float
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        z_weight, wanted = options
         num_tokens = len(labels_N)
         weight_VD = head_VD.to(hidden_ND.dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
-        wanted = any(ctx.needs_input_grad[:2])
         dhidden_ND = torch.empty_like(hidden_ND) if wanted else None
         dhead_VD = torch.zeros_like(head_VD) if wanted else None
         step = slice_tokens(num_tokens, len(head_VD))
@@ -104,7 +108,7 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_ND, dhead_VD = ctx.saved_tensors
         scale = gradients[0]
-        return dhidden_ND * scale, dhead_VD * scale, None, None
+        return dhidden_ND * scale, dhead_VD * scale, None, None, None
 
 
 def _add_product(into_VD: Tensor, left_nV: Tensor, right_nD: Tensor) -> None:
