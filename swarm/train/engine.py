@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import CorruptState, TrainingDiverged
+from swarm.experts import Shape, expert_shapes, shared_shapes
 from swarm.model.transformer import Transformer
 from swarm.train.optimizer import OwnedAdamW
 
@@ -239,16 +240,23 @@ class ResidentEngine:
     @torch.no_grad()
     def load_state_dict(self, state: EngineState) -> None:
         """See `Engine`."""
+        if {name: tuple(each.shape) for name, each in state.tensors.items()} != self._shapes(state):
+            raise CorruptState("the private state belongs to another model")
         self.own(state.owned)
         mine = self.state_dict().tensors
-        mine_shapes = {name: tensor.shape for name, tensor in mine.items()}
-        if mine_shapes != {name: tensor.shape for name, tensor in state.tensors.items()}:
-            raise CorruptState("the private state belongs to another model or other experts")
         for name, tensor in mine.items():
             tensor.copy_(state.tensors[name])
         self._optimizer.count_from(state.updates)
         self._skipped = state.skipped
         self._skipped_in_a_row = state.skipped_in_a_row
+
+    def _shapes(self, state: EngineState) -> dict[str, Shape]:
+        """What the tensors of a private state with its owned experts are called and shaped."""
+        shapes = shared_shapes(self._run.model)
+        for expert in state.owned:
+            shapes |= expert_shapes(self._run.model, expert)
+        kinds = ("master", "exp_avg", "exp_avg_sq")
+        return {f"{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
 
     def _accumulate(self, tokens_BT1: Tensor) -> tuple[dict[str, float], Tensor]:
         """Forms the gradient of the mean loss over micro-batches.

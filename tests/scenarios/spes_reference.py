@@ -1,0 +1,112 @@
+"""SPES in one process, in the plain arithmetic of its paper: what a swarm must equal bit for bit.
+
+No rounds, manifests, blobs or codecs: N engines in a list, and between their local steps a mean, a
+copy and, when due, a merge. Source: SPES, arXiv 2602.11543, eq. 4-6.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.config import MergingConfig, RunConfig
+from swarm.data.loader import Loader
+from swarm.data.shards import Shards
+from swarm.experts import expert_shapes, shared_shapes
+from swarm.model.initialise import initial_tensors
+from swarm.model.merge import merge_experts
+from swarm.train.engine import ResidentEngine
+from swarm.train.local_steps import train_local_steps
+
+
+def train_by_reference(
+    run: RunConfig,
+    shards: Sequence[Shards],
+    data_indexes: Sequence[int],
+    owners: Mapping[int, Sequence[int]],
+    rounds: int,
+) -> dict[str, Tensor]:
+    """Trains N peers that are never left out, with experts that never move.
+
+    Args:
+        run: must be exact: fp32 on the wire, in frozen experts and in compute.
+        shards: each peer's corpus, in the order of the peers' ids.
+        data_indexes: each peer's stream, in the same order.
+        owners: expert -> indexes into that order of the peers that own it.
+        rounds: training rounds.
+
+    Returns:
+        Every tensor by Hugging Face name as all peers hold it after the last round and its merge.
+    """
+    assert {run.wire.shared, run.wire.experts, run.train.frozen, run.train.compute} == {"fp32"}
+    assert run.round.experts_every == 1
+    model = run.model
+    shared = list(shared_shapes(model))
+    experts = {expert: list(expert_shapes(model, expert)) for expert in range(model.num_experts)}
+    agreed = initial_tensors(
+        run, [*shared, *(name for names in experts.values() for name in names)]
+    )
+    engines = [ResidentEngine(run) for _ in data_indexes]
+    loaders = [
+        Loader(peer_shards, run, data_index=index)
+        for peer_shards, index in zip(shards, data_indexes, strict=True)
+    ]
+    for peer, engine in enumerate(engines):
+        engine.write(agreed)
+        engine.own([expert for expert in sorted(experts) if peer in owners[expert]])
+    step = tokens = merged = 0
+    for _ in range(rounds):
+        local_steps = run.phase_at(tokens).local_steps
+        tokens += sum(
+            train_locally(engine, loader, run, step, tokens)
+            for engine, loader in zip(engines, loaders, strict=True)
+        )
+        step += local_steps
+        agreed = mean([engine.read(shared) for engine in engines])
+        for expert, names in experts.items():
+            agreed |= mean([engines[peer].read(names) for peer in sorted(owners[expert])])
+        if merge_is_due(step, merged, run.merging):
+            merged = step // run.merging.interval_steps
+            alpha = run.merging.alpha * (1 - min(step / run.merging.decay_steps, 1))
+            agreed |= merge_experts(agreed, model, alpha=alpha, top_k=run.merging.top_k).named
+        for engine in engines:
+            engine.write(agreed)
+    for loader in loaders:
+        loader.close()
+    return agreed
+
+
+def train_locally(
+    engine: ResidentEngine, loader: Loader, run: RunConfig, step: int, tokens: int
+) -> int:
+    """One peer's local steps of a round that starts at these cumulative steps and tokens."""
+    phase = run.phase_at(tokens)
+    stats = train_local_steps(
+        engine,
+        loader,
+        run,
+        step=step,
+        local_steps=phase.local_steps,
+        batch_tokens=phase.batch_tokens,
+        stop=lambda: False,
+        on_step=lambda *_: None,
+    )
+    return stats.tokens
+
+
+def merge_is_due(step: int, merged: int, merging: MergingConfig) -> bool:
+    """Whether the number of completed intervals has risen while alpha is still positive."""
+    return (
+        merging.alpha > 0 and step < merging.decay_steps and step // merging.interval_steps > merged
+    )
+
+
+def mean(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The fp32 mean of each tensor: added up in the given order, then divided."""
+    means = {}
+    for name in values[0]:
+        total = values[0][name].to(torch.float32)
+        for value in values[1:]:
+            total = total + value[name]
+        means[name] = total / len(values) if len(values) > 1 else total
+    return means

@@ -1,0 +1,236 @@
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+from blake3 import blake3
+
+from swarm.errors import CorruptState, StateError
+from swarm.train import checkpoint
+from swarm.train.checkpoint import (
+    PrivateState,
+    load_newest,
+    load_private,
+    previous_path,
+    read_rng,
+    restore_rng,
+    save_private,
+)
+from swarm.train.engine import EngineState
+from tests.train.runs import all_names, batch, new_engine, same, tiny_run
+
+CPU = torch.device("cpu")
+
+
+def state_of(engine_state, round_number=1):
+    return PrivateState(
+        engine=engine_state,
+        run_id="tiny-1234",
+        base_tip="ab" * 32,
+        round=round_number,
+        step=6,
+        tokens=1536,
+        data_index=2**63 + 5,
+        data_step=6,
+        offered={"shared.0": "cd" * 32, "expert.1": "ef" * 32},
+        expert_bases={1: "12" * 32, 10: "34" * 32},
+        rng=read_rng(CPU),
+    )
+
+
+def small_state(round_number=1):
+    tensors = {
+        "master.model.norm.weight": torch.tensor([1.5, -0.0, float(round_number)]),
+        "exp_avg.model.norm.weight": torch.tensor([1e-40, 0.0, -3.0]),
+        "exp_avg_sq.empty": torch.empty(0, 4),
+    }
+    return state_of(EngineState(tensors, (1, 10), 6, 2, 1), round_number)
+
+
+def assert_equal(left, right):
+    assert same(dict(left.engine.tensors), dict(right.engine.tensors))
+    assert same(dict(left.rng), dict(right.rng))
+    for changed in (left, right):
+        assert list(changed.engine.tensors)
+    plain = [
+        replace(state, engine=replace(state.engine, tensors={}), rng={}) for state in (left, right)
+    ]
+    assert plain[0] == plain[1]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "private"
+
+
+def test_what_was_saved_is_loaded_bit_for_bit(path):
+    save_private(path, small_state())
+    assert_equal(load_private(path), small_state())
+    assert_equal(load_newest(path).state, small_state())
+
+
+def test_nothing_saved_is_no_error(path):
+    assert load_newest(path) is None
+
+
+def test_the_file_is_safetensors_and_a_digest(path):
+    save_private(path, small_state())
+    content = path.read_bytes()
+    assert content[-32:] == blake3(content[:-32]).digest()
+    tensors = safetensors.torch.load(content[:-32])
+    assert same(
+        {name: tensors[name] for name in small_state().engine.tensors},
+        dict(small_state().engine.tensors),
+    )
+
+
+def test_rows_of_a_stack_are_saved_without_their_neighbours(path):
+    stack = torch.arange(24.0).view(4, 3, 2)
+    state = state_of(EngineState({"a": stack[1], "b": stack[:, 1], "c": stack[3].T}, (), 0, 0, 0))
+    save_private(path, state)
+    assert same(dict(load_private(path).engine.tensors), dict(state.engine.tensors))
+
+
+def test_the_state_before_is_kept(path):
+    for number in (1, 2, 3):
+        save_private(path, small_state(number))
+    assert load_private(path).round == 3
+    assert load_private(previous_path(path)).round == 2
+    assert sorted(file.name for file in path.parent.iterdir()) == ["private", "private.previous"]
+
+
+def test_a_flip_of_any_byte_is_detected(path):
+    save_private(path, small_state())
+    whole = path.read_bytes()
+    for place in random.Random(0).sample(range(len(whole)), 200):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptState):
+            load_private(path)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 31, 32, 33, 100, -33, -1])
+def test_a_truncated_file_is_detected(path, kept):
+    save_private(path, small_state())
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CorruptState):
+        load_private(path)
+
+
+def test_bytes_behind_the_end_are_detected(path):
+    save_private(path, small_state())
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(CorruptState):
+        load_private(path)
+
+
+def test_another_format_is_refused(path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_FORMAT", 99)
+    save_private(path, small_state())
+    monkeypatch.undo()
+    with pytest.raises(CorruptState, match="format"):
+        load_private(path)
+
+
+def test_a_damaged_file_gives_way_to_the_one_before_and_says_so(path, caplog):
+    save_private(path, small_state(1))
+    save_private(path, small_state(2))
+    path.write_bytes(path.read_bytes()[:-5])
+    with caplog.at_level(logging.ERROR):
+        loaded = load_newest(path)
+    assert loaded.state.round == 1
+    assert "not what was written" in loaded.reason
+    assert "using private.previous, round 1" in loaded.reason
+    assert "not what was written" in caplog.text
+
+
+def test_two_damaged_files_are_an_error_that_names_both(path):
+    save_private(path, small_state(1))
+    save_private(path, small_state(2))
+    for file in (path, previous_path(path)):
+        file.write_bytes(b"")
+    with pytest.raises(CorruptState, match=r"private: .*private\.previous: "):
+        load_newest(path)
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, moment):
+    """Each call that changes the disk is a moment; the state is the new or the old one, whole."""
+    save_private(path, small_state(1))
+    save_private(path, small_state(2))
+    left = moment
+
+    def killing(real):
+        def call(*arguments, **named):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return real(*arguments, **named)
+
+        return call
+
+    for owner, name in (
+        (checkpoint.os, "fsync"),
+        (checkpoint.os, "link"),
+        (checkpoint.Path, "replace"),
+        (checkpoint.Path, "unlink"),
+        (checkpoint.Path, "open"),
+    ):
+        monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
+    try:
+        save_private(path, small_state(3))
+        finished = True
+    except Killed:
+        finished = False
+    monkeypatch.undo()
+    loaded = load_newest(path)
+    assert load_private(path).round == loaded.state.round in ((3,) if finished else (2, 3))
+    # Seven calls: open, fsync, unlink, link, replace, replace, fsync of the folder.
+    assert finished == (moment >= 7)
+    save_private(path, small_state(4))
+    assert load_newest(path).state.round == 4
+
+
+def test_a_disk_that_refuses_is_a_state_error(path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(StateError, match="No space left"):
+        save_private(path, small_state())
+
+
+def test_random_numbers_go_on_where_they_were():
+    before = torch.get_rng_state()
+    try:
+        states = read_rng(CPU)
+        expected = torch.rand(3)
+        restore_rng(states, CPU)
+        assert torch.equal(torch.rand(3), expected)
+    finally:
+        torch.set_rng_state(before)
+
+
+def test_resuming_from_disk_gives_the_bits_of_a_run_without_a_stop(path):
+    run = tiny_run()
+    straight, stopped = new_engine(run, [1, 2]), new_engine(run, [1, 2])
+    for step in range(5):
+        straight.step(batch(run, step), lr=1e-2)
+        stopped.step(batch(run, step), lr=1e-2)
+    save_private(path, state_of(stopped.state_dict()))
+    stopped.step(batch(run, 99), lr=1e-2)  # what is saved is no longer a view of the engine
+    again = new_engine(run)
+    again.load_state_dict(load_private(path).engine)
+    for step in range(5, 10):
+        straight.step(batch(run, step), lr=1e-2)
+        again.step(batch(run, step), lr=1e-2)
+    assert same(again.read(all_names(run)), straight.read(all_names(run)))
+    assert same(dict(again.state_dict().tensors), dict(straight.state_dict().tensors))

@@ -1,0 +1,47 @@
+import math
+
+import pytest
+
+from swarm.train.schedule import learning_rate
+from tests.train.runs import tiny_run
+
+RUN = tiny_run(optimizer={"lr": 4e-4, "warmup_steps": 10, "schedule_steps": 110})
+
+
+def test_warm_up_starts_at_a_tenth_and_rises_in_a_line():
+    # Products of a few doubles: the last bits depend on the order of the factors.
+    assert learning_rate(0, RUN) == pytest.approx(4e-5, rel=1e-12)
+    assert learning_rate(5, RUN) == pytest.approx(4e-4 * 0.55, rel=1e-12)
+    assert learning_rate(10, RUN) == pytest.approx(4e-4, rel=1e-12)
+
+
+def test_the_cosine_ends_at_a_tenth_and_stays_there():
+    assert learning_rate(60, RUN) == pytest.approx(4e-4 * 0.55, rel=1e-12)
+    assert learning_rate(35, RUN) == pytest.approx(
+        4e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi / 4))), rel=1e-12
+    )
+    assert learning_rate(110, RUN) == pytest.approx(4e-5, rel=1e-12)
+    assert learning_rate(10_000, RUN) == learning_rate(110, RUN)
+
+
+def test_it_rises_and_then_falls():
+    rates = [learning_rate(step, RUN) for step in range(111)]
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_without_warm_up_it_starts_at_the_top():
+    run = tiny_run(optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule_steps": 50})
+    assert learning_rate(0, run) == 1e-3
+
+
+def test_the_schedule_is_rounds_times_local_steps_by_default():
+    run = tiny_run(run={"rounds": 5}, round={"local_steps": 20}, optimizer={"lr": 1.0})
+    assert learning_rate(100, run) == pytest.approx(0.1, rel=1e-12)
+    assert learning_rate(99, run) > 0.1
+
+
+def test_a_schedule_that_is_all_warm_up_divides_by_nothing():
+    run = tiny_run(optimizer={"lr": 1.0, "warmup_steps": 50, "schedule_steps": 50})
+    assert learning_rate(49, run) < learning_rate(50, run) == pytest.approx(1.0, rel=1e-12)
+    assert learning_rate(51, run) == pytest.approx(0.1, rel=1e-12)
