@@ -155,9 +155,7 @@ def _shards(
         if shard and num_bytes + tensor.nbytes > max_shard_bytes:
             yield shard
             shard, num_bytes = {}, 0
-        # A row of a larger tensor must not bring the others along.
-        own = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
-        shard[name] = tensor.detach() if own else tensor.detach().clone().contiguous()
+        shard[name] = tensor.detach().contiguous()
         num_bytes += tensor.nbytes
     yield shard
 
