@@ -3,17 +3,19 @@
 SwarmError (1)
 ├── ConfigError (2)            a setting is wrong; names file, key, value and what is allowed
 ├── NobodyReachable (3)        no peer of a run answered
+│   └── Unreachable            this one peer did not answer; try another, or later
 ├── DataError (4)              the corpus is missing, empty or too small
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
 │   ├── StateLocked            another process uses it
 │   └── CorruptState           a file in it is torn or was changed
 ├── RunMismatch (7)            the swarm runs something else than was asked for
-└── HostileInput (8)           bytes from another peer were refused; counted, never fatal by itself
-    ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
-    ├── BadRecord              wrong signature, too large, not of its schema
-    ├── BadMessage             a control message that is not of its schema
-    └── BadManifest            no certificate, or not a successor of its parent
+├── HostileInput (8)           bytes from another peer were refused; counted, never fatal by itself
+│   ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
+│   ├── BadRecord              wrong signature, too large, not of its schema
+│   ├── BadMessage             a control message that is not of its schema
+│   └── BadManifest            no certificate, or not a successor of its parent
+└── NetworkDown (9)            libp2p's daemon did not start, or died
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ class NobodyReachable(SwarmError):
     """No peer of a run answered within the deadline."""
 
     exit_code = 3
+
+
+class Unreachable(NobodyReachable):
+    """One peer did not answer, or answered with an error; another, or a later try, may help."""
 
 
 class DataError(SwarmError):
@@ -110,3 +116,9 @@ class BadMessage(HostileInput):
 
 class BadManifest(HostileInput):
     """A manifest without certificate, or that is no successor of its parent."""
+
+
+class NetworkDown(SwarmError):
+    """libp2p's daemon did not start or has ended; nothing can be sent or received."""
+
+    exit_code = 9

@@ -1,0 +1,124 @@
+"""Control messages: small, answered at once, never the place for bulk (unary calls of libp2p)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
+
+from swarm.errors import HostileInput, Unreachable
+from swarm.network.traffic import Traffic
+
+MAX_MESSAGE_BYTES = 256 * 1024
+MAX_ANSWER_BYTES = 1_000_000
+"""An answer over 4 MiB would make the caller hang for ever (measured)."""
+HANDLER_S = 60.0
+_MESSAGE = "swarm.message"
+_REQUEST = "swarm.request"
+
+Result = TypeVar("Result")
+OnMessage = Callable[[str, bytes], Awaitable[None]]
+OnRequest = Callable[[str, bytes], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """Bytes that pass where hivemind expects a protobuf message."""
+
+    data: bytes
+
+    @classmethod
+    def FromString(cls, data: bytes) -> _Payload:
+        return cls(data)
+
+    def SerializeToString(self) -> bytes:
+        return self.data
+
+
+def peer_of(peer_id: str) -> PeerID:
+    """libp2p's form of a base58 peer id; Unreachable if it is none."""
+    try:
+        return PeerID.from_base58(peer_id)
+    except ValueError as error:
+        raise Unreachable(f"{peer_id!r} is no peer id") from error
+
+
+class Control:
+    """Sends and receives control messages over one daemon.
+
+    Who sent a message is what libp2p proved, never what the payload says.
+    """
+
+    def __init__(
+        self, traffic: Traffic, on_message: OnMessage | None, on_request: OnRequest | None
+    ) -> None:
+        self._traffic = traffic
+        self._message_handler = on_message
+        self._request_handler = on_request
+
+    async def register(self, p2p: P2P) -> None:
+        """Lets the daemon deliver to the handlers that there are."""
+        if self._message_handler:
+            await p2p.add_protobuf_handler(_MESSAGE, self._on_message, _Payload)
+        if self._request_handler:
+            await p2p.add_protobuf_handler(_REQUEST, self._on_request, _Payload)
+
+    async def post(self, p2p: P2P, peer_id: str, payload: bytes, timeout_s: float) -> None:
+        """Delivers a message; see `Node.post`."""
+        await self._call(p2p, peer_id, _MESSAGE, payload, timeout_s)
+
+    async def request(self, p2p: P2P, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
+        """Asks a question; see `Node.request`."""
+        return await self._call(p2p, peer_id, _REQUEST, payload, timeout_s)
+
+    async def _call(
+        self, p2p: P2P, peer_id: str, name: str, payload: bytes, timeout_s: float
+    ) -> bytes:
+        assert len(payload) <= MAX_MESSAGE_BYTES, f"control message of {len(payload)} bytes"
+        peer = peer_of(peer_id)
+        assert peer != p2p.peer_id, "a peer does not call itself"
+        self._traffic.control_messages_sent += 1
+        self._traffic.control_bytes_sent += len(payload)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await p2p.call_protobuf_handler(peer, name, _Payload(payload), _Payload)
+        except TimeoutError:
+            raise Unreachable(f"{peer_id}: no answer within {timeout_s:g} s") from None
+        except (P2PDaemonError, P2PHandlerError, OSError) as error:
+            raise Unreachable(f"{peer_id}: {error}") from error
+        self._traffic.control_bytes_received += len(answer.data)
+        return bytes(answer.data)
+
+    async def _on_message(self, payload: _Payload, context: P2PContext) -> _Payload:
+        assert self._message_handler is not None
+        source = self._receive(payload, context)
+        await self._handle(self._message_handler(source, payload.data))
+        return _Payload(b"")
+
+    async def _on_request(self, payload: _Payload, context: P2PContext) -> _Payload:
+        assert self._request_handler is not None
+        source = self._receive(payload, context)
+        answer = await self._handle(self._request_handler(source, payload.data))
+        assert len(answer) <= MAX_ANSWER_BYTES, f"answer of {len(answer)} bytes"
+        self._traffic.control_bytes_sent += len(answer)
+        return _Payload(answer)
+
+    def _receive(self, payload: _Payload, context: P2PContext) -> str:
+        self._traffic.control_messages_received += 1
+        self._traffic.control_bytes_received += len(payload.data)
+        if len(payload.data) > MAX_MESSAGE_BYTES:
+            self._traffic.refuse("message_size")
+            raise ValueError(f"refused: over {MAX_MESSAGE_BYTES} bytes")
+        return str(context.remote_id.to_base58())
+
+    async def _handle(self, handled: Awaitable[Result]) -> Result:
+        try:
+            async with asyncio.timeout(HANDLER_S):
+                return await handled
+        except HostileInput as error:
+            self._traffic.refuse(error.reason)
+            raise

@@ -1,0 +1,169 @@
+"""libp2p's daemon (p2pd): how it is started, and the addresses it listens on and dials."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+
+from swarm.config import NetworkSection
+from swarm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_FORM = "/ip4/A.B.C.D/tcp/PORT/p2p/ID"
+_HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
+_ANY = ("0.0.0.0", "::")
+_PR_SET_PDEATHSIG = 1
+STARTUP_S = 15.0
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """A multiaddress that can be dialled.
+
+    Attributes:
+        text: all of it.
+        transport: without /p2p/ID: all that p2pd's `connect` understands (measured).
+        host: name or number.
+        port: of TCP.
+        peer_id: who should answer there.
+    """
+
+    text: str
+    transport: str
+    host: str
+    port: int
+    peer_id: str
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads `/ip4/A.B.C.D/tcp/PORT/p2p/ID`.
+
+        Raises:
+            ConfigError: it is not of this form.
+        """
+        try:
+            parts = dict(Multiaddr(text).items())
+            named = {protocol.name: value for protocol, value in parts.items()}
+            host_kind = next(kind for kind in _HOSTS if kind in named)
+            host, port, peer_id = named[host_kind], int(named["tcp"]), named["p2p"]
+            PeerID.from_base58(peer_id)
+        except (MultiaddrError, StopIteration, KeyError, ValueError, TypeError) as error:
+            raise ConfigError(f"peer address {text!r}: expected the form {_FORM}") from error
+        if len(named) != 3 or not 0 < port < 65536:
+            raise ConfigError(f"peer address {text!r}: expected the form {_FORM}")
+        return cls(text, f"/{host_kind}/{host}/tcp/{port}", host, port, peer_id)
+
+
+async def probe(address: Address, timeout_s: float) -> str | None:
+    """Why nobody accepts TCP connections at this address; None if somebody does."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    return None
+
+
+def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ...]:
+    """The addresses to listen on: those of the configuration, port 0 replaced by `port`.
+
+    A port that somebody holds is given up for a free one, with a warning.
+    """
+    if port is None:
+        return network.host_maddrs
+    return tuple(_with_port(text, port) for text in network.host_maddrs)
+
+
+def _with_port(text: str, port: int) -> str:
+    protocol, host, kind, number = (text.strip("/").split("/") + [""] * 4)[:4]
+    if kind != "tcp" or number != "0":
+        return text
+    family = socket.AF_INET6 if protocol == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # p2pd itself would share the port with another p2pd (SO_REUSEPORT) without a word.
+            trial.bind((host, port))
+        except OSError as error:
+            logger.warning("port %d on %s: %s; taking a free one", port, host, error.strerror)
+            return text
+    return f"/{protocol}/{host}/tcp/{port}"
+
+
+def dialable(visible: Sequence[str]) -> tuple[str, ...]:
+    """The addresses to hand out: loopback only if there is nothing else."""
+    ordered = sorted(set(visible))
+    outside = [text for text in ordered if not is_loopback(text)]
+    return tuple(outside or ordered)
+
+
+def is_loopback(text: str) -> bool:
+    """Whether only this machine reaches the address."""
+    return text.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+async def start_daemon(
+    network: NetworkSection,
+    *,
+    identity_path: Path,
+    listen: Sequence[str],
+    initial_peers: Sequence[str],
+) -> P2P:
+    """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
+
+    Raises:
+        P2PDaemonError: it did not start, or a living peer of the swarm has this identity.
+    """
+    _tie_daemons_to_their_thread()
+    local = all(is_loopback(text) for text in listen)
+    return await P2P.create(
+        initial_peers=list(initial_peers) or None,
+        announce_maddrs=list(network.announce_maddrs) or None,
+        host_maddrs=None if network.client_mode else list(listen),
+        no_listen=network.client_mode,
+        dht_mode="client" if network.client_mode else "server",
+        identity_path=str(identity_path),
+        nat_port_map=not local,
+        startup_timeout=STARTUP_S,
+    )
+
+
+_tie_lock = threading.Lock()
+
+
+def _tie_daemons_to_their_thread() -> None:
+    """Wraps asyncio's process start once, for p2pd only; hivemind offers no hook for this."""
+    with _tie_lock:
+        real = asyncio.subprocess.create_subprocess_exec
+        if getattr(real, "ties_p2pd", False):
+            return
+        # Looked up before the fork: the child of a threaded process must not load libraries.
+        prctl = ctypes.CDLL(None).prctl
+
+        def die_with_parent() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        async def spawn(program: str, *args: str, **options: Any) -> asyncio.subprocess.Process:
+            if os.path.basename(program) == "p2pd":
+                options |= {"preexec_fn": die_with_parent, "start_new_session": True}
+            return await real(program, *args, **options)
+
+        spawn.ties_p2pd = True  # type: ignore[attr-defined]
+        asyncio.subprocess.create_subprocess_exec = spawn  # type: ignore[assignment]

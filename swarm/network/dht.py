@@ -1,0 +1,127 @@
+"""The DHT: signed values under keys, each value replaced only by its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils import get_dht_time
+
+from swarm.errors import NobodyReachable, SwarmError
+from swarm.network.daemon import Address
+from swarm.network.signed_records import SignedRecords, owner_of
+from swarm.network.traffic import Traffic
+
+MAX_VALUE_BYTES = 20_000
+MAX_RECORDS_PER_KEY = 256
+_CALL_S = 15.0
+_REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
+
+
+class Record(NamedTuple):
+    """A value that its owner signed, and the time (seconds since 1970) at which it expires."""
+
+    value: bytes
+    expiration: float
+
+
+class Dht:
+    """A DHT node; see `open_dht`."""
+
+    def __init__(self, node: DHTNode, validator: SignedRecords, traffic: Traffic) -> None:
+        self._node = node
+        self._validator = validator
+        self._traffic = traffic
+        self._expirations: dict[str, float] = {}
+
+    @property
+    def num_neighbours(self) -> int:
+        """Size of the routing table."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
+        """Publishes one's own value; its expiration strictly grows, else holders keep the old."""
+        assert len(value) <= MAX_VALUE_BYTES, f"record of {len(value)} bytes"
+        assert b"[signature:" not in value, "would be taken for the record's signature"
+        expiration = max(get_dht_time() + ttl_s, self._expirations.get(key, 0.0) + 0.001)
+        self._expirations[key] = expiration
+        async with asyncio.timeout(_CALL_S):
+            stored = await self._node.store(
+                key,
+                value,
+                expiration,
+                subkey=self._validator.local_public_key,
+                exclude_self=self._node.protocol.client_mode,
+            )
+        return bool(stored)
+
+    async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, Record]]:
+        """For each key the newest records by the peer id of their owner; see `Node.get_many`."""
+        async with asyncio.timeout(_CALL_S):
+            found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
+        return {key: self._owned(found[key].value if found[key] else None) for key in keys}
+
+    def _owned(self, entries: object) -> dict[str, Record]:
+        if not isinstance(entries, dict):
+            return {}
+        newest = heapq.nlargest(
+            MAX_RECORDS_PER_KEY, entries.items(), key=lambda item: item[1].expiration_time
+        )
+        if len(entries) > len(newest):
+            self._traffic.refuse("record_count")
+        records: dict[str, Record] = {}
+        for subkey, entry in newest:
+            owner = owner_of(subkey)
+            if owner is not None and isinstance(entry.value, bytes):
+                records[owner] = Record(entry.value, entry.expiration_time)
+        return records
+
+    async def ping(self, peer: PeerID) -> bool:
+        """Whether the peer's DHT node answers; the two then know each other."""
+        return await self._node.protocol.call_ping(peer) is not None
+
+    async def close(self) -> None:
+        """Takes the node out of service; waits for the daemon."""
+        await self._node.shutdown()
+
+
+async def open_dht(
+    p2p: P2P,
+    validator: SignedRecords,
+    traffic: Traffic,
+    *,
+    peers: Sequence[Address],
+    client_mode: bool,
+    must_reach: bool,
+) -> Dht:
+    """A DHT node on this daemon that has met its `peers`.
+
+    Raises:
+        NobodyReachable: `must_reach`, and none of the peers answered.
+        SwarmError: this machine's clock differs too much from theirs, or they cannot dial back.
+    """
+    try:
+        node = await DHTNode.create(
+            p2p=p2p,
+            initial_peers=[address.text for address in peers] or None,
+            record_validator=validator,
+            client_mode=client_mode,
+            ensure_bootstrap_success=must_reach,
+            strict=must_reach,
+            # A cache would only answer what `latest` never asks for, and push whole keys around.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
+    except ValidationError as error:
+        raise SwarmError(str(error), hint=_REFUSED) from error
+    except RuntimeError as error:
+        texts = ", ".join(address.text for address in peers)
+        raise NobodyReachable(f"none of {texts} is a living peer") from error
+    return Dht(node, validator, traffic)

@@ -1,0 +1,414 @@
+"""Gets blobs from whoever has them: several peers at once, every piece checked, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.flow import INLINE_BYTES, Flow, FlowFailed, Incoming, Piece
+from swarm.network.node import Node
+from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
+from swarm.protocol.sourcing import Failure, Limits, Sourcing
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_S = 15.0
+FLOWS_PER_PEER = 2
+
+Result = TypeVar("Result")
+Check = Callable[[str, memoryview], None]
+OnBlob = Callable[[str], None]
+OnFailure = Callable[[str, str, str], None]
+
+
+@dataclass(frozen=True)
+class Want:
+    """A blob to get.
+
+    Attributes:
+        digest: its name.
+        num_bytes: its size.
+        sources: peers that may have it, in order of preference.
+        at_most: whether `num_bytes` is only the largest acceptable size; of 4 MiB at most.
+    """
+
+    digest: str
+    num_bytes: int
+    sources: tuple[str, ...]
+    at_most: bool = False
+
+
+@dataclass(eq=False)
+class _Caller:
+    """One call of `fetch` and what it still waits for."""
+
+    check: Check | None
+    on_blob: OnBlob
+    on_failure: OnFailure
+    finished: asyncio.Future[None]
+    waits_for: set[str] = field(default_factory=set)
+
+    def arrived(self, digest: str) -> None:
+        self.waits_for.discard(digest)
+        self.on_blob(digest)
+        if not self.waits_for and not self.finished.done():
+            self.finished.set_result(None)
+
+
+@dataclass(eq=False)
+class _Download(Incoming):
+    """An incoming blob, who wants it, and which of its pieces are still to come."""
+
+    sources: list[str] = field(default_factory=list)
+    callers: list[_Caller] = field(default_factory=list)
+    last_check: Check | None = None
+    """Of the caller that left last: what nobody waits for any more is checked all the same."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Still to come."""
+
+    def checks(self) -> list[Check | None]:
+        """Of all who wait for it."""
+        return [caller.check for caller in self.callers] or [self.last_check]
+
+
+class Downloads:
+    """All downloads of a node into one store; its coroutines run in the node's loop."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: BlobStore,
+        *,
+        progress_s: float = PROGRESS_S,
+        flows_per_peer: int = FLOWS_PER_PEER,
+        limits: Limits | None = None,
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._progress_s = progress_s
+        self._flows_per_peer = flows_per_peer
+        limits = limits or Limits()
+        self._ahead_bytes = limits.bytes_per_peer // (2 * flows_per_peer)
+        """Asked ahead on one stream; as much again waits for a stream to have room."""
+        self._sourcing: Sourcing[Piece] = Sourcing(limits)
+        self._downloads: dict[tuple[str, int, bool], _Download] = {}
+        self._queues: dict[str, deque[Piece]] = {}
+        self._flows: dict[str, list[Flow]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def fetch(
+        self,
+        wants: Sequence[Want],
+        *,
+        check: Check | None,
+        on_blob: OnBlob,
+        on_failure: OnFailure,
+    ) -> None:
+        """Returns when all blobs are in the store; tries for ever, so bound it from outside.
+
+        A blob that two calls want is fetched once. What is in the store already counts as checked.
+
+        Args:
+            wants: blobs; those that are here cost nothing.
+            check: raises BadBlob for content that is not acceptable; may run in another thread.
+                Such a blob is not kept, and since its digest fixes its content, nobody is asked
+                for it again: `on_failure` is called for each of its sources.
+            on_blob: called with the digest of each blob as it arrives.
+            on_failure: called with digest, peer and a short word for each failed attempt.
+        """
+        finished = asyncio.get_running_loop().create_future()
+        caller = _Caller(check, on_blob, on_failure, finished)
+        digests = sorted({want.digest for want in wants})
+        self._store.pin(digests)
+        try:
+            for digest in digests:
+                if self._store.has(digest):
+                    on_blob(digest)
+            for want in wants:
+                if not self._store.has(want.digest):
+                    self._join(want, caller)
+            if caller.waits_for:
+                self._pump()
+                await caller.finished
+        finally:
+            for download in [d for d in self._downloads.values() if caller in d.callers]:
+                self._leave(download, caller)
+            self._store.unpin(digests)
+
+    async def fetch_one(
+        self, want: Want, *, timeout_s: float, check: Check | None = None
+    ) -> memoryview:
+        """One blob's content.
+
+        Raises:
+            NobodyReachable: it did not come in time; names the last failure of each peer.
+        """
+        failures: dict[str, str] = {}
+
+        def note(_: str, peer: str, reason: str) -> None:
+            failures[peer] = reason
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.fetch([want], check=check, on_blob=lambda _: None, on_failure=note)
+        except TimeoutError:
+            known = ", ".join(f"{peer}: {reason}" for peer, reason in sorted(failures.items()))
+            raise NobodyReachable(
+                f"blob {want.digest} did not come within {timeout_s:g} s ({known or 'no source'})"
+            ) from None
+        content = self._store.get(want.digest)
+        assert content is not None, "collected while it was pinned"
+        return content
+
+    def _join(self, want: Want, caller: _Caller) -> None:
+        assert not want.at_most or want.num_bytes <= PIECE_BYTES
+        caller.waits_for.add(want.digest)
+        key = (want.digest, want.num_bytes, not want.at_most)
+        download = self._downloads.get(key)
+        if download is None:
+            download = self._downloads[key] = _Download(*key)
+            self._store.pin([want.digest])
+            self._prepare(download)
+        if caller not in download.callers:
+            download.callers.append(caller)
+        others = [peer for peer in want.sources if peer != self._node.peer_id]
+        download.sources += [peer for peer in others if peer not in download.sources]
+        self._want_pieces(download)
+
+    def _prepare(self, download: _Download) -> None:
+        count = max(1, num_pieces(download.num_bytes))
+        if count > 1:
+            arriving = download.partial = self._store.writer(download.digest, download.num_bytes)
+            numbers = [number for number in range(count) if not arriving.has_piece(number)]
+        else:
+            numbers = [0]
+        download.pieces = [Piece(download, number) for number in numbers]
+
+    def _want_pieces(self, download: _Download) -> None:
+        for piece in download.pieces:
+            self._sourcing.want(piece, piece.num_bytes, download.sources)
+
+    def _leave(self, download: _Download, caller: _Caller) -> None:
+        download.callers.remove(caller)
+        download.last_check = caller.check
+        if not download.callers:
+            for queue in self._queues.values():
+                for piece in [piece for piece in queue if piece.blob is download]:
+                    queue.remove(piece)
+                    self._sourcing.released(piece)
+        self._tidy(download)
+
+    def _tidy(self, download: _Download) -> None:
+        """Gives up what nobody waits for; what has been asked for comes in all the same.
+
+        So a caller that cancels and asks again at once does not fetch anything twice.
+        """
+        if download.callers:
+            return
+        for piece in download.pieces:
+            if self._sourcing.is_waiting(piece):
+                self._sourcing.forget(piece)
+        if not any(self._sourcing.knows(piece) for piece in download.pieces):
+            self._remove(download)
+
+    def _remove(self, download: _Download) -> None:
+        for key in [key for key, other in self._downloads.items() if other is download]:
+            del self._downloads[key]
+            self._store.unpin([download.digest])
+
+    def _pump(self) -> None:
+        """Hands out pieces, opens streams where they are needed, and wakes up for the next."""
+        loop = asyncio.get_running_loop()
+        for assignment in self._sourcing.assign(loop.time()):
+            piece, peer = assignment.key, assignment.peer
+            logger.debug(
+                "%s[%d] of %s: %s", piece.blob.digest, piece.number, peer, assignment.reason
+            )
+            self._queues.setdefault(peer, deque()).append(piece)
+        for peer in sorted(self._queues):
+            self._serve_queue(peer)
+        if self._timer:
+            self._timer.cancel()
+        next_time = self._sourcing.next_time(loop.time())
+        self._timer = loop.call_at(next_time, self._pump) if next_time is not None else None
+
+    def _serve_queue(self, peer: str) -> None:
+        flows = self._flows.setdefault(peer, [])
+        for flow in flows:
+            flow.ask()
+        queued = sum(piece.num_bytes for piece in self._queues[peer])
+        room = sum(flow.room_bytes for flow in flows)
+        while self._queues[peer] and len(flows) < self._flows_per_peer:
+            if flows and queued <= room:
+                break
+            flow = Flow(self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes)
+            flows.append(flow)
+            room += flow.room_bytes
+            task = asyncio.create_task(self._run_flow(flow))
+            self._tasks.add(task)
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            logger.error("a download stream failed", exc_info=task.exception())
+
+    async def _run_flow(self, flow: Flow) -> None:
+        try:
+            connection = await self._node.open_stream(flow.peer, PROTOCOL, self._progress_s)
+            try:
+                await flow.run(connection, self._progress_s)
+            finally:
+                connection.close()
+        except FlowFailed as error:
+            self._flow_failed(flow, error.kind, error.reason)
+        except TimeoutError:
+            self._flow_failed(flow, Failure.SILENT, "no_progress")
+        except (Unreachable, NetworkDown) as error:
+            logger.debug("no stream: %s", error)
+            self._flow_failed(flow, Failure.SILENT, "unreachable")
+        except OSError as error:
+            logger.debug("stream of %s: %s", flow.peer, error)
+            self._flow_failed(flow, Failure.SILENT, "ended_early")
+        finally:
+            self._flows[flow.peer].remove(flow)
+        self._pump()
+
+    def _flow_failed(self, flow: Flow, kind: Failure | None, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        logger.debug("stream of %s: %s", flow.peer, reason)
+        self._sourcing.peer_failed(flow.peer, reason, now)
+        abandoned = [*flow.asked, *self._queues.pop(flow.peer, ())]
+        if abandoned and kind:
+            self._piece_failed(abandoned.pop(0), kind, reason, flow.peer)
+        for piece in abandoned:
+            self._sourcing.released(piece)
+            self._tidy(_download(piece))
+
+    def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
+        download = _download(piece)
+        self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
+        if kind is Failure.WRONG:
+            self._node.traffic.refuse(reason)
+        for caller in list(download.callers):
+            caller.on_failure(download.digest, peer, reason)
+        self._tidy(download)
+
+    # What a flow needs
+
+    def next_piece(self, peer: str) -> Piece | None:
+        """See `FlowOwner`."""
+        queue = self._queues.get(peer)
+        return queue.popleft() if queue else None
+
+    def piece_missing(self, piece: Piece, peer: str) -> None:
+        """See `FlowOwner`."""
+        self._piece_failed(piece, Failure.MISSING, "missing", peer)
+        self._pump()
+
+    async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
+        """See `FlowOwner`."""
+        download = _download(piece)
+        try:
+            await _off_loop(len(content), partial(_verify, piece, content))
+            self._sourcing.done(piece)
+            download.pieces.remove(piece)
+            if not download.pieces:
+                await self._finish(download, content)
+        except BadBlob as error:
+            self._piece_failed(piece, Failure.WRONG, error.reason, peer)
+            return False
+        except StateError as error:
+            self._give_up(download, error)
+        self._pump()
+        return True
+
+    async def _finish(self, download: _Download, content: bytearray) -> None:
+        """All pieces are there: keeps the blob unless all who want it refuse its content."""
+        view = memoryview(content)
+        if download.partial:
+            view = await _off_loop(download.num_bytes, download.partial.content)
+        verdicts: dict[Check | None, str | None] = {}
+        kept = False
+        while True:  # others may join while something is awaited
+            unjudged = [check for check in download.checks() if check not in verdicts]
+            if unjudged:
+                judge = partial(_fault, unjudged[0], download.digest, view)
+                verdicts[unjudged[0]] = await _off_loop(len(view), judge)
+            elif not kept and None in verdicts.values():
+                await _off_loop(len(view), partial(self._keep, download, view))
+                kept = True
+            else:
+                break
+        self._remove(download)
+        for reason in verdicts.values():
+            if reason:
+                self._node.traffic.refuse(reason)
+        for caller in list(download.callers):
+            _tell(caller, download, verdicts[caller.check])
+        if download.partial and not kept:
+            self._store.discard(download.partial)
+
+    def _keep(self, download: _Download, content: memoryview) -> None:
+        if download.partial:
+            self._store.keep(download.partial)
+        else:
+            self._store.put(content, download.digest)
+
+    def _give_up(self, download: _Download, error: Exception) -> None:
+        """The store failed: whoever waits hears of it."""
+        for piece in download.pieces:
+            self._sourcing.forget(piece)
+        self._remove(download)
+        for caller in list(download.callers):
+            if not caller.finished.done():
+                caller.finished.set_exception(error)
+
+
+def _tell(caller: _Caller, download: _Download, fault: str | None) -> None:
+    if fault is None:
+        caller.arrived(download.digest)
+    else:
+        # The digest fixes the content, so every other source would send the same.
+        for peer in download.sources:
+            caller.on_failure(download.digest, peer, fault)
+
+
+def _fault(check: Check | None, digest: str, content: memoryview) -> str | None:
+    """Why this check refuses the content; None if it does not."""
+    try:
+        if check:
+            check(digest, content)
+    except BadBlob as error:
+        logger.warning("blob %s refused: %s", digest, error)
+        return error.reason
+    return None
+
+
+def _verify(piece: Piece, content: bytearray) -> None:
+    blob = piece.blob
+    if blob.partial:
+        blob.partial.write_piece(piece.number, memoryview(content))
+    elif digest_of(content) != blob.digest:
+        raise BadBlob("blob_digest", f"{blob.digest}: the content has another digest")
+
+
+def _download(piece: Piece) -> _Download:
+    assert isinstance(piece.blob, _Download)
+    return piece.blob
+
+
+async def _off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """Runs what costs time in proportion to so many bytes where it does not hold the loop."""
+    if num_bytes <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,0 +1,240 @@
+"""One stream to one peer: asks for pieces ahead, receives them, hands them on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.errors import BadBlob
+from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
+from swarm.network.partial import Partial
+from swarm.network.streams import receive_into
+from swarm.network.traffic import Traffic
+from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
+from swarm.protocol.sourcing import Failure
+
+INLINE_BYTES = 256 * 1024
+"""Larger pieces are hashed and written off the loop, while the next one arrives."""
+PROGRESS_BYTES = 64 * 1024
+"""What must arrive within one progress deadline: a byte now and then is no progress."""
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A blob that is being downloaded.
+
+    Attributes:
+        digest: what it must be.
+        num_bytes: its size, or the largest acceptable one.
+        exact: whether `num_bytes` is the size.
+        partial: where the pieces of a blob of several go.
+    """
+
+    digest: str
+    num_bytes: int
+    exact: bool
+    partial: Partial | None = None
+
+    def piece_bytes(self, number: int) -> int:
+        """Size of one piece."""
+        return max(0, min(PIECE_BYTES, self.num_bytes - number * PIECE_BYTES))
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether the next ask must bring the piece index."""
+        return self.partial is not None and self.partial.index is None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is asked for in one go; the key of all sourcing."""
+
+    blob: Incoming
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, as far as the blob's is known."""
+        return self.blob.piece_bytes(self.number)
+
+
+class FlowFailed(Exception):
+    """The stream cannot go on.
+
+    Attributes:
+        kind: what is wrong with the oldest piece asked for; None if nothing is.
+        reason: a short word under which such failures are counted.
+    """
+
+    def __init__(self, kind: Failure | None, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+
+
+class FlowOwner(Protocol):
+    """What a flow needs from `Downloads`."""
+
+    def next_piece(self, peer: str) -> Piece | None:
+        """Takes the next piece that is to be asked of this peer."""
+
+    def piece_missing(self, piece: Piece, peer: str) -> None:
+        """The peer does not have it."""
+
+    async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
+        """Verifies and keeps it; False if it was refused."""
+
+
+class Flow:
+    """One stream; `run` until there is nothing more to ask for.
+
+    Attributes:
+        peer: who serves.
+        asked: pieces whose answer has not come completely, oldest first.
+    """
+
+    def __init__(self, owner: FlowOwner, peer: str, traffic: Traffic, *, ahead_bytes: int) -> None:
+        self.peer = peer
+        self.asked: deque[Piece] = deque()
+        self._owner = owner
+        self._traffic = traffic
+        self._ahead_bytes = ahead_bytes
+        self._to_come_bytes = 0
+        self._connection: socket.socket | None = None
+        self._unsent = b""
+        self._arrival: asyncio.Task[bool] | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more it would ask for."""
+        return max(0, self._ahead_bytes - self._to_come_bytes)
+
+    async def run(self, connection: socket.socket, progress_s: float) -> None:
+        """Asks and receives.
+
+        Raises:
+            FlowFailed: the fault is that of the oldest piece in `asked`, if there is one.
+            TimeoutError: nothing came within `progress_s`.
+            OSError: the stream ended early.
+        """
+        self._connection = connection
+        try:
+            while True:
+                self.ask()
+                if self.asked:
+                    await self._receive(connection, progress_s)
+                elif self._arrival:
+                    await self._last_arrival()  # after it there may be more to ask for
+                else:
+                    return
+        finally:
+            self._connection = None
+            if self._arrival:
+                await asyncio.wait([self._arrival])
+
+    def ask(self) -> None:
+        """Asks for as much as there is room for; to be called whenever there may be more."""
+        if self._connection is None:
+            return
+        while not self.asked or self.room_bytes:
+            piece = self._owner.next_piece(self.peer)
+            if piece is None:
+                break
+            self.asked.append(piece)
+            self._to_come_bytes += piece.num_bytes
+            start = piece.number * PIECE_BYTES
+            ask = Ask(piece.blob.digest, start, PIECE_BYTES, piece.blob.needs_index)
+            self._unsent += ask.encode()
+        if self._unsent:
+            # Asks are tiny: should the socket be full all the same, the rest goes with the next.
+            with suppress(BlockingIOError):
+                sent = self._connection.send(self._unsent)
+                self._traffic.control_bytes_sent += sent
+                self._unsent = self._unsent[sent:]
+
+    async def _receive(self, connection: socket.socket, progress_s: float) -> None:
+        piece = self.asked[0]
+        async with asyncio.timeout(progress_s):
+            size = await self._receive_head(connection, piece.blob)
+        if size is None:
+            self._answered(piece.num_bytes)
+            self._owner.piece_missing(piece, self.peer)
+            return
+        num_bytes = max(0, min(PIECE_BYTES, size - piece.number * PIECE_BYTES))
+        self._to_come_bytes += num_bytes - piece.num_bytes
+        content = bytearray(num_bytes)
+        await self._fill(connection, memoryview(content), progress_s)
+        await self._last_arrival()
+        self._answered(0)
+        arrival = self._owner.piece_arrived(piece, content, self.peer)
+        if num_bytes > INLINE_BYTES:
+            # Verified while the next piece arrives; one at a time, so that memory is bounded.
+            self._arrival = asyncio.create_task(arrival)
+        elif not await arrival:
+            raise FlowFailed(None, "refused")
+
+    async def _last_arrival(self) -> None:
+        if self._arrival:
+            arrived = await self._arrival
+            self._arrival = None
+            if not arrived:
+                raise FlowFailed(None, "refused")
+
+    def _answered(self, num_bytes: int) -> None:
+        self.asked.popleft()
+        self._to_come_bytes -= num_bytes
+
+    async def _receive_head(self, connection: socket.socket, blob: Incoming) -> int | None:
+        """Reads and checks head and index; returns the blob's size, None if it is not there."""
+        encoded = bytearray(HEAD_BYTES)
+        await receive_into(connection, memoryview(encoded))
+        head = Head.decode(bytes(encoded))
+        self._traffic.control_bytes_received += HEAD_BYTES
+        if head.status == Status.MISSING:
+            return None
+        if head.status == Status.BUSY:
+            raise FlowFailed(Failure.BUSY, "busy")
+        too_large = head.num_bytes > blob.num_bytes
+        if (
+            head.status != Status.HERE
+            or too_large
+            or (blob.exact and head.num_bytes < blob.num_bytes)
+        ):
+            raise FlowFailed(Failure.WRONG, "blob_size")
+        await self._receive_index(connection, blob, head.index_bytes)
+        return head.num_bytes
+
+    async def _receive_index(
+        self, connection: socket.socket, blob: Incoming, num_bytes: int
+    ) -> None:
+        if num_bytes not in (0, DIGEST_BYTES * num_pieces(blob.num_bytes)):
+            raise FlowFailed(Failure.WRONG, "blob_index")
+        index = bytearray(num_bytes)
+        await receive_into(connection, memoryview(index))
+        self._traffic.control_bytes_received += num_bytes
+        if blob.partial is None or blob.partial.index is not None:
+            return
+        try:
+            blob.partial.set_index(bytes(index))
+        except BadBlob as error:
+            raise FlowFailed(Failure.WRONG, error.reason) from error
+
+    async def _fill(self, connection: socket.socket, view: memoryview, progress_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        start = mark = 0
+        async with asyncio.timeout(progress_s) as deadline:
+            while start < len(view):
+                received = await loop.sock_recv_into(connection, view[start:])
+                if not received:
+                    raise ConnectionError(f"the stream ended at {start} of {len(view)} bytes")
+                start += received
+                self._to_come_bytes -= received
+                self._traffic.blob_bytes_received += received
+                if start - mark >= PROGRESS_BYTES:
+                    mark = start
+                    deadline.reschedule(loop.time() + progress_s)
+                    self.ask()

@@ -1,0 +1,191 @@
+"""Where the bytes of blobs lie: append-only pack files, each with an index written on demand.
+
+`packs/NNNNNNNN.pack` is contents end to end. `packs/NNNNNNNN.index` is two lines: the BLAKE3 of the
+second, and the second, a JSON list of [digest, offset, bytes]. A pack without a valid index holds
+nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from swarm.errors import CorruptState, StateError
+
+Placed = tuple[str, int, int]
+"""Digest, offset in the pack, size in bytes."""
+
+
+class Pack(Protocol):
+    """Room for blobs. The store serialises `allocate`; the rest may run in several threads.
+
+    Attributes:
+        num_bytes: allocated so far.
+        num_writers: allocations that are still being filled; kept by the store.
+    """
+
+    num_bytes: int
+    num_writers: int
+
+    def allocate(self, num_bytes: int) -> int:
+        """Reserves room and returns its offset."""
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """Writes into an allocation, `start` bytes after its beginning."""
+
+    def read(self, offset: int, start: int, length: int) -> bytes:
+        """Reads from an allocation; CorruptState if the bytes are not there."""
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """After this returns, these blobs survive kill -9 and loss of power."""
+
+    def delete(self) -> None:
+        """Gives the room back; reads that run now still succeed."""
+
+
+class MemoryPack:
+    """A pack that is gone when the process is."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_writers = 0
+        self._contents: dict[int, bytearray] = {}
+
+    def allocate(self, num_bytes: int) -> int:
+        """See `Pack`."""
+        offset = self.num_bytes
+        # Empty blobs take room too, else two allocations would share an offset.
+        self.num_bytes += max(num_bytes, 1)
+        self._contents[offset] = bytearray(num_bytes)
+        return offset
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """See `Pack`."""
+        self._contents[offset][start : start + len(data)] = data
+
+    def read(self, offset: int, start: int, length: int) -> bytes:
+        """See `Pack`."""
+        return bytes(memoryview(self._contents[offset])[start : start + length])
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """Nothing to do: memory is as durable as it gets."""
+
+    def delete(self) -> None:
+        """Nothing to do: the last reader frees it."""
+
+
+class FilePack:
+    """A pack file, opened for as long as anybody refers to it."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        self.num_writers = 0
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        self._descriptor = os.open(path, flags, 0o600)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def __del__(self) -> None:
+        # Readers hold the pack while they read, so its descriptor is never one of another file.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def allocate(self, num_bytes: int) -> int:
+        """See `Pack`."""
+        offset = self.num_bytes
+        self.num_bytes += num_bytes
+        return offset
+
+    def write(self, offset: int, start: int, data: memoryview) -> None:
+        """See `Pack`; StateError when the disk is full."""
+        try:
+            while data:
+                written = os.pwrite(self._descriptor, data, offset + start)
+                data, start = data[written:], start + written
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+
+    def read(self, offset: int, start: int, length: int) -> bytes:
+        """See `Pack`."""
+        try:
+            content = os.pread(self._descriptor, length, offset + start)
+            while content and len(content) < length:
+                more = os.pread(
+                    self._descriptor, length - len(content), offset + start + len(content)
+                )
+                if not more:
+                    break
+                content += more
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+        if len(content) < length:
+            raise CorruptState(f"{self.path} ends before byte {offset + start + length}")
+        return content
+
+    def make_durable(self, placed: Iterable[Placed]) -> None:
+        """Contents first, then an index beside, then its new name: a crash leaves old or new."""
+        try:
+            os.fdatasync(self._descriptor)
+            write_atomically(index_path(self.path), _index_bytes(placed))
+        except OSError as error:
+            raise _state_error(self.path, error) from error
+
+    def delete(self) -> None:
+        """The index first: contents without an index hold nothing."""
+        index_path(self.path).unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+
+def index_path(pack: Path) -> Path:
+    """Where the index of a pack file lies."""
+    return pack.with_suffix(".index")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes beside, fsyncs, renames and fsyncs the folder; raises OSError."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in the folder durable; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _index_bytes(placed: Iterable[Placed]) -> bytes:
+    content = json.dumps(sorted(placed), separators=(",", ":")).encode()
+    return blake3(content).hexdigest().encode() + b"\n" + content
+
+
+def read_index(path: Path) -> list[Placed]:
+    """The blobs that an index file lists.
+
+    Raises:
+        CorruptState: the file is torn or was changed.
+    """
+    try:
+        checksum, _, content = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise _state_error(path, error) from error
+    if blake3(content).hexdigest().encode() != checksum:
+        raise CorruptState(f"{path} is torn or was changed")
+    return [(digest, offset, num_bytes) for digest, offset, num_bytes in json.loads(content)]
+
+
+def _state_error(path: Path, error: OSError) -> StateError:
+    hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StateError(f"{path}: {error.strerror}", hint=hint)

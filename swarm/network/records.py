@@ -1,0 +1,65 @@
+"""Publishes and reads the DHT's records; their schemas and keys are in `swarm.protocol.records`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from swarm.errors import BadRecord
+from swarm.network.node import Node
+from swarm.protocol.records import (
+    EVENT_TTL_S,
+    RECORD_TTL_S,
+    AnyRecord,
+    MergeRecord,
+    PeerRecord,
+    Record,
+    ValidationRecord,
+    decode_record,
+    encode_record,
+)
+
+logger = logging.getLogger(__name__)
+
+
+async def publish(node: Node, key: str, record: Record) -> bool:
+    """Stores this peer's record under a key, in place of the one before; see `Node.store`.
+
+    Raises:
+        TimeoutError: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
+    once = isinstance(record, MergeRecord | ValidationRecord)
+    return await node.store(key, encode_record(record), EVENT_TTL_S if once else RECORD_TTL_S)
+
+
+async def fetch_records(
+    node: Node, kind: type[AnyRecord], keys: Sequence[str]
+) -> dict[str, AnyRecord]:
+    """All valid records under the keys, by the peer that signed them; bad ones are counted.
+
+    If a peer has records under several keys, the one that expires last counts.
+
+    Raises:
+        TimeoutError: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
+    newest: dict[str, tuple[float, AnyRecord]] = {}
+    for signed in (await node.get_many(keys)).values():
+        for peer, (value, expiration) in sorted(signed.items()):
+            try:
+                record = _decoded(kind, value, peer)
+            except BadRecord as error:
+                node.traffic.refuse(error.reason)
+                logger.debug("record of %s refused: %s", peer, error)
+                continue
+            if peer not in newest or newest[peer][0] < expiration:
+                newest[peer] = (expiration, record)
+    return {peer: record for peer, (_, record) in sorted(newest.items())}
+
+
+def _decoded(kind: type[AnyRecord], value: bytes, peer: str) -> AnyRecord:
+    record = decode_record(kind, value)
+    if isinstance(record, PeerRecord) and record.peer_id != peer:
+        raise BadRecord("record_owner", f"{peer} signed a record of {record.peer_id}")
+    return record

@@ -1,0 +1,132 @@
+"""Serves blobs to whoever asks: any peer serves any blob that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from swarm.errors import StateError
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
+from swarm.network.traffic import Traffic
+from swarm.protocol.digests import num_pieces
+
+logger = logging.getLogger(__name__)
+
+FLOWS_PER_PEER = 8
+FLOWS = 64
+IDLE_S = 60.0
+"""A stream without an ask, or whose reader takes nothing, is ended after this long."""
+STREAM_S = 1800.0
+_REFUSED_S = 5.0
+
+
+class BlobServer:
+    """The serving side of the bulk protocol; `serve` is one of `Handlers.streams`."""
+
+    def __init__(self, *, on_ask: Callable[[str, str], None] | None = None) -> None:
+        """`on_ask` is told peer id and digest of every ask, for leases."""
+        self._stores: list[BlobStore] = []
+        self._on_ask = on_ask
+        self._flows: Counter[str] = Counter()
+
+    def attach(self, store: BlobStore) -> None:
+        """Serves this store's blobs too, from now on."""
+        self._stores.append(store)
+
+    def detach(self, store: BlobStore) -> None:
+        """No longer serves this store."""
+        self._stores.remove(store)
+
+    async def serve(
+        self,
+        traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Answers one stream until the other side closes it."""
+        if self._flows[source] >= FLOWS_PER_PEER or self._flows.total() >= FLOWS:
+            traffic.refuse("too_many_flows")
+            await _refuse(Status.BUSY, reader, writer)
+            return
+        self._flows[source] += 1
+        try:
+            async with asyncio.timeout(STREAM_S):
+                await self._answer_all(traffic, source, reader, writer)
+        finally:
+            self._flows[source] -= 1
+            self._flows = +self._flows
+
+    async def _answer_all(
+        self,
+        traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                encoded = await reader.readexactly(ASK_BYTES)  # its end is the stream's
+            traffic.control_bytes_received += ASK_BYTES
+            ask = Ask.decode(encoded)
+            if self._on_ask:
+                self._on_ask(source, ask.digest)
+            if not await self._answer(ask, traffic, writer):
+                traffic.refuse("bad_ask")
+                await _refuse(Status.BAD, reader, writer)
+                return
+
+    async def _answer(self, ask: Ask, traffic: Traffic, writer: asyncio.StreamWriter) -> bool:
+        """Sends one answer; returns False for an ask beyond the blob's end."""
+        store = next((store for store in self._stores if store.has(ask.digest)), None)
+        size = store.size(ask.digest) if store else None
+        if store is None or size is None:
+            await _send(Head(Status.MISSING).encode(), writer)
+            return True
+        if ask.offset > size:
+            return False
+        index = await _index(store, ask, size)
+        head = Head(Status.HERE, size, len(index)).encode() + index
+        traffic.control_bytes_sent += len(head)
+        await _send(head, writer)
+        end = min(size, ask.offset + ask.length)
+        for start in range(ask.offset, end, PART_BYTES):
+            part = store.read(ask.digest, start, min(PART_BYTES, end - start))
+            if part is None:
+                # Collected meanwhile: only an early end can say so now.
+                raise ConnectionError(f"blob {ask.digest} is gone")
+            traffic.blob_bytes_sent += len(part)
+            await _send(part, writer)
+        return True
+
+
+async def _index(store: BlobStore, ask: Ask, size: int) -> bytes:
+    """The piece index if the asking peer needs one; hashing runs off the loop."""
+    if not ask.with_index or num_pieces(size) < 2:
+        return b""
+    try:
+        index = await asyncio.get_running_loop().run_in_executor(None, store.index, ask.digest)
+    except StateError as error:
+        raise ConnectionError(str(error)) from error
+    if index is None:
+        raise ConnectionError(f"blob {ask.digest} is gone")
+    return index
+
+
+async def _send(data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(data)
+    async with asyncio.timeout(IDLE_S):
+        await writer.drain()
+
+
+async def _refuse(
+    status: Status, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Says so, then waits for the other side to close, else the head itself may be lost."""
+    await _send(Head(status).encode(), writer)
+    async with asyncio.timeout(_REFUSED_S):
+        while await reader.read(PART_BYTES):
+            pass

@@ -1,0 +1,60 @@
+"""Which DHT records a peer accepts: small, soon to expire, and signed by the peer they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+from swarm.network.identity import Identity, peer_id_of_ssh_key
+
+MAX_RECORD_BYTES = 32 * 1024
+"""With signature. All records of a key come back in one message of at most 4 MiB; a larger sum
+blinds whoever reads the key (measured), so no single writer may get near it."""
+MAX_TTL_S = 3600.0
+
+
+class SignedRecords(RSASignatureValidator):
+    """Accepts a record only under the subkey that is exactly its owner's key.
+
+    hivemind's own rule protects any subkey that *contains* a key, so that one owner could store any
+    number of records under one key, and lets records without owner pass.
+    """
+
+    def __init__(self, identity: Identity, refuse: Callable[[str], None]) -> None:
+        key = RSAPrivateKey.__new__(RSAPrivateKey)
+        key._private_key = identity.private_key
+        super().__init__(key)
+        self._refuse = refuse
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record is kept or read; a refusal is counted."""
+        reason = self._fault(record)
+        if reason:
+            self._refuse(reason)
+        return reason is None
+
+    def _fault(self, record: DHTRecord) -> str | None:
+        if len(record.value) > MAX_RECORD_BYTES:
+            return "record_size"
+        # Written so that NaN is refused too.
+        if not record.expiration_time <= get_dht_time() + MAX_TTL_S:
+            return "record_expiration"
+        owners = self._PUBLIC_KEY_RE.findall(record.subkey)
+        if len(owners) != 1 or record.subkey != MSGPackSerializer.dumps(b"[owner:%b]" % owners[0]):
+            return "record_owner"
+        if peer_id_of_ssh_key(owners[0]) is None:
+            return "record_owner"
+        return None if super().validate(record) else "record_signature"
+
+
+def owner_of(subkey: object) -> str | None:
+    """The peer id whose key a subkey is, or None."""
+    if not isinstance(subkey, bytes):
+        return None
+    if not (subkey.startswith(b"[owner:") and subkey.endswith(b"]")):
+        return None
+    return peer_id_of_ssh_key(subkey[len(b"[owner:") : -1])

@@ -1,0 +1,100 @@
+"""Raw byte streams between peers: the bulk path under the blobs.
+
+libp2p's daemon hands a stream over as a unix socket. We speak to that socket directly: nothing is
+wrapped, so received bytes go from the kernel into their final buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from hivemind.p2p import PeerID
+from hivemind.proto import p2pd_pb2
+
+from swarm.errors import Unreachable
+from swarm.network.traffic import Traffic
+
+Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one stream: the node's counters, the asking peer's id, reader and writer."""
+_MAX_RESPONSE_BYTES = 65_536
+
+
+async def open_stream(
+    daemon_socket: str, peer: PeerID, protocol: str, timeout_s: float
+) -> socket.socket:
+    """A non-blocking socket to a peer's handler of `protocol`, opened by the daemon.
+
+    Raises:
+        Unreachable: no connection in time.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        async with asyncio.timeout(timeout_s):
+            await _open(connection, daemon_socket, peer, protocol)
+    except TimeoutError:
+        connection.close()
+        raise Unreachable(f"{peer}: no stream within {timeout_s:g} s") from None
+    except (OSError, DecodeError) as error:
+        connection.close()
+        raise Unreachable(f"{peer}: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def _open(connection: socket.socket, daemon_socket: str, peer: PeerID, protocol: str) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, daemon_socket)
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.STREAM_OPEN,
+        streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol]),
+    ).SerializeToString()
+    await loop.sock_sendall(connection, _varint(len(request)) + request)
+    num_bytes = await _read_varint(connection)
+    if num_bytes > _MAX_RESPONSE_BYTES:
+        raise ConnectionError(f"the daemon announces {num_bytes} bytes")
+    buffer = bytearray(num_bytes)
+    await receive_into(connection, memoryview(buffer))
+    response = p2pd_pb2.Response.FromString(bytes(buffer))
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise ConnectionError(response.error.msg)
+
+
+async def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fills a buffer from the stream.
+
+    Raises:
+        ConnectionError: the stream ended before.
+    """
+    loop = asyncio.get_running_loop()
+    start = 0
+    while start < len(view):
+        received = await loop.sock_recv_into(connection, view[start:])
+        if not received:
+            raise ConnectionError(f"the stream ended at {start} of {len(view)} bytes")
+        start += received
+
+
+def _varint(number: int) -> bytes:
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)
+
+
+async def _read_varint(connection: socket.socket) -> int:
+    """Byte by byte, since what follows belongs to the stream."""
+    number, byte = 0, bytearray(1)
+    for group in range(5):
+        await receive_into(connection, memoryview(byte))
+        number |= (byte[0] & 0x7F) << (7 * group)
+        if byte[0] < 0x80:
+            return number
+    raise ConnectionError("the daemon's answer has no length")

@@ -1,0 +1,34 @@
+"""What a node sent, received and refused. Written by the network thread, read by anyone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Counters since the node started; the DHT's own traffic is in none of them.
+
+    Attributes:
+        control_messages_sent: calls of `post` and `request`, answers not counted.
+        control_messages_received: the same, from others.
+        control_bytes_sent: payloads of messages, requests and answers, and asks and heads of the
+            bulk path.
+        control_bytes_received: the same, from others.
+        blob_bytes_sent: contents of blobs only.
+        blob_bytes_received: contents of blobs only, those refused later included.
+        refused: how often bytes of others were refused, by reason.
+    """
+
+    control_messages_sent: int = 0
+    control_messages_received: int = 0
+    control_bytes_sent: int = 0
+    control_bytes_received: int = 0
+    blob_bytes_sent: int = 0
+    blob_bytes_received: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, reason: str) -> None:
+        """Counts one refusal."""
+        self.refused[reason] += 1

@@ -1,0 +1,246 @@
+"""Which peer is asked for which bytes: all decisions of the bulk path, without a clock.
+
+A *job* is what can be asked for in one go: a blob, or a range of pieces of a large one. It lists
+its sources in order of preference. A source is passed over while it has enough to send already,
+while it rests after a failure, and for good once it has sent wrong bytes for that job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Failure(Enum):
+    """How an attempt failed, which decides who rests."""
+
+    SILENT = "silent"  # no connection, no progress, early end: the peer rests
+    BUSY = "busy"  # it has too many flows already: the peer rests
+    MISSING = "missing"  # it does not have these bytes (yet): only this job rests at this peer
+    WRONG = "wrong"  # its bytes were refused: this job is never asked of it again, and it rests
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is asked of one peer at a time, and how long a failed one rests."""
+
+    bytes_per_peer: int = 8 * 2**20
+    jobs_per_peer: int = 256
+    rest_s: float = 0.5
+    """After the first failure; doubles with each further one in a row."""
+    longest_rest_s: float = 15.0
+
+
+@dataclass(frozen=True)
+class Assignment(Generic[Key]):
+    """This job is now to be asked of this peer, and why of this one."""
+
+    key: Key
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Rest:
+    until: float
+    failures: int
+    why: str
+
+
+@dataclass
+class _Job(Generic[Key]):
+    key: Key
+    num_bytes: int
+    sources: list[str]
+    peer: str | None = None
+    """Who was asked; None while it waits."""
+    rests: dict[str, _Rest] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Load:
+    num_bytes: int = 0
+    num_jobs: int = 0
+
+
+_SCAN = 64
+"""Waiting jobs looked at per decision: with more, a decision would cost the length of the queue."""
+
+
+class Sourcing(Generic[Key]):
+    """The state behind the decisions; every method takes the time it needs as an argument."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._jobs: dict[Key, _Job[Key]] = {}
+        self._waiting: dict[str, dict[Key, None]] = {}
+        """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
+        self._loads: dict[str, _Load] = {}
+        self._rests: dict[str, _Rest] = {}
+
+    def want(self, key: Key, num_bytes: int, sources: Iterable[str]) -> None:
+        """Adds a job, or further sources to one that is there already."""
+        job = self._jobs.setdefault(key, _Job(key, num_bytes, []))
+        job.sources += [peer for peer in dict.fromkeys(sources) if peer not in job.sources]
+        if job.peer is None:
+            self._queue(job)
+
+    def forget(self, key: Key) -> None:
+        """Takes a job back, whether or not it was asked for; unknown ones are ignored."""
+        job = self._jobs.pop(key, None)
+        if job:
+            self._unload(job)
+            self._unqueue(job)
+
+    def is_waiting(self, key: Key) -> bool:
+        """Whether the job is known and asked of nobody."""
+        return key in self._jobs and self._jobs[key].peer is None
+
+    def knows(self, key: Key) -> bool:
+        """Whether the job is neither done nor forgotten."""
+        return key in self._jobs
+
+    def done(self, key: Key) -> None:
+        """The bytes came and were right; the peer that sent them is trusted again."""
+        job = self._jobs.get(key)
+        if job and job.peer is not None:
+            self._rests.pop(job.peer, None)
+        self.forget(key)
+
+    def released(self, key: Key) -> None:
+        """The job is not being asked for after all, through no fault of its own."""
+        job = self._jobs.get(key)
+        if job:
+            self._unload(job)
+            self._queue(job)
+
+    def failed(self, key: Key, kind: Failure, why: str, now: float) -> None:
+        """The attempt failed; the job waits for its next source."""
+        job = self._jobs.get(key)
+        if job is None or job.peer is None:
+            return
+        peer = job.peer
+        if kind is Failure.MISSING:
+            job.rests[peer] = self._longer(job.rests.get(peer), why, now)
+        else:
+            self.peer_failed(peer, why, now)
+        if kind is Failure.WRONG:
+            job.refused.add(peer)
+        self.released(key)
+
+    def peer_failed(self, peer: str, why: str, now: float) -> None:
+        """The peer gets no job until it has rested."""
+        self._rests[peer] = self._longer(self._rests.get(peer), why, now)
+
+    def _longer(self, rest: _Rest | None, why: str, now: float) -> _Rest:
+        if rest and rest.until > now:
+            return rest  # the other flows of the same peer broke with it: one failure
+        failures = rest.failures + 1 if rest else 1
+        length_s = self._limits.rest_s * 2.0 ** min(failures - 1, 30)
+        return _Rest(now + min(length_s, self._limits.longest_rest_s), failures, why)
+
+    def assign(self, now: float) -> list[Assignment[Key]]:
+        """The jobs to ask for now; each counts as asked until done, failed or released.
+
+        The least loaded peer chooses first. It takes its oldest job of which no preferred source
+        is free, so a source further down the list helps as soon as those before it are full.
+        """
+        free = [peer for peer in sorted(self._waiting) if self._obstacle(peer, now) is None]
+        assignments: list[Assignment[Key]] = []
+        while free:
+            peer = min(free, key=lambda p: (self._load(p).num_bytes, p))
+            job = self._next_job(peer, now)
+            if job is None:
+                free.remove(peer)
+                continue
+            assignments.append(Assignment(job.key, peer, self._reason(job, peer, now)))
+            self._give(job, peer)
+            if self._obstacle(peer, now) is not None:
+                free.remove(peer)
+        return assignments
+
+    def next_time(self, now: float) -> float | None:
+        """When a rest ends that holds a waiting job back; None if none does."""
+        times = [self._rests[p].until for p in self._waiting if p in self._rests]
+        for waiting in self._waiting.values():
+            for key in islice(waiting, _SCAN):
+                times += [rest.until for rest in self._jobs[key].rests.values()]
+        return min((time for time in times if time > now), default=None)
+
+    def _next_job(self, peer: str, now: float) -> _Job[Key] | None:
+        for key in islice(self._waiting.get(peer, ()), _SCAN):
+            job = self._jobs[key]
+            if self._obstacle_to(job, peer, now) is not None:
+                continue
+            before = job.sources[: job.sources.index(peer)]
+            if all(self._obstacle_to(job, other, now) is not None for other in before):
+                return job
+        return None
+
+    def _obstacle(self, peer: str, now: float) -> str | None:
+        """Why the peer gets no job at all now."""
+        rest = self._rests.get(peer)
+        if rest and rest.until > now:
+            return f"rests {rest.until - now:.1f} s more ({rest.why})"
+        load = self._load(peer)
+        if load.num_bytes >= self._limits.bytes_per_peer:
+            return f"has {load.num_bytes / 1e6:.1f} MB to send first"
+        if load.num_jobs >= self._limits.jobs_per_peer:
+            return f"has {load.num_jobs} blobs to send first"
+        return None
+
+    def _obstacle_to(self, job: _Job[Key], peer: str, now: float) -> str | None:
+        """Why the peer does not get this job now."""
+        if peer in job.refused:
+            return "sent wrong bytes"
+        rest = job.rests.get(peer)
+        if rest and rest.until > now:
+            return f"is asked again in {rest.until - now:.1f} s ({rest.why})"
+        return self._obstacle(peer, now)
+
+    def _reason(self, job: _Job[Key], peer: str, now: float) -> str:
+        place = job.sources.index(peer)
+        text = f"source {place + 1} of {len(job.sources)}"
+        if place:
+            first = job.sources[0]
+            text += f": {first[-6:]} {self._obstacle_to(job, first, now)}"
+        return text
+
+    def _load(self, peer: str) -> _Load:
+        return self._loads.get(peer) or _Load()
+
+    def _give(self, job: _Job[Key], peer: str) -> None:
+        self._unqueue(job)
+        job.peer = peer
+        load = self._loads.setdefault(peer, _Load())
+        load.num_bytes += job.num_bytes
+        load.num_jobs += 1
+
+    def _unload(self, job: _Job[Key]) -> None:
+        if job.peer is None:
+            return
+        load = self._loads[job.peer]
+        load.num_bytes -= job.num_bytes
+        load.num_jobs -= 1
+        if not load.num_jobs:
+            del self._loads[job.peer]
+        job.peer = None
+
+    def _queue(self, job: _Job[Key]) -> None:
+        for peer in job.sources:
+            if peer not in job.refused:
+                self._waiting.setdefault(peer, {})[job.key] = None
+
+    def _unqueue(self, job: _Job[Key]) -> None:
+        for peer in job.sources:
+            waiting = self._waiting.get(peer)
+            if waiting:
+                waiting.pop(job.key, None)
+            if waiting is not None and not waiting:
+                del self._waiting[peer]
