@@ -1,0 +1,287 @@
+#!/usr/bin/env python
+"""Time and memory of one local step, against Transformers on the same weights and tokens.
+
+A step is forward, backward, clipping and AdamW. Three variants, whose first losses must agree:
+
+  ours   a quarter of the experts owned, the others frozen; fused AdamW
+  plist  Transformers with the same trainable set: since its experts are one fused parameter, the
+         strongest thing a user can do is to put the matrices of each expert into ParameterLists
+         and run the eager loop; fused AdamW
+  stock  Transformers as it comes: grouped_mm, every expert trained, default AdamW
+
+Ratios are medians over repeats in which the variants take turns, each repeat in another order.
+Memory is the training state after a step (weights, gradients, moments) and, from a process per
+variant, how far its resident memory rose above that of the libraries.
+
+    .venv/bin/python scripts/bench_step.py --dtype bf16 --vocab 32k --repeats 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from swarm.config import LossConfig, RunConfig, validate_config
+from swarm.experts import expert_of, expert_tensor, shared_shapes
+from swarm.model.huggingface import config_dict
+from swarm.model.initialise import initial_tensors
+from swarm.model.transformer import Transformer
+
+VARIANTS = ("ours", "plist", "stock")
+VOCABULARIES = {"byte": 260, "32k": 32_000}
+OWNED = (0, 1, 2, 3)
+# "global" is the balancing loss that Transformers has too.
+LOSS = LossConfig(balance="global")
+WARM_UP = 2
+
+Step = Callable[[Tensor], float]
+
+
+def run_of(vocab: str) -> RunConfig:
+    values = {
+        "run": {"name": "bench", "rounds": 1},
+        "model": {
+            "vocab_size": VOCABULARIES[vocab],
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 512,
+        },
+        "data": {"sequence_length": 256, "validation_tokens": 512},
+        "train": {"batch_tokens": 2048, "micro_batch_sequences": 8},
+        "optimizer": {"lr": 1e-4},
+        "round": {"local_steps": 1},
+    }
+    return validate_config(RunConfig, values, source="bench_step")
+
+
+def weights_of(run: RunConfig) -> dict[str, Tensor]:
+    names = list(shared_shapes(run.model))
+    for layer in range(run.model.num_hidden_layers):
+        for expert in range(run.model.num_experts):
+            names += [expert_tensor(layer, expert, kind) for kind in ("gate", "up", "down")]
+    return initial_tensors(run, names)
+
+
+# ---------------------------------------------------------------- variants
+
+
+class ExpertList(nn.Module):
+    """Transformers' eager loop over experts, with a parameter for each expert's matrices."""
+
+    def __init__(self, gate_ups: list[Tensor], downs: list[Tensor]) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.ParameterList(gate_ups)
+        self.down_proj = nn.ParameterList(downs)
+        for expert in range(len(downs)):
+            for matrices in (self.gate_up_proj, self.down_proj):
+                matrices[expert].requires_grad_(expert in OWNED)
+
+    def forward(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+        out_ND = torch.zeros_like(x_ND)
+        mask_EKN = F.one_hot(expert_NK, len(self.down_proj)).permute(2, 1, 0)
+        for expert in mask_EKN.sum((1, 2)).nonzero()[:, 0].tolist():
+            place, token = torch.where(mask_EKN[expert])
+            gate, up = F.linear(x_ND[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            mixed = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            mixed = mixed * weight_NK[token, place, None]
+            out_ND.index_add_(0, token, mixed.to(out_ND.dtype))
+        return out_ND
+
+
+def theirs(run: RunConfig, weights: dict[str, Tensor], *, listed: bool) -> PreTrainedModel:
+    settings = config_dict(run)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config._experts_implementation = "eager" if listed else "grouped_mm"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    named = {name: value for name, value in weights.items() if expert_of(name) is None}
+    model.load_state_dict(named, strict=False)
+    for layer, block in enumerate(model.model.layers):
+        of_expert = [
+            [weights[expert_tensor(layer, expert, kind)] for kind in ("gate", "up", "down")]
+            for expert in range(run.model.num_experts)
+        ]
+        gate_ups = [torch.cat([gate, up]) for gate, up, _ in of_expert]
+        downs = [down.clone() for _, _, down in of_expert]
+        if listed:
+            block.mlp.experts = ExpertList(gate_ups, downs)
+            continue
+        with torch.no_grad():
+            block.mlp.experts.gate_up_proj.copy_(torch.stack(gate_ups))
+            block.mlp.experts.down_proj.copy_(torch.stack(downs))
+    return model
+
+
+def their_total(model: PreTrainedModel, tokens_BT1: Tensor, run: RunConfig) -> Tensor:
+    out = model(tokens_BT1[:, :-1], output_router_logits=True)
+    logits_NV = out.logits.flatten(0, 1).float()
+    balance = load_balancing_loss_func(
+        out.router_logits, run.model.num_experts, run.model.num_experts_per_tok
+    )
+    router_z = torch.cat(out.router_logits).float().logsumexp(-1).square().mean()
+    return (
+        F.cross_entropy(logits_NV, tokens_BT1[:, 1:].flatten())
+        + LOSS.balance_weight * balance
+        + LOSS.router_z_weight * router_z
+        + LOSS.output_z_weight * logits_NV.logsumexp(-1).square().mean()
+    )
+
+
+class Variant:
+    """One model with its optimizer.
+
+    Attributes:
+        step: runs one step on a batch and returns its loss.
+        state_bytes: weights, gradients and moments that exist now.
+    """
+
+    def __init__(self, name: str, dtype: str, run: RunConfig, weights: dict[str, Tensor]) -> None:
+        self.run, self.autocast = run, dtype == "bf16" and name != "ours"
+        self.model: nn.Module
+        if name == "ours":
+            self.model = Transformer(run.model, owned=OWNED, frozen=dtype, compute=dtype)
+            self.model.write(weights)
+        else:
+            self.model = theirs(run, weights, listed=name == "plist")
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        fused = None if name == "stock" else True
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+        )
+
+    def step(self, tokens_BT1: Tensor) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.model, Transformer):
+            total = self.model.losses(tokens_BT1, LOSS).total
+        else:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                total = their_total(self.model, tokens_BT1, self.run)
+        total.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return total.item()
+
+    def state_bytes(self) -> int:
+        held = [*self.model.parameters(), *self.model.buffers()]
+        held += [p.grad for p in self.parameters if p.grad is not None]
+        held += [m for s in self.optimizer.state.values() for m in s.values()]
+        return sum(tensor.nbytes for tensor in held)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def batches(run: RunConfig, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (run.train.micro_batch_sequences, run.data.sequence_length + 1)
+    return [torch.randint(0, run.model.vocab_size, shape, generator=generator)] * count
+
+
+def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each variant's step in each repeat."""
+    run = run_of(args.vocab)
+    weights = weights_of(run)
+    variants = {name: Variant(name, args.dtype, run, weights) for name in args.variants}
+    del weights
+    tokens = batches(run, WARM_UP + args.repeats)
+    first = {name: variant.step(tokens[0]) for name, variant in variants.items()}
+    # bf16 rounds each product to 8 bits, in another order in each variant.
+    tolerance = 1e-5 if args.dtype == "fp32" else 5e-3
+    if max(first.values()) - min(first.values()) > tolerance * max(first.values()):
+        raise SystemExit(f"bench_step: the variants do not compute the same: {first}")
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat, batch in enumerate(tokens[1:]):
+        turn = repeat % len(args.variants)
+        for name in [*args.variants[turn:], *args.variants[:turn]]:
+            start = time.perf_counter()
+            variants[name].step(batch)
+            if repeat >= WARM_UP - 1:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_memory(name: str, args: argparse.Namespace) -> dict[str, int]:
+    """State and peak resident bytes of one variant; meant for a process of its own."""
+    run = run_of(args.vocab)
+    before = resident_bytes("VmRSS")
+    variant = Variant(name, args.dtype, run, weights_of(run))
+    for batch in batches(run, 3):
+        variant.step(batch)
+    return {"state": variant.state_bytes(), "peak": resident_bytes("VmHWM") - before}
+
+
+def resident_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def in_own_process(name: str, args: argparse.Namespace) -> dict[str, int]:
+    command = [sys.executable, __file__, "--memory-of", name, "--dtype", args.dtype]
+    command += ["--vocab", args.vocab, "--threads", str(args.threads)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def ratios(seconds: list[float], ours: list[float]) -> str:
+    paired = sorted(theirs / our for theirs, our in zip(seconds, ours, strict=True))
+    low, high = paired[len(paired) // 10], paired[-1 - len(paired) // 10]
+    return f"{statistics.median(paired):.2f}x [{low:.2f}..{high:.2f}]"
+
+
+def report(args: argparse.Namespace) -> None:
+    seconds = measure_time(args)
+    memory = {name: in_own_process(name, args) for name in args.variants}
+    print(
+        f"\n{args.dtype}, {args.vocab} vocabulary, {args.threads} thread(s), n = {args.repeats}; "
+        "time is relative to ours, [10 %..90 %] of the pairs"
+    )
+    print(f"{'variant':8}{'median s':>10}{'time / ours':>24}{'state MiB':>11}{'peak MiB':>10}")
+    for name in args.variants:
+        relative = "1" if name == "ours" else ratios(seconds[name], seconds["ours"])
+        state, peak = (memory[name][kind] / 2**20 for kind in ("state", "peak"))
+        median = statistics.median(seconds[name])
+        print(f"{name:8}{median:10.3f}{relative:>24}{state:11.0f}{peak:10.0f}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="time and memory of one local step")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--vocab", choices=tuple(VOCABULARIES), default="byte")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
+    parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.variants[:1] != ["ours"] or not set(args.variants) <= set(VARIANTS):
+        parser.error(f"--variants: ours first, then any of {', '.join(VARIANTS[1:])}")
+    return args
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        print(json.dumps(measure_memory(args.memory_of, args)))
+    else:
+        report(args)
+
+
+if __name__ == "__main__":
+    main()
