@@ -1,0 +1,192 @@
+"""How long everything may take. Timers decide when something is tried again, never what is true.
+
+The defaults of `Timers` are the values under which the protocol was model-checked;
+`production_timers` adapts them to the sizes and rates of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+
+MIN_ROSTER_S = 6.0
+"""D1 is never shorter: a busy laptop must not lose its tokens."""
+MIN_REFORM_S = 600.0
+SAFETY = 3.0
+"""Transfers may take so many times what the measured rate says."""
+PATIENCE_WITHOUT_REFORM_S = 300.0
+FIRST_ROUND_S = 1800.0
+"""Bound on a round's local steps as long as none was seen."""
+
+
+@dataclass(frozen=True)
+class Timers:
+    """Every duration of the protocol, in seconds."""
+
+    tick_s: float = 0.5
+    """The shell sends a `Tick` at least this often."""
+    poll_s: float = 1.5
+    """A convener repeats its message so often; also the rate limit of answers per peer."""
+    heartbeat_s: float = 5.0
+    """T_hb: silence of a convener after which rank 0 replaces it, each further rank later."""
+    silence_s: float = 6.0
+    """A roster waits no longer for a missing peer that has been silent for so long."""
+    roster_s: float = 6.0
+    """D1: a roster may close without slow peers so long after the campaign began."""
+    straggler_factor: float = 1.5
+    """... and not before this multiple of the time after which a quorum had offered."""
+    roster_late_s: float = 14.0
+    """D2: a roster may close without a quorum of offers."""
+    reduce_s: float = 5.0
+    """T_red: a reducer's results must be there."""
+    vote_s: float = 6.0
+    """T_vote: a proposal's blobs must have reached its convener."""
+    attempt_s: float = 25.0
+    """T_att of attempt 0; attempts 1 and 2 may take twice and three times as long."""
+    hello_s: float = 3.0
+    """T_hello: gossip and join requests."""
+    discover_s: float = 6.0
+    """T_disc: a booting peer only listens."""
+    reform_s: float = 60.0
+    """T_reform: silence of a quorum after which the survivors go on alone; inf: never."""
+    leave_s: float = 30.0
+    """A leaving peer goes at the latest after this."""
+
+    def attempt_limit_s(self, attempt: int) -> float:
+        """How long a campaign of this attempt may last."""
+        return self.attempt_s * (1 + min(attempt, 2))
+
+    @property
+    def patience_s(self) -> float:
+        """T_reform / 2: a fetch without progress is dropped, a gap between ticks is a pause."""
+        half = self.reform_s / 2
+        return half if half < inf else max(PATIENCE_WITHOUT_REFORM_S, SAFETY * self.vote_s)
+
+    def with_(self, **seconds: float) -> Timers:
+        """These timers with some values replaced."""
+        return replace(self, **seconds)
+
+
+@dataclass(frozen=True)
+class AdaptedTimers:
+    """Timers and why they differ from the model's."""
+
+    timers: Timers
+    reasons: tuple[str, ...]
+    """A sentence with its numbers for each adapted timer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this peer saw of the run so far; empty or zero means not measured yet."""
+
+    reduce_bytes: int
+    """Bytes a reducer has to receive in a round."""
+    proposal_bytes: int
+    """Bytes a peer has to receive before it can accept a manifest."""
+    rate_bytes_per_s: float
+    """Rate at which this peer receives from others."""
+    ready_s: Sequence[float] = ()
+    """Of recent offers of all peers: seconds from the beginning of their round."""
+    round_s: Sequence[float] = ()
+    """Duration of recent rounds."""
+
+
+def production_timers(
+    measured: Measured,
+    *,
+    roster_after_s: float,
+    reform_after_s: float | None,
+    base: Timers | None = None,
+) -> AdaptedTimers:
+    """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
+
+    T_red and T_vote are three times what the bytes take at the measured rate; D1 is 1.5 times
+    the median of recent ready times; an attempt lasts as long as its phases together; T_reform
+    is ten of the longest recent rounds, at least 10 minutes, unless the run fixes it.
+
+    Args:
+        measured: sizes, rate and recent durations.
+        roster_after_s: the run's floor of D1, and the silence after which a missing peer is
+            no longer waited for.
+        reform_after_s: the run's T_reform, or None to derive it.
+        base: smallest values; the model's by default.
+
+    Returns:
+        The timers with a reason for each that was adapted.
+    """
+    base = base or Timers()
+    reasons: list[str] = []
+    silence_s = max(MIN_ROSTER_S, roster_after_s)
+    reduce_s = _transfer_s("reducing", measured.reduce_bytes, measured, base.reduce_s, reasons)
+    vote_s = _transfer_s("voting", measured.proposal_bytes, measured, base.vote_s, reasons)
+    roster_s, late_s = _roster_s(measured, silence_s, base, reasons)
+    attempt_s = max(base.attempt_s, late_s + 3 * reduce_s + 2 * vote_s)
+    reasons.append(
+        f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster, "
+        f"3 x {reduce_s:.1f} for reducing, 2 x {vote_s:.1f} for voting"
+    )
+    return AdaptedTimers(
+        replace(
+            base,
+            silence_s=silence_s,
+            roster_s=roster_s,
+            roster_late_s=late_s,
+            reduce_s=reduce_s,
+            vote_s=vote_s,
+            attempt_s=attempt_s,
+            reform_s=_reform_s(measured, reform_after_s, reasons),
+        ),
+        tuple(reasons),
+    )
+
+
+def _transfer_s(
+    what: str, num_bytes: int, measured: Measured, floor_s: float, reasons: list[str]
+) -> float:
+    if measured.rate_bytes_per_s <= 0:
+        return floor_s
+    seconds = max(floor_s, SAFETY * num_bytes / measured.rate_bytes_per_s)
+    reasons.append(
+        f"{what} may take {seconds:.1f} s: {SAFETY:g} x {num_bytes / 1e6:.1f} MB at "
+        f"{measured.rate_bytes_per_s / 1e6:.1f} MB/s, at least {floor_s:.1f}"
+    )
+    return seconds
+
+
+def _roster_s(
+    measured: Measured, floor_s: float, base: Timers, reasons: list[str]
+) -> tuple[float, float]:
+    floor_s = max(floor_s, base.roster_s)
+    if not measured.ready_s:
+        # Slow and live is not dead: before the first round has been seen, only a peer's silence
+        # or a quorum's offers (straggler_factor) end the wait for it.
+        reasons.append(
+            f"a roster may close {floor_s:.1f} s after a campaign began once a quorum has offered, "
+            f"and after {FIRST_ROUND_S:.0f} s without one: no round was timed yet"
+        )
+        return floor_s, FIRST_ROUND_S
+    middle = median(measured.ready_s)
+    roster_s = max(floor_s, 1.5 * middle)
+    late_s = max(base.roster_late_s, 2 * roster_s, 2 * max(measured.ready_s))
+    reasons.append(
+        f"a roster may close after {roster_s:.1f} s: 1.5 x {middle:.1f} s, the median of "
+        f"{len(measured.ready_s)} recent ready times, at least {floor_s:.1f}; "
+        f"without a quorum of offers after {late_s:.1f} s"
+    )
+    return roster_s, late_s
+
+
+def _reform_s(measured: Measured, fixed_s: float | None, reasons: list[str]) -> float:
+    if fixed_s is not None:
+        reasons.append(f"a lost majority is given up after {fixed_s:.1f} s: set by the run")
+        return fixed_s
+    longest_s = max(measured.round_s, default=0.0)
+    seconds = max(MIN_REFORM_S, 10 * longest_s)
+    reasons.append(
+        f"a lost majority is given up after {seconds:.1f} s: 10 x {longest_s:.1f} s, the longest "
+        f"recent round, at least {MIN_REFORM_S:.0f}"
+    )
+    return seconds

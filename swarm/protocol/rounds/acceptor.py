@@ -1,0 +1,137 @@
+"""Acceptor: promises and votes, each durable before it is sent [A1, A2, P1, P2]."""
+
+from __future__ import annotations
+
+from swarm.protocol.events import Purpose
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Accept, Ballot, Prepare, Propose
+from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.contributor import Contributor
+from swarm.protocol.rounds.state import Proposal
+
+
+class Acceptor(Contributor):
+    """Votes. Only members of the tip do; a joiner fetches proposals but stays silent."""
+
+    def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+        """Only members convene, under their own name, and attempt 0 is the first convener's."""
+        if ballot.convener != source:
+            return f"its ballot belongs to {ballot.convener}"
+        if source not in self._electorate():
+            return "its sender is not a member"
+        if ballot.attempt < 1 and (ballot.attempt < 0 or source != self.tip.order[0]):
+            return f"attempt {ballot.attempt} is not its sender's"
+        return None
+
+    def _hear_convener(self, source: PeerId, what: str, ballot: Ballot) -> bool:
+        """Whether to handle a convener's message; a convener that was overtaken is told so."""
+        problem = self._ballot_problem(source, ballot)
+        if problem:
+            self._refuse(source, what, problem)
+            return False
+        if not self._may_follow(ballot):
+            self._post(source, self._ready(self._promised()))
+            return False
+        self._note_ballot(ballot)
+        if ballot == self._top:
+            self._convener_at = self._now
+        return True
+
+    def _may_follow(self, ballot: Ballot) -> bool:
+        """Whether no higher ballot was promised [A1, A2]."""
+        return self.record.promised is None or ballot >= self.record.promised
+
+    def _on_prepare(self, source: PeerId, prepare: Prepare) -> None:
+        """Promises and answers with offer and vote [A1]."""
+        ballot = prepare.ballot
+        if not self._hear_convener(source, "PREPARE", ballot):
+            return
+        if self._may_vote():
+            if ballot.attempt >= 1 and ballot != self.record.promised:
+                self._persist_promise(ballot)
+            self._post(source, self._ready(ballot))
+        elif self.is_member:
+            # An abstaining member contributes; what it says under attempt 0 is no promise [P5].
+            self._post(source, self._ready(Ballot(0, self.tip.order[0])))
+
+    def _on_propose(self, source: PeerId, propose: Propose) -> None:
+        """Starts to bring the proposal here; a repeated one gets the same vote again [A2]."""
+        ballot, manifest = propose.ballot, propose.manifest
+        if not self._hear_convener(source, "PROPOSE", ballot):
+            return
+        accepted = self.record.accepted
+        if accepted and accepted.ballot == ballot:
+            if accepted.manifest.digest == manifest.digest:
+                self._post(source, Accept(ballot, manifest.digest, None))
+            return
+        running = self._proposal
+        if running and ballot < running.ballot:
+            return
+        if running and running.manifest.digest == manifest.digest:
+            running.ballot = ballot
+            self._add_holders(running, propose.holders)
+        else:
+            problem = self._proposal_problem(manifest)
+            if problem:
+                self._refuse(source, f"proposal {manifest.digest[:12]}", problem)
+                return
+            self._take_up_proposal(propose)
+        self._pursue_proposal()
+
+    def _proposal_problem(self, manifest: Manifest) -> str | None:
+        """Why a manifest cannot follow the tip [H1b, M5]; merged values are never judged."""
+        return successor_problem(manifest, self.tip, self.rules)
+
+    def _take_up_proposal(self, propose: Propose) -> None:
+        self._cancel_fetch(Purpose.PROPOSAL, self._proposal)
+        self._proposal = Proposal(
+            propose.manifest,
+            self._missing(propose.manifest),
+            propose.holders,
+            since=self._now,
+            progress_at=self._now,
+            ballot=propose.ballot,
+        )
+
+    def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
+        """Asks peers that have all blobs by now, but does not start over for a mere repeat."""
+        new = [peer for peer in holders if peer not in proposal.sources]
+        idle_s = self._now - proposal.progress_at
+        if new and (proposal.failed or idle_s > self.timers.heartbeat_s):
+            proposal.sources = (*new, *proposal.sources)
+            proposal.is_fetching = False
+
+    def _pursue_proposal(self) -> None:
+        proposal = self._proposal
+        if proposal is None:
+            return
+        if self._may_accept(proposal):
+            self._vote(proposal)
+        elif self._is_complete(proposal):
+            self._start_sync(proposal)
+        elif not (
+            proposal.is_fetching or self._is_caught_up(proposal) or self._awaits_own_merge(proposal)
+        ):
+            self._start_fetch(Purpose.PROPOSAL, proposal, [proposal.ballot.convener])
+
+    def _is_caught_up(self, proposal: Proposal) -> bool:
+        """Whether the same manifest is already being fetched because it was decided."""
+        digest = proposal.manifest.digest
+        return self._catch_up is not None and self._catch_up.manifest.digest == digest
+
+    def _may_accept(self, proposal: Proposal) -> bool:
+        """Whether a vote may be cast: all blobs are durable here, no higher promise [A2, P2]."""
+        return (
+            self._may_vote()
+            and self._may_follow(proposal.ballot)
+            and self._is_complete(proposal)
+            and proposal.manifest.digest in self._synced
+        )
+
+    def _vote(self, proposal: Proposal) -> None:
+        """Writes the vote down, then sends it [P2]."""
+        self._persist_accepted(proposal.ballot, proposal.manifest)
+        self._proposal = None
+        self._post(
+            proposal.ballot.convener, Accept(proposal.ballot, proposal.manifest.digest, None)
+        )

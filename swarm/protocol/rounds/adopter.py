@@ -1,0 +1,201 @@
+"""Everybody: decided manifests are fetched whole and applied at once [X1, X2, P4, GC]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Record, Topic
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
+from swarm.protocol.messages import Commit
+from swarm.protocol.rounds.checks import commit_problem
+from swarm.protocol.rounds.state import CatchUp, MachineState
+
+MAX_KNOWN_PEERS = 512
+
+
+class Adopter(MachineState):
+    """Takes over what was decided."""
+
+    def _on_commit(self, source: PeerId, commit: Commit) -> None:
+        manifest = commit.manifest
+        if manifest.code < self.tip.code:
+            self._tell_tip(source)
+        if not self._is_better(manifest) or self._is_being_fetched(manifest):
+            return
+        problem = commit_problem(commit, self.tip, self.rules)
+        if problem:
+            self._refuse(source, f"manifest {manifest.digest[:12]}", problem)
+            return
+        self._remember_peers(manifest.members)
+        self._consider_commit(source, commit)
+
+    def _is_better(self, manifest: Manifest) -> bool:
+        """Whether a manifest beats the tip in the total order [F1]; a tip only moves up."""
+        return manifest.code > self.tip.code
+
+    def _is_being_fetched(self, manifest: Manifest) -> bool:
+        """Whether a COMMIT is a duplicate, which must not restart the fetch [X1]."""
+        return self._catch_up is not None and self._catch_up.manifest.digest == manifest.digest
+
+    def _adopt(self, source: PeerId, commit: Commit) -> None:
+        """Brings the manifest here and applies it; a better one replaces a running fetch."""
+        manifest = commit.manifest
+        if self._catch_up and self._catch_up.manifest.code >= manifest.code:
+            return
+        self._cancel_fetch(Purpose.CATCH_UP, self._catch_up)
+        signers = sorted(commit.certificate.signatures) if commit.certificate else []
+        self._catch_up = CatchUp(
+            manifest,
+            self._missing(manifest),
+            tuple(dict.fromkeys([source, *signers])),
+            since=self._now,
+            progress_at=self._now,
+            commit=commit,
+            was_listening=self._is_listening,
+        )
+        if self._proposal and self._proposal.manifest.digest == manifest.digest:
+            self._cancel_fetch(Purpose.PROPOSAL, self._proposal)
+            self._catch_up.is_syncing = self._proposal.is_syncing
+        self._pursue_catch_up()
+
+    def _pursue_catch_up(self) -> None:
+        pursuit = self._catch_up
+        if pursuit is None:
+            return
+        if self._may_apply(pursuit):
+            self._apply_commit(pursuit.commit)
+        elif self._is_complete(pursuit):
+            self._start_sync(pursuit)
+        elif not pursuit.is_fetching and not self._awaits_own_merge(pursuit):
+            members = {**self.tip.members, **pursuit.manifest.members}
+            self._start_fetch(Purpose.CATCH_UP, pursuit, sorted(members))
+
+    def _may_apply(self, pursuit: CatchUp) -> bool:
+        """Whether every blob of a decided manifest is here and durable [X1]."""
+        return self._is_complete(pursuit) and pursuit.manifest.digest in self._synced
+
+    def _apply_commit(self, commit: Commit) -> None:
+        manifest = commit.manifest
+        parent = self.tip if manifest.parent == self.tip.digest else commit.parent
+        text = (
+            f"round {manifest.round} (height {manifest.height}, {manifest.kind.value}) applied: "
+            f"{len(manifest.contributors)} contributors, {len(manifest.members)} members"
+        )
+        self._apply(manifest, replace(commit, parent=parent), text)
+
+    def _apply(self, manifest: Manifest, commit: Commit, text: str) -> None:
+        """One atomic write of the new tip, then the whole model at once [P4]."""
+        old = self.record
+        self._persist(
+            Record(
+                manifest,
+                commit.certificate if manifest.kind is not Kind.REFORM else None,
+                commit.parent,
+                abstain_until_height=old.abstain_until_height,
+            )
+        )
+        self._effects.append(Apply(manifest, old.tip.digest))
+        self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
+        for sentence in manifest.reasons:
+            self._explain(Topic.MEMBERSHIP, sentence)
+        self._remember_peers(manifest.members)
+        self._reset_height(old)
+        self._collect_garbage(old)
+        self._check_left()
+        self._begin_height()
+
+    def _reset_height(self, old: Record) -> None:
+        """Forgets everything that referred to the height after the old tip."""
+        self._header = self._bind_header()
+        if self._proposal and self._proposal.is_fetching:
+            self._effects.append(CancelFetch(Purpose.PROPOSAL))
+        if self._job and self._job.is_fetching:
+            self._effects.append(CancelFetch(Purpose.REDUCE))
+        self._proposal = self._job = self._campaign = self._offer = self._merged = None
+        self._readies.clear()
+        self._told.clear()
+        self._asked.clear()
+        self._applied_at = self._top_since = self._convener_at = self._now
+        self._top = None
+        if self.tip.generation != old.tip.generation:
+            self._heard.clear()
+        if self._catch_up and not self._is_better(self._catch_up.manifest):
+            self._cancel_fetch(Purpose.CATCH_UP, self._catch_up)
+            self._catch_up = None
+        if self._candidate and not self._is_better(self._candidate[1].manifest):
+            self._candidate = None
+
+    def _collect_garbage(self, old: Record) -> None:
+        """Names the blobs to keep: of the tip, the tip before, and a fetch under way [GC].
+
+        A peer that leaves a generation keeps one manifest more, and what it had accepted there:
+        others may still need them to finish that round.
+        """
+        kept = [self.tip, old.tip, *self._lingering]
+        self._lingering = ()
+        if self.tip.generation != old.tip.generation:
+            self._lingering = tuple(
+                manifest
+                for manifest in (old.parent, old.accepted and old.accepted.manifest)
+                if manifest
+            )
+            kept += self._lingering
+        if self._catch_up:
+            kept.append(self._catch_up.manifest)
+        digests = frozenset(_digests(kept))
+        self._stored &= digests
+        self._synced &= {manifest.digest for manifest in kept}
+        self._synced.add(self.tip.digest)
+        self._effects.append(Keep(digests))
+
+    def _check_left(self) -> None:
+        if self.is_leaving and not self._has_left and not self.is_member:
+            self._leave(f"manifest {self.tip.height} lists this peer no longer")
+
+    def _leave(self, reason: str) -> None:
+        self._has_left = True
+        self._campaign = None
+        self._explain(Topic.MEMBERSHIP, f"left: {reason}")
+        self._effects.append(Left(reason))
+
+    def _fetch_is_stuck(self) -> bool:
+        """Whether a fetch brought nothing new for T_reform / 2: it may be unobtainable [X2]."""
+        pursuit = self._catch_up
+        return (
+            pursuit is not None
+            and not pursuit.is_syncing
+            and self._now - pursuit.progress_at > self.timers.patience_s
+        )
+
+    def _tick_catch_up(self) -> None:
+        pursuit = self._catch_up
+        if pursuit is None:
+            return
+        if self._fetch_is_stuck():
+            self._cancel_fetch(Purpose.CATCH_UP, pursuit)
+            self._catch_up = None
+            self._explain(
+                Topic.ROUND,
+                f"gave up fetching height {pursuit.manifest.height}: no new blob for "
+                f"{self._now - pursuit.progress_at:.1f} s (limit {self.timers.patience_s:.1f}), "
+                f"{len(pursuit.missing)} missing",
+            )
+        elif not pursuit.is_fetching:
+            self._pursue_catch_up()
+
+    def _remember_peers(self, peers: Iterable[PeerId]) -> None:
+        """Peers to greet now and then, also when they are no longer members: forks must meet."""
+        for peer in sorted(peers):
+            self._known.pop(peer, None)
+            self._known[peer] = None
+        while len(self._known) > MAX_KNOWN_PEERS:
+            self._known.pop(next(iter(self._known)))
+
+
+def _digests(manifests: Iterable[Manifest]) -> Iterable[Digest]:
+    for manifest in manifests:
+        founding = manifest.founding
+        yield from (manifest.digest, founding.config, founding.validation)
+        for entry in manifest.entries.values():
+            yield entry.digest

@@ -1,0 +1,61 @@
+"""What a convener remembers of its campaign."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import Ballot, Offer, Ready, ReducedUnit, Signature
+from swarm.protocol.rounds.rosters import Plan
+
+
+class Stage(Enum):
+    """How far a campaign has come."""
+
+    COLLECT = "collect"  # phase 1 and offers, or the own computation of a merge
+    REDUCE = "reduce"  # a roster is out
+    VOTE = "vote"  # a manifest is proposed
+    DECIDED = "decided"  # chosen; the own blobs may still be missing
+
+
+@dataclass
+class Campaign:
+    """One attempt to have a manifest decided."""
+
+    ballot: Ballot
+    started_at: float
+    next_poll: float
+    excluded: dict[PeerId, str] = field(default_factory=dict)
+    """Contributors that are not waited for or averaged any more, with the reason [C4, C6]."""
+    stage: Stage = Stage.COLLECT
+    stage_at: float = 0.0
+    num_polls: int = 0
+    answers: dict[PeerId, Ready] = field(default_factory=dict)
+    """READYs of this very ballot: phase 1 [C2]."""
+    answered_at: dict[PeerId, float] = field(default_factory=dict)
+    seen: dict[PeerId, float] = field(default_factory=dict)
+    """When the last READY of a member came, for whatever ballot [R1]."""
+    offers: dict[PeerId, Offer] = field(default_factory=dict)
+    joiners: dict[PeerId, float] = field(default_factory=dict)
+    leaving: set[PeerId] = field(default_factory=set)
+    quorum_offered_at: float | None = None
+    has_told_wait: bool = False
+    # A roster is out.
+    plan: Plan | None = None
+    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
+    reported_at: dict[PeerId, float] = field(default_factory=dict)
+    missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
+    """Reporter -> peers whose values it could not get, with the reason [C4]."""
+    extensions: int = 0
+    # A manifest is proposed.
+    proposal: Manifest | None = None
+    proposal_digest: Digest = ""
+    holders: dict[PeerId, None] = field(default_factory=dict)
+    """Peers known to hold every blob of the proposal."""
+    accepts: dict[PeerId, Signature] = field(default_factory=dict)
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """Goes on to a stage."""
+        self.stage = stage
+        self.stage_at = now

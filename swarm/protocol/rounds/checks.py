@@ -1,0 +1,176 @@
+"""Whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
+
+What depends on whom a convener heard cannot be checked by others; all that follows from parent
+and manifest alone is.
+"""
+
+from __future__ import annotations
+
+from swarm.protocol.adoption import experts_due
+from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import Commit, ReducedUnit
+from swarm.protocol.rounds.composition import compose_merge
+from swarm.protocol.rounds.rules import Rules
+
+
+def successor_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    """Why a manifest cannot be the decided successor of `parent`; None when it can."""
+    if manifest.parent != parent.digest:
+        return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
+    if manifest.run != rules.run or manifest.founding != parent.founding:
+        return "it belongs to another run"
+    if manifest.generation != parent.generation or manifest.lineage != parent.lineage:
+        return "its generation is not its parent's"
+    if manifest.height != parent.height + 1:
+        return f"its height is {manifest.height} after {parent.height}"
+    due = merge_due(parent, rules.merging)
+    if due != (manifest.kind is Kind.MERGE):
+        state = "due" if due else "not due"
+        return f"it is of kind {manifest.kind.value}, and a merge is {state}"
+    if manifest.kind is Kind.MERGE:
+        return _merge_problem(manifest, parent, rules)
+    return _round_problem(manifest, parent, rules)
+
+
+def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    """Everything but the experts' digests must be as [M4] says; the digests are never judged.
+
+    One peer with odd arithmetic would otherwise block the swarm for ever.
+    """
+    if manifest.entries.keys() != parent.entries.keys():
+        return "its units are not its parent's"
+    entries = {unit: manifest.entries[unit] for unit in rules.expert_units}
+    expected = compose_merge(
+        parent,
+        {unit: ReducedUnit(entry.digest, entry.num_bytes) for unit, entry in entries.items()},
+        {unit: entry.source for unit, entry in entries.items()},
+        rules,
+    )
+    return None if manifest == expected else "a merge may change nothing but the experts' values"
+
+
+def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    if manifest.kind is not Kind.QUORUM:
+        return f"it is of kind {manifest.kind.value}"
+    if manifest.round != parent.round + 1 or manifest.merged != parent.merged:
+        return f"it counts round {manifest.round} and merge {manifest.merged}"
+    steps = rules.local_steps_at(parent.tokens)
+    if manifest.step != parent.step + steps or manifest.tokens < parent.tokens:
+        return f"it counts {manifest.step} steps and {manifest.tokens} tokens"
+    if manifest.seed is not None:
+        return "it does not order its members by its own digest"
+    contributors = manifest.contributors
+    if not contributors or list(contributors) != sorted(set(contributors) & parent.members.keys()):
+        return "its contributors are not members of its parent, in order"
+    return (
+        _sources_problem(manifest, parent, rules)
+        or _entries_problem(manifest, parent, rules)
+        or owners_problem(manifest, rules)
+    )
+
+
+def _sources_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    for unit in rules.shared_units:
+        if _peers(manifest, unit) != manifest.contributors:
+            return f"{unit} is not the mean of its contributors"
+    for unit in manifest.sources:
+        expert = rules.expert_units.get(unit)
+        if expert is None:
+            if unit not in rules.unit_bytes:
+                return f"the run has no unit {unit}"
+            continue
+        if not experts_due(parent, rules.experts_every):
+            return f"{unit} is not due"
+        able = set(parent.owners.get(expert, ())) & set(manifest.contributors)
+        peers = _peers(manifest, unit)
+        if not peers or list(peers) != sorted(set(peers) & able):
+            return f"{unit} does not come from its owners"
+    return None
+
+
+def _peers(manifest: Manifest, unit: Unit) -> tuple[PeerId, ...]:
+    return tuple(peer for peer, _ in manifest.sources.get(unit, ()))
+
+
+def _entries_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    if manifest.entries.keys() != parent.entries.keys():
+        return "its units are not its parent's"
+    for unit, entry in manifest.entries.items():
+        if unit not in manifest.sources:
+            if entry != parent.entries[unit]:
+                return f"{unit} changed without an offer"
+        elif (
+            entry.version != manifest.round
+            or entry.num_bytes != rules.unit_bytes[unit]
+            or entry.codec != rules.unit_codec[unit]
+            or entry.base is not None
+            or entry.delta is not None
+        ):
+            return f"{unit} is not an entry of round {manifest.round}"
+    return None
+
+
+def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
+    """Why the owners are not min(R, N) members for every expert; None when they are."""
+    if not manifest.members:
+        return "it has no members"
+    wanted = min(rules.owners_per_expert, len(manifest.members))
+    if sorted(manifest.owners) != list(range(rules.num_experts)):
+        return "it does not name the owners of every expert"
+    for expert, owners in manifest.owners.items():
+        if len(owners) != wanted or list(owners) != sorted(set(owners) & manifest.members.keys()):
+            return f"expert {expert} has not {wanted} owners among the members"
+    return None
+
+
+def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
+    """Why a manifest cannot be a reform; nobody but its author vouches for it."""
+    if manifest.run != rules.run:
+        return "it belongs to another run"
+    expected = (manifest.height, (len(manifest.members), manifest.generation))
+    if not manifest.lineage or manifest.lineage[-1] != expected:
+        return "its lineage does not end with itself"
+    if manifest.seed is not None or manifest.sources:
+        return "a reform averages nothing and orders its members by its own digest"
+    return owners_problem(manifest, rules)
+
+
+def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
+    """Why a COMMIT is not believed; None when it is.
+
+    A decided manifest needs a quorum of its parent's members; the shell has verified the
+    signatures and dropped what was wrong. Reforms are self-asserted.
+    """
+    manifest, parent = commit.manifest, commit.parent
+    if manifest.founding != tip.founding or manifest.run != rules.run:
+        return "it belongs to another run"
+    if set(manifest.entries) != set(rules.unit_bytes):
+        return "its units are not the run's"
+    for unit, entry in manifest.entries.items():
+        if entry.num_bytes != rules.unit_bytes[unit]:
+            return f"{unit} has {entry.num_bytes} bytes instead of {rules.unit_bytes[unit]}"
+    if manifest.kind is Kind.REFORM:
+        return reform_problem(manifest, rules)
+    if manifest.kind is Kind.FOUNDING:
+        return "a founding manifest is never decided"
+    if manifest.parent == tip.digest:
+        parent = tip
+    if parent is not None:
+        problem = successor_problem(manifest, parent, rules)
+        if problem:
+            return problem
+    return certificate_problem(commit, parent) if rules.certificates else None
+
+
+def certificate_problem(commit: Commit, parent: Manifest | None) -> str | None:
+    """Why the certificate does not prove that the manifest was decided; None when it does."""
+    if commit.certificate is None:
+        return "it has no certificate"
+    if parent is None or parent.digest != commit.manifest.parent:
+        return "its parent is missing, so nobody can check its certificate"
+    signers = sorted(commit.certificate.signatures)
+    if not parent.is_quorum(signers):
+        present = len(parent.members.keys() & set(signers))
+        return f"its certificate has {present} of the parent's {len(parent.members)} members"
+    return None

@@ -1,0 +1,224 @@
+"""Convener, first half: promises and offers, until a roster can be closed [C1-C3]."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Accepted, Ballot, Message, Prepare, Ready, Roster
+from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.composition import compose_merge
+from swarm.protocol.rounds.merger import Merger
+from swarm.protocol.rounds.rosters import plan_roster
+
+
+class Collector(Merger):
+    """Opens a campaign and collects what the members have to say and to offer."""
+
+    # ------------------------------------------------------------ beginning
+
+    def _may_use_ballot_zero(self) -> bool:
+        """Attempt 0 needs no phase 1, so it is used once, by rank 0 alone [C1, P3]."""
+        return self.tip.order[0] == self.me and self.record.promised is None and self._top is None
+
+    def _phase1_required(self, ballot: Ballot) -> bool:
+        """Whether a quorum must promise before anything may be proposed [C2]."""
+        return ballot.attempt >= 1
+
+    def _burn_ballot(self, ballot: Ballot) -> None:
+        """The ballot is durable before its first message, so that it is never used twice [P3]."""
+        self._persist_promise(ballot)
+
+    def _start_campaign(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
+        self._campaign = None
+        self._burn_ballot(ballot)
+        self._note_ballot(ballot)
+        self._convener_at = self._now
+        campaign = Campaign(ballot, self._now, self._now + self.timers.poll_s, excluded)
+        campaign.enter(Stage.COLLECT, self._now)
+        self._campaign = campaign
+        if ballot.attempt == 0:
+            # Offers that came before the campaign [C1]; what is missing is asked for by polls.
+            for peer, ready in self._readies.items():
+                self._take_ready(campaign, peer, ready)
+        else:
+            self._broadcast(Prepare(ballot))
+        self._post(self.me, self._ready(ballot))
+
+    def _broadcast(self, message: Message) -> None:
+        for peer in self.tip.members:
+            if peer != self.me:
+                self._post(peer, message)
+
+    # ------------------------------------------------------------ collecting
+
+    def _on_ready(self, source: PeerId, ready: Ready) -> None:
+        campaign = self._campaign
+        if campaign is None:
+            self._readies[source] = ready
+            self._redirect(source, ready)
+            if source in self._electorate() and ready.ballot.attempt >= 1:
+                self._note_ballot(ready.ballot)
+            return
+        if source in self._electorate() and ready.ballot > campaign.ballot:
+            self._note_ballot(ready.ballot)
+            return
+        self._take_ready(campaign, source, ready)
+        self._advance_campaign()
+
+    def _redirect(self, source: PeerId, ready: Ready) -> None:
+        """Tells a peer that takes this one for the convener about a higher ballot."""
+        promised = self._promised()
+        if source != self.me and promised > ready.ballot:
+            self._post(source, Ready(promised, None, None, self.capacity))
+
+    def _take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
+        """Notes promise, offer, and the wish to come or go."""
+        if source not in self._electorate():
+            if not ready.leave:
+                campaign.joiners[source] = ready.capacity
+            return
+        campaign.seen[source] = self._now
+        if ready.leave:
+            campaign.leaving.add(source)
+        if ready.ballot == campaign.ballot:
+            campaign.answers[source] = ready
+            campaign.answered_at[source] = self._now
+        if ready.offer and campaign.offers.get(source) != ready.offer:
+            problem = self._offer_problem(source, ready.offer)
+            if problem:
+                self._refuse(source, "offer", problem)
+                return
+            campaign.offers[source] = ready.offer
+            if campaign.quorum_offered_at is None and self._has_quorum(campaign.offers):
+                campaign.quorum_offered_at = self._now
+
+    def _advance_collecting(self, campaign: Campaign) -> None:
+        if self._phase1_required(campaign.ballot):
+            if not self._has_quorum(campaign.answers):
+                return
+            accepted = self._votes_found(campaign)
+            if accepted:
+                self._propose_again(campaign, self._choose_accepted(accepted))
+                return
+        if self._is_due(self.tip):
+            if self._merged is not None:
+                holders = dict.fromkeys(self.rules.expert_units, self.me)
+                manifest = compose_merge(self.tip, self._merged, holders, self.rules)
+                self._propose(campaign, manifest, "merge computed")
+            return
+        why = self._why_close_roster(campaign)
+        if why:
+            self._close_roster(campaign, why)
+
+    def _votes_found(self, campaign: Campaign) -> list[Accepted]:
+        """Votes cast under lower ballots, as far as they could have become a decision."""
+        votes = (ready.accepted for ready in campaign.answers.values())
+        return [vote for vote in votes if vote and self._proposal_problem(vote.manifest) is None]
+
+    def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
+        """What may have been decided already is the vote with the highest ballot [C2]."""
+        return max(accepted, key=lambda vote: vote.ballot)
+
+    @abstractmethod
+    def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
+        """Starts phase 2."""
+
+    def _propose_again(self, campaign: Campaign, chosen: Accepted) -> None:
+        digest = chosen.manifest.digest
+        for peer, ready in campaign.answers.items():
+            if ready.accepted and ready.accepted.manifest.digest == digest:
+                campaign.holders[peer] = None
+        self._propose(
+            campaign, chosen.manifest, f"accepted before under attempt {chosen.ballot.attempt}"
+        )
+
+    # ------------------------------------------------------------ the roster
+
+    def _why_close_roster(self, campaign: Campaign) -> str | None:
+        """Why no more offers are waited for; None while they are [C3]."""
+        offers = [peer for peer in campaign.offers if peer not in campaign.excluded]
+        if not offers:
+            return None
+        missing = [
+            peer
+            for peer in self.tip.members
+            if peer not in campaign.offers
+            and peer not in campaign.excluded
+            and peer not in campaign.leaving
+        ]
+        counted = f"roster closed with {len(offers)} of {len(self.tip.members)} offers"
+        if not missing:
+            return f"{counted}: nobody else is waited for"
+        age_s = self._now - campaign.started_at
+        return (
+            self._why_without_silent(campaign, missing, counted)
+            or self._why_without_slow(campaign, missing, counted, age_s)
+            or self._why_without_quorum(campaign, missing, counted, age_s)
+        )
+
+    def _why_without_silent(
+        self, campaign: Campaign, missing: list[PeerId], counted: str
+    ) -> str | None:
+        if campaign.quorum_offered_at is None:
+            return None
+        limit_s = self.timers.silence_s
+        silences = [
+            (self._now - campaign.seen.get(peer, campaign.started_at), peer) for peer in missing
+        ]
+        if min(silences)[0] < limit_s:
+            return None
+        seconds, peer = max(silences)
+        others = f" and {len(silences) - 1} more" if len(silences) > 1 else ""
+        return f"{counted}: peer {peer}{others} silent for {seconds:.1f} s (limit {limit_s:.1f})"
+
+    def _why_without_slow(
+        self, campaign: Campaign, missing: list[PeerId], counted: str, age_s: float
+    ) -> str | None:
+        if campaign.quorum_offered_at is None:
+            return None
+        quorum_s = campaign.quorum_offered_at - campaign.started_at
+        limit_s = max(self.timers.roster_s, self.timers.straggler_factor * quorum_s)
+        if age_s < limit_s:
+            return None
+        return (
+            f"{counted}: {', '.join(missing)} not ready after {age_s:.1f} s (limit {limit_s:.1f}, "
+            f"a quorum was after {quorum_s:.1f})"
+        )
+
+    def _why_without_quorum(
+        self, campaign: Campaign, missing: list[PeerId], counted: str, age_s: float
+    ) -> str | None:
+        limit_s = self.timers.roster_late_s
+        if age_s >= limit_s and self._has_quorum(campaign.seen):
+            return f"{counted}: no quorum offered within {age_s:.1f} s (limit {limit_s:.1f})"
+        if age_s >= self.timers.roster_s and not campaign.has_told_wait:
+            campaign.has_told_wait = True
+            self._explain(
+                Topic.ROUND,
+                f"roster open after {age_s:.1f} s: {len(campaign.offers)} of "
+                f"{len(self.tip.members)} offers, waits for {', '.join(missing)}",
+            )
+        return None
+
+    def _close_roster(self, campaign: Campaign, why: str) -> None:
+        """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""
+        offers = {
+            peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
+        }
+        campaign.plan = plan_roster(self.tip, offers, self.rules)
+        campaign.results = {}
+        campaign.reported_at = {}
+        campaign.missing = {}
+        campaign.extensions = 0
+        campaign.enter(Stage.REDUCE, self._now)
+        self._explain(Topic.ROUND, why)
+        for peer in sorted(set(campaign.plan.reducers.values())):
+            self._post(peer, self._roster(campaign))
+        self._advance_campaign()
+
+    def _roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
+        assert campaign.plan is not None
+        offers = {} if is_heartbeat else campaign.plan.offers
+        return Roster(campaign.ballot, campaign.plan.roster_id, offers, tuple(offers))

@@ -1,0 +1,184 @@
+"""How the next manifest is made from its parent [R1-R4, M4, F3]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from swarm.experts import expert_unit
+from swarm.protocol.digests import digest_of
+from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit
+from swarm.protocol.membership import next_members
+from swarm.protocol.merging import merged_until
+from swarm.protocol.messages import ReducedUnit
+from swarm.protocol.ownership import assign
+from swarm.protocol.rounds.rosters import Plan
+from swarm.protocol.rounds.rules import Rules
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """Whom a convener heard in its campaign."""
+
+    heard: Collection[PeerId]
+    leaving: Collection[PeerId]
+    joiners: Mapping[PeerId, float]
+    """Capacity of each stranger that asked to join."""
+
+
+def compose_round(
+    tip: Manifest,
+    plan: Plan,
+    results: Mapping[Unit, ReducedUnit],
+    attendance: Attendance,
+    rules: Rules,
+) -> Manifest:
+    """The manifest of an ordinary training round.
+
+    Args:
+        tip: its parent.
+        plan: the closed roster.
+        results: mean of each unit that has a reducer.
+        attendance: decides on membership.
+        rules: the run's rules.
+    """
+    number = tip.round + 1
+    contributors = tuple(plan.offers)
+    membership = next_members(
+        tip,
+        heard=attendance.heard,
+        contributors=contributors,
+        leaving=attendance.leaving,
+        joiners=attendance.joiners,
+        seed=tip.digest,
+        silent_limit=rules.silent_limit,
+    )
+    entries = {**tip.entries, **_renewed(plan, results, number, rules)}
+    assignment = assign(
+        tip.owners,
+        _capacities(membership.members),
+        [peer for peer in contributors if peer in membership.members],
+        stale=stale_experts(entries, number, rules),
+        owners_per_expert=rules.owners_per_expert,
+        num_experts=rules.num_experts,
+        seed=tip.digest,
+    )
+    return replace(
+        tip,
+        run=rules.run,
+        height=tip.height + 1,
+        round=number,
+        kind=Kind.QUORUM,
+        parent=tip.digest,
+        step=tip.step + rules.local_steps_at(tip.tokens),
+        tokens=tip.tokens + sum(offer.tokens for offer in plan.offers.values()),
+        members=membership.members,
+        contributors=contributors,
+        sources=plan.sources,
+        owners=assignment.owners,
+        entries=entries,
+        seed=None,
+        reasons=(*membership.reasons, *assignment.reasons),
+    )
+
+
+def _renewed(
+    plan: Plan, results: Mapping[Unit, ReducedUnit], number: int, rules: Rules
+) -> dict[Unit, Entry]:
+    """Entries of the roster's units; all others keep digest and version [R3]."""
+    entries = {}
+    for unit, values in plan.sources.items():
+        source = plan.reducers.get(unit, values[0][0])
+        digest = results[unit].digest if unit in plan.reducers else values[0][1]
+        entries[unit] = Entry(
+            digest=digest,
+            num_bytes=rules.unit_bytes[unit],
+            version=number,
+            source=source,
+            codec=rules.unit_codec[unit],
+        )
+    return entries
+
+
+def stale_experts(entries: Mapping[Unit, Entry], number: int, rules: Rules) -> tuple[int, ...]:
+    """Experts that were not renewed in the last K rounds in which they were due [R4, M7]."""
+    limit = rules.silent_limit * rules.experts_every
+    return tuple(
+        expert
+        for expert in range(rules.num_experts)
+        if number - entries[expert_unit(expert)].version >= limit
+    )
+
+
+def compose_merge(
+    tip: Manifest, merged: Mapping[Unit, ReducedUnit], sources: Mapping[Unit, PeerId], rules: Rules
+) -> Manifest:
+    """The merge manifest of a due tip: nothing but the experts' values changes [M4].
+
+    Args:
+        tip: its parent.
+        merged: the merged value of every expert.
+        sources: who holds each of them.
+        rules: the run's rules.
+    """
+    entries = dict(tip.entries)
+    for unit in rules.expert_units:
+        before = tip.entries[unit]
+        entries[unit] = replace(
+            before, digest=merged[unit].digest, source=sources[unit], base=before.digest
+        )
+    return replace(
+        tip,
+        run=rules.run,
+        height=tip.height + 1,
+        kind=Kind.MERGE,
+        parent=tip.digest,
+        merged=merged_until(tip.step, rules.merging),
+        sources={},
+        entries=entries,
+        seed=tip.seed or tip.digest,
+        reasons=(),
+    )
+
+
+def compose_reform(
+    tip: Manifest, members: Mapping[PeerId, Member], generation: str, rules: Rules
+) -> Manifest:
+    """The manifest with which survivors leave a generation that lost its majority [F3]."""
+    contributors = tuple(peer for peer in tip.contributors if peer in members)
+    assignment = assign(
+        tip.owners,
+        _capacities(members),
+        contributors,
+        stale=(),
+        owners_per_expert=rules.owners_per_expert,
+        num_experts=rules.num_experts,
+        seed=generation,
+    )
+    lost = [peer for peer in sorted(tip.members) if peer not in members]
+    return replace(
+        tip,
+        run=rules.run,
+        generation=generation,
+        kind=Kind.REFORM,
+        parent=tip.digest,
+        members=dict(sorted(members.items())),
+        contributors=contributors,
+        sources={},
+        owners=assignment.owners,
+        lineage=(*tip.lineage, (tip.height, (len(members), generation))),
+        seed=None,
+        reasons=(
+            f"{len(members)} survivors go on without {', '.join(lost) or 'anybody'}",
+            *assignment.reasons,
+        ),
+    )
+
+
+def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:
+    """A generation's id: unique, never derived by counting [F3]."""
+    return digest_of(f"{tip.digest}/{reformer}/{nonce:032x}".encode())[:32]
+
+
+def _capacities(members: Mapping[PeerId, Member]) -> dict[PeerId, float]:
+    return {peer: member.capacity for peer, member in members.items()}

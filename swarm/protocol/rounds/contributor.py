@@ -1,0 +1,71 @@
+"""Contributor, joiner and leaver: what a peer says about itself [O1, join, leave]."""
+
+from __future__ import annotations
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Ballot, Offer, Ready
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.rosters import offer_problem
+
+
+class Contributor(Adopter):
+    """Puts this peer's work, and its wish to come or go, before the convener."""
+
+    def _on_offered(self, offer: Offer) -> None:
+        """Local steps are done: offer them, if they started from the tip [O1, S1]."""
+        self._have(unit.digest for unit in offer.units.values())
+        problem = self._why_not_offer(offer)
+        if problem:
+            self._explain(Topic.ROUND, f"own offer for round {self.tip.round + 1} kept: {problem}")
+            return
+        self._offer = offer
+        if not self._is_listening:
+            self._say_ready()
+
+    def _why_not_offer(self, offer: Offer) -> str | None:
+        if not self.is_member:
+            return "this peer is not yet a member"
+        if self._is_due(self.tip):
+            return "a merge is due first"
+        return self._offer_problem(self.me, offer)
+
+    def _offer_problem(self, peer: PeerId, offer: Offer) -> str | None:
+        """Why an offer may not enter this round: it must be trained from the tip [S1, S3]."""
+        return offer_problem(offer, peer, self.tip, self.rules)
+
+    def _say_ready(self) -> None:
+        """READY to the convener, unasked."""
+        self._post(self._convener(), self._ready(self._promised()))
+
+    def _ready(self, ballot: Ballot) -> Ready:
+        """This peer's answer; a refusal (higher ballot) has the same content."""
+        return Ready(ballot, self._offer, self.record.accepted, self.capacity, self.is_leaving)
+
+    def _on_leave_asked(self) -> None:
+        """Tells the convener and goes when a manifest lists this peer no longer."""
+        if self.is_leaving:
+            return
+        self._leave_until = self._now + self.timers.leave_s
+        if not self.is_member or self._is_alone:
+            self._leave("nobody has to be told")
+            return
+        self._explain(
+            Topic.MEMBERSHIP,
+            f"asked to leave: goes with the next manifest, or in {self.timers.leave_s:.1f} s",
+        )
+        if not self._is_listening:
+            self._say_ready()
+
+    def _tick_leaving(self) -> None:
+        if self._leave_until is None or self._has_left:
+            return
+        if self._now >= self._leave_until:
+            self._leave(f"no manifest came within {self.timers.leave_s:.1f} s")
+
+    def _tick_membership(self) -> None:
+        """A stranger asks to join, a leaver to be left out, each T_hello until it is heard."""
+        wants_in = not self.is_member and not self.is_leaving
+        wants_out = self.is_member and self.is_leaving
+        if (wants_in or wants_out) and not self._has_left:
+            self._say_ready()

@@ -1,0 +1,290 @@
+"""Convener, second half: results, proposal, votes, announcement, and when it ends [C4-C7]."""
+
+from __future__ import annotations
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import (
+    Accept,
+    Ballot,
+    Certificate,
+    Commit,
+    Prepare,
+    Propose,
+    Reduced,
+    Signature,
+)
+from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.composition import Attendance, compose_round
+
+UNSIGNED = Signature(b"", b"")
+
+
+class Convener(Collector):
+    """Leads one attempt to decide the next manifest."""
+
+    # ------------------------------------------------------------ reducing
+
+    def _advance_campaign(self) -> None:
+        campaign = self._campaign
+        if campaign is None:
+            return
+        if campaign.stage is Stage.COLLECT:
+            self._advance_collecting(campaign)
+        elif campaign.stage is Stage.REDUCE:
+            self._advance_reducing(campaign)
+        elif campaign.stage is Stage.VOTE and self._is_chosen(campaign):
+            self._decide(campaign)
+
+    def _on_reduced(self, source: PeerId, reduced: Reduced) -> None:
+        campaign = self._campaign
+        if campaign is None or not self._is_result_of_roster(campaign, reduced):
+            return
+        plan = campaign.plan
+        assert plan is not None
+        for unit, result in reduced.results.items():
+            if plan.reducers.get(unit) != source:
+                self._refuse(source, f"mean of {unit}", "its reducer is another peer")
+            elif result.num_bytes != self.rules.unit_bytes[unit]:
+                self._refuse(source, f"mean of {unit}", f"it has {result.num_bytes} bytes")
+            else:
+                campaign.results[unit] = result
+        campaign.reported_at[source] = self._now
+        campaign.missing[source] = dict(reduced.missing)
+        self._advance_campaign()
+
+    def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
+        """Whether a result belongs to the roster that is out: one roster per manifest [C3]."""
+        return (
+            campaign.stage is Stage.REDUCE
+            and campaign.plan is not None
+            and reduced.ballot == campaign.ballot
+            and reduced.roster_id == campaign.plan.roster_id
+        )
+
+    def _advance_reducing(self, campaign: Campaign) -> None:
+        plan = campaign.plan
+        assert plan is not None
+        if any(unit not in campaign.results for unit in plan.reducers):
+            return
+        attendance = Attendance({self.me, *campaign.seen}, campaign.leaving, campaign.joiners)
+        manifest = compose_round(self.tip, plan, campaign.results, attendance, self.rules)
+        self._propose(
+            campaign,
+            manifest,
+            f"{len(plan.sources)} units of {len(plan.offers)} peers, "
+            f"{len(plan.reducers)} averaged in {self._now - campaign.stage_at:.1f} s",
+        )
+
+    def _tick_reducing(self, campaign: Campaign) -> None:
+        """T_red is over: a new roster without those that hold the round up [C4]."""
+        age_s = self._now - campaign.stage_at
+        if age_s < self.timers.reduce_s * (1 + campaign.extensions):
+            return
+        bad = self._whom_to_exclude(campaign)
+        if not bad:
+            campaign.extensions += 1
+            return
+        campaign.excluded |= bad
+        for peer, why in bad.items():
+            self._explain(
+                Topic.ROUND,
+                f"peer {peer} left out after {age_s:.1f} s (limit {self.timers.reduce_s:.1f}): "
+                f"{why}",
+            )
+        campaign.enter(Stage.COLLECT, self._now)
+        self._advance_campaign()
+
+    def _whom_to_exclude(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Contributors reported missing and reducers that are silent, with the reason [C4]."""
+        plan = campaign.plan
+        assert plan is not None
+        late = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
+        bad: dict[PeerId, str] = {}
+        for reducer in sorted(late - {self.me}):
+            reported_at = campaign.reported_at.get(reducer)
+            if reported_at is None or self._now - reported_at > self.timers.reduce_s / 2:
+                bad[reducer] = "it is silent as a reducer"
+        for reporter in sorted(late & campaign.missing.keys()):
+            for peer, why in sorted(campaign.missing[reporter].items()):
+                if peer == self.me:
+                    bad[reporter] = f"it cannot fetch from the convener: {why}"
+                elif peer in plan.offers:
+                    bad.setdefault(peer, f"{reporter} cannot fetch from it: {why}")
+        if not bad and campaign.extensions:
+            bad = dict.fromkeys(sorted(late - {self.me}), "its results are late")
+        return bad
+
+    # ------------------------------------------------------------ voting
+
+    def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
+        """Phase 2; one ballot never proposes two values [C6]."""
+        assert campaign.proposal is None, "a ballot proposes once"
+        campaign.proposal = manifest
+        campaign.enter(Stage.VOTE, self._now)
+        self._explain(Topic.ROUND, f"proposed height {manifest.height}: {why}")
+        message = Propose(campaign.ballot, manifest, tuple(campaign.holders))
+        for peer in self._concerned(manifest):
+            self._post(peer, message)
+
+    def _concerned(self, manifest: Manifest) -> list[PeerId]:
+        """Members before and after a manifest."""
+        return sorted({**self.tip.members, **manifest.members})
+
+    def _on_accept(self, source: PeerId, accept: Accept) -> None:
+        campaign = self._campaign
+        if (
+            campaign is None
+            or campaign.stage is not Stage.VOTE
+            or campaign.proposal is None
+            or accept.ballot != campaign.ballot
+            or accept.digest != campaign.proposal.digest
+        ):
+            return
+        campaign.accepts[source] = accept.signature or UNSIGNED
+        campaign.holders[source] = None
+        self._advance_campaign()
+
+    def _is_chosen(self, campaign: Campaign) -> bool:
+        """A majority decides at once, half with the tie-breaker after T_vote / 2 [C5].
+
+        The grace keeps a swarm of two from deciding every round on one disk.
+        """
+        votes = [peer for peer in campaign.accepts if peer in self._electorate()]
+        if 2 * len(votes) > len(self.tip.members):
+            return True
+        is_grace_over = self._now - campaign.stage_at >= self.timers.vote_s / 2
+        return is_grace_over and self._has_quorum(votes)
+
+    def _decide(self, campaign: Campaign) -> None:
+        """Announces the decision to old and new members, this peer among them [C5]."""
+        manifest = campaign.proposal
+        assert manifest is not None
+        campaign.enter(Stage.DECIDED, self._now)
+        signatures = {peer: campaign.accepts[peer] for peer in self._signers(campaign)}
+        self._explain(
+            Topic.ROUND,
+            f"height {manifest.height} decided with {len(campaign.accepts)} of "
+            f"{len(self.tip.members)} votes under attempt {campaign.ballot.attempt}",
+        )
+        commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
+        for peer in self._concerned(manifest):
+            self._post(peer, commit)
+
+    def _signers(self, campaign: Campaign) -> list[PeerId]:
+        """A smallest quorum among the votes, so that certificates stay small."""
+        votes = sorted(peer for peer in campaign.accepts if peer in self._electorate())
+        wanted = len(self.tip.members) // 2 + 1
+        return votes[:wanted]
+
+    def _tick_voting(self, campaign: Campaign) -> None:
+        """T_vote is over and blobs are missing here: start anew without their sources [C6]."""
+        proposal = self._proposal
+        if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
+            return
+        age_s = self._now - campaign.stage_at
+        hopeless = all(
+            proposal.failed.get(digest, set()) >= {proposal.manifest.entries[unit].source}
+            for digest, unit in proposal.missing.items()
+        )
+        limit_s = self.timers.vote_s / 2 if hopeless else self.timers.vote_s
+        if age_s < limit_s:
+            return
+        excluded = dict(campaign.excluded)
+        for digest, unit in proposal.missing.items():
+            source = proposal.manifest.entries[unit].source
+            if source != self.me:
+                excluded[source] = f"{unit} ({digest[:12]}) could not be fetched from it"
+        self._explain(
+            Topic.TAKEOVER,
+            f"attempt {campaign.ballot.attempt} given up: {len(proposal.missing)} blobs of its "
+            f"proposal still missing after {age_s:.1f} s (limit {limit_s:.1f})",
+        )
+        self._start_campaign(self._next_ballot(), excluded)
+
+    def _next_ballot(self) -> Ballot:
+        """Higher than everything seen or promised at this height [K1]."""
+        highest = max(self._promised(), self._top or self._promised())
+        return Ballot(highest.attempt + 1, self.me)
+
+    # ------------------------------------------------------------ time
+
+    def _tick_campaign(self) -> None:
+        campaign = self._campaign
+        if campaign is None:
+            return
+        reason = self._why_step_down(campaign)
+        if reason:
+            self._step_down(reason)
+            return
+        if self._now >= campaign.next_poll:
+            campaign.next_poll = self._now + self.timers.poll_s
+            campaign.num_polls += 1
+            self._poll(campaign)
+        if campaign.stage is Stage.REDUCE:
+            self._tick_reducing(campaign)
+        elif campaign.stage is Stage.VOTE:
+            self._advance_campaign()
+            if campaign.stage is Stage.VOTE:
+                self._tick_voting(campaign)
+        else:
+            self._advance_campaign()
+
+    def _poll(self, campaign: Campaign) -> None:
+        """Repeats the stage's message, as a question and as heartbeat."""
+        self._convener_at = self._now
+        if campaign.stage is Stage.COLLECT:
+            self._broadcast(Prepare(campaign.ballot))
+        elif campaign.stage is Stage.REDUCE:
+            self._poll_reducers(campaign)
+        elif campaign.stage is Stage.VOTE and campaign.proposal:
+            message = Propose(campaign.ballot, campaign.proposal, tuple(campaign.holders))
+            for peer in self._concerned(campaign.proposal):
+                # Those that have voted need a sign of life only now and then.
+                if peer not in campaign.accepts or campaign.num_polls % 2 == 0:
+                    self._post(peer, message)
+
+    def _poll_reducers(self, campaign: Campaign) -> None:
+        plan = campaign.plan
+        assert plan is not None
+        late = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
+        full, heartbeat = self._roster(campaign), self._roster(campaign, is_heartbeat=True)
+        for peer in self.tip.members:
+            if peer in late:
+                self._post(peer, full)
+            elif peer != self.me:
+                self._post(peer, heartbeat)
+
+    def _why_step_down(self, campaign: Campaign) -> str | None:
+        """Why a campaign has no prospect: overtaken, too old, or deaf [C7]."""
+        attempt = campaign.ballot.attempt
+        if self._top and self._top > campaign.ballot:
+            return f"overtaken by attempt {self._top.attempt} of {self._top.convener}"
+        age_s = self._now - campaign.started_at
+        limit_s = self.timers.attempt_limit_s(attempt)
+        if age_s > limit_s:
+            return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"
+        return self._why_deaf(campaign, age_s)
+
+    def _why_deaf(self, campaign: Campaign, age_s: float) -> str | None:
+        limit_s = 2 * self.timers.heartbeat_s
+        if self._is_alone or age_s <= limit_s:
+            return None
+        since = self._now - limit_s
+        if not any(self._heard.get(peer, -1.0) >= since for peer in self.tip.members):
+            return f"nobody was heard for {limit_s:.1f} s"
+        if campaign.stage is Stage.COLLECT and not self._answers_suffice(campaign, since):
+            answered = sum(at >= since for at in campaign.answered_at.values())
+            return f"only {answered} answers within {limit_s:.1f} s, no quorum"
+        return None
+
+    def _answers_suffice(self, campaign: Campaign, since: float) -> bool:
+        """Whether a quorum answered lately; an almost deaf convener must not hold an attempt."""
+        recent = [peer for peer, at in campaign.answered_at.items() if at >= since]
+        return self._has_quorum([self.me, *recent])
+
+    def _step_down(self, reason: str) -> None:
+        self._campaign = None
+        self._convener_at = self._now
+        self._explain(Topic.TAKEOVER, f"stepped down: {reason}")

@@ -1,0 +1,192 @@
+"""Listening before speaking, gossip, lost majorities and how chains find together [B1-F3]."""
+
+from __future__ import annotations
+
+from math import inf
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.messages import Commit, Header, Hello, Message
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.composition import compose_reform, new_generation
+from swarm.protocol.rounds.state import CatchUp
+
+GREETED_PER_HELLO = 2
+
+
+class Forks(Adopter):
+    """Keeps the chains of a run together."""
+
+    # ------------------------------------------------------------ listening
+
+    def _listen(self) -> None:
+        """Starts to listen: after booting [B1] and after a pause [B2]."""
+        self._boot_at = self._now
+        self._listen_until = self._now + self.timers.discover_s
+        self._somebody_is_ahead = False
+        self._campaign = None
+        self._heard.clear()
+        self._next_hello = self._now
+        self._tick_listening()
+
+    def _tick_listening(self) -> None:
+        assert self._listen_until is not None
+        if self._now >= self._listen_until or self._have_spoken():
+            self._end_listening()
+        elif self._now >= self._next_hello:
+            self._next_hello = self._now + self.timers.hello_s
+            for peer in dict.fromkeys([*sorted(self.tip.members), *self._known]):
+                if peer != self.me:
+                    self._post(peer, Hello(ask=True))
+
+    def _end_listening(self) -> None:
+        self._listen_until = None
+        self._top_since = self._convener_at = self._now
+        self._begin_height()
+
+    def _have_spoken(self) -> bool:
+        """Whether all other members have shown, since listening began, to be no further."""
+        return (
+            not self._catch_up
+            and not self._somebody_is_ahead
+            and all(peer in self._heard for peer in self.tip.members if peer != self.me)
+        )
+
+    def _may_handle(self, header: Header, message: Message) -> bool:
+        """Whether a message is for now: HELLO and COMMIT always, others on equal tips [H1]."""
+        if isinstance(message, Hello | Commit):
+            return True
+        return not self._is_listening and header.tip == self.tip.digest
+
+    def _was_paused(self) -> bool:
+        """Whether nothing happened for so long that this process must have stood still [B2]."""
+        return self._now - self._event_at > self.timers.patience_s
+
+    # ------------------------------------------------------------ gossip
+
+    def _on_hello(self, source: PeerId, header: Header, hello: Hello) -> None:
+        if header.code < self.tip.code:
+            self._tell_tip(source)
+        elif header.code > self.tip.code:
+            self._somebody_is_ahead = True
+            self._ask_tip(source)
+        elif hello.ask:
+            self._post(source, Hello(ask=False))
+
+    def _tick_hello(self) -> None:
+        """Greets two members and one who may be on another chain."""
+        if self._now < self._next_hello:
+            return
+        self._next_hello = self._now + self.timers.hello_s
+        members = [peer for peer in sorted(self.tip.members) if peer != self.me]
+        greeted = self._random.sample(members, min(GREETED_PER_HELLO, len(members)))
+        strangers = [p for p in self._known if p not in self.tip.members and p != self.me]
+        greeted += self._random.sample(strangers, min(1, len(strangers)))
+        for peer in greeted:
+            self._post(peer, Hello(ask=True))
+
+    # ------------------------------------------------------------ fork choice
+
+    def _consider_commit(self, source: PeerId, commit: Commit) -> None:
+        """Adopts, unless it is a reform of the generation that still lives here [F2]."""
+        manifest = commit.manifest
+        if not self._leaves_my_generation(manifest) or self._may_leave_generation():
+            self._adopt(source, commit)
+            return
+        best = self._candidate
+        if best and best[1].manifest.code >= manifest.code:
+            return
+        self._candidate = (source, commit)
+        self._explain(
+            Topic.FORK,
+            f"reform {manifest.generation[:8]} with {len(manifest.members)} members is held back: "
+            f"applied {self._now - self._applied_at:.1f} s ago, a quorum counts as alive for "
+            f"{self.timers.reform_s:.1f} s",
+        )
+
+    def _leaves_my_generation(self, manifest: Manifest) -> bool:
+        """Whether a manifest descends from a reform of this peer's own generation [F2]."""
+        mine, other = self.tip.lineage, manifest.lineage
+        return len(other) > len(mine) and other[: len(mine)] == mine
+
+    def _may_leave_generation(self) -> bool:
+        """While listening the best chain is taken as it is [B1], later only when stalled [F2]."""
+        return self._is_listening or self._is_stalled(self.timers.reform_s)
+
+    def _may_apply(self, pursuit: CatchUp) -> bool:
+        """A quorum that came back while a reform was fetched keeps this peer [F2]."""
+        if (
+            self._leaves_my_generation(pursuit.manifest)
+            and not pursuit.was_listening
+            and not self._may_leave_generation()
+        ):
+            return False
+        return super()._may_apply(pursuit)
+
+    def _is_stalled(self, limit_s: float) -> bool:
+        """Whether this generation has given no sign of life for so long [F2]."""
+        return self._now - max(
+            self._boot_at, self._applied_at
+        ) >= limit_s and not self._hears_quorum(limit_s)
+
+    def _hears_quorum(self, limit_s: float) -> bool:
+        """Whether a quorum of the members, this peer among them, was heard within the limit."""
+        since = self._now - limit_s
+        return self._has_quorum([self.me, *(p for p, at in self._heard.items() if at > since)])
+
+    def _tick_reform(self) -> None:
+        if self._now - max(self._boot_at, self._applied_at) < self.timers.reform_s:
+            return
+        if self._candidate and self._may_leave_generation():
+            source, commit = self._candidate
+            self._candidate = None
+            self._explain(
+                Topic.FORK, f"stalled for {self.timers.reform_s:.1f} s: a reform is adopted"
+            )
+            self._adopt(source, commit)
+        elif self._reform_due():
+            self._reform()
+
+    def _reform_due(self) -> bool:
+        """Whether to give up the lost majority; higher ranks wait a little longer [F3]."""
+        jitter_s = self._rank * self.timers.heartbeat_s
+        return (
+            self.timers.reform_s < inf
+            and not self._catch_up
+            and not self.is_leaving
+            and self._is_stalled(self.timers.reform_s + jitter_s)
+        )
+
+    def _reform(self) -> None:
+        """Goes on with those that still answer, as a generation of its own [F3]."""
+        since = self._now - self.timers.reform_s / 2
+        members = {
+            peer: Member(0, self._capacity_of(peer))
+            for peer in sorted([self.me, *(p for p, at in self._heard.items() if at > since)])
+        }
+        nonce = self._random.getrandbits(128)
+        generation = self._new_generation(nonce)
+        manifest = compose_reform(self.tip, members, generation, self.rules)
+        commit = Commit(manifest, None, self.tip)
+        before = len(self.tip.members)
+        self._synced.add(manifest.digest)
+        self._apply(
+            manifest,
+            commit,
+            f"reformed at height {manifest.height}: no quorum of {before} members heard for "
+            f"{self.timers.reform_s:.1f} s, {len(members)} go on",
+        )
+        for peer in members:
+            if peer != self.me:
+                self._post(peer, commit)
+
+    def _new_generation(self, nonce: int) -> str:
+        return new_generation(self.tip, self.me, nonce)
+
+    def _capacity_of(self, peer: PeerId) -> float:
+        if peer == self.me:
+            return self.capacity
+        if peer in self.tip.members:
+            return self.tip.members[peer].capacity
+        ready = self._readies.get(peer)
+        return ready.capacity if ready else 1.0

@@ -1,0 +1,29 @@
+"""What a reducer remembers of its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarm.protocol.manifest import Digest, PeerId, Unit
+from swarm.protocol.messages import Ballot, ReducedUnit
+
+
+@dataclass
+class Job:
+    """The units of one roster that this peer averages."""
+
+    ballot: Ballot
+    roster_id: Digest
+    inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
+    """Of each unit: the values to average, in peer-id order."""
+    asked: set[Unit] = field(default_factory=set)
+    """Units whose averaging was started."""
+    results: dict[Unit, ReducedUnit] = field(default_factory=dict)
+    failed: dict[Digest, dict[PeerId, str]] = field(default_factory=dict)
+    """Inputs that a peer did not give, with the reason."""
+    is_fetching: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every unit has its mean."""
+        return len(self.results) == len(self.inputs)

@@ -1,0 +1,123 @@
+"""Which offers count, what is averaged from them, and who averages it [C3, S1, S3]. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.protocol.adoption import experts_due
+from swarm.protocol.digests import digest_of
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.rounds.rules import Rules
+
+Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A closed roster and all that follows from it."""
+
+    roster_id: Digest
+    offers: Mapping[PeerId, Offer]
+    sources: Sources
+    """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
+    reducers: Mapping[Unit, PeerId]
+    """Who averages each unit with more than one source."""
+
+
+def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
+    """Why an offer may not enter the round after `tip`; None when it may.
+
+    It must start from the tip [S1], hold every shared part, and of the experts only such as the
+    peer owns, trained from the tip's values [S3].
+    """
+    if offer.tip != tip.digest:
+        return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
+    if offer.steps < 0 or offer.tokens < 0:
+        return f"it counts {offer.steps} steps and {offer.tokens} tokens"
+    for unit in rules.shared_units:
+        if unit not in offer.units:
+            return f"the shared part {unit} is missing"
+    for unit, offered in offer.units.items():
+        problem = _unit_problem(unit, offered, peer, tip, rules)
+        if problem:
+            return problem
+    return None
+
+
+def _unit_problem(
+    unit: Unit, offered: OfferedUnit, peer: PeerId, tip: Manifest, rules: Rules
+) -> str | None:
+    entry = tip.entries.get(unit)
+    if entry is None or unit not in rules.unit_bytes:
+        return f"the run has no unit {unit}"
+    if offered.num_bytes != rules.unit_bytes[unit]:
+        return f"{unit} has {offered.num_bytes} bytes instead of {rules.unit_bytes[unit]}"
+    if offered.base != entry.digest:
+        return f"{unit} was trained from {offered.base[:12]}, the tip has {entry.digest[:12]}"
+    expert = rules.expert_units.get(unit)
+    if expert is None:
+        return None
+    if not experts_due(tip, rules.experts_every):
+        return f"{unit} is not due in round {tip.round + 1}"
+    if peer not in tip.owners.get(expert, ()):
+        return f"{peer} does not own expert {expert}"
+    return None
+
+
+def plan_roster(tip: Manifest, offers: Mapping[PeerId, Offer], rules: Rules) -> Plan:
+    """The round over exactly these (valid) offers."""
+    ordered = {peer: offers[peer] for peer in sorted(offers)}
+    sources = sources_of(ordered)
+    reducers = assign_reducers(ordered, tuple(ordered), rules.unit_bytes)
+    identity = json.dumps([tip.digest, sources, reducers], sort_keys=True, separators=(",", ":"))
+    return Plan(digest_of(identity.encode()), ordered, sources, reducers)
+
+
+def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
+    """Of each offered unit: who offers which value, in peer-id order."""
+    sources: dict[Unit, list[tuple[PeerId, Digest]]] = {}
+    for peer in sorted(offers):
+        for unit, offered in offers[peer].units.items():
+            sources.setdefault(unit, []).append((peer, offered.digest))
+    return {unit: tuple(sources[unit]) for unit in sorted(sources)}
+
+
+def assign_reducers(
+    offers: Mapping[PeerId, Offer], reducers: Sequence[PeerId], unit_bytes: Mapping[Unit, int]
+) -> dict[Unit, PeerId]:
+    """Who averages each unit that has more than one source: one of its sources.
+
+    A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
+    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced: each
+    unit, largest first, goes to the source that has the least to send so far, and a unit with
+    one source, which is taken verbatim, counts as its peer's burden.
+
+    Args:
+        offers: the roster.
+        reducers: peers of the roster that may reduce, in any order.
+        unit_bytes: size of every unit.
+
+    Returns:
+        Unit -> reducer, sorted by unit; units taken verbatim are not in it.
+    """
+    fan_out = max(1, len(offers) - 1)
+    burden = dict.fromkeys(sorted(reducers), 0)
+    shared: list[tuple[int, Unit, list[PeerId]]] = []
+    for unit, values in sources_of(offers).items():
+        able = [peer for peer, _ in values if peer in burden]
+        num_bytes = unit_bytes.get(unit, 0)
+        if len(values) > 1 and able:
+            shared.append((-num_bytes, unit, able))
+            for peer in able:
+                burden[peer] += num_bytes
+        elif able:
+            burden[able[0]] += num_bytes * fan_out
+    chosen = {}
+    for negative_bytes, unit, able in sorted(shared):
+        peer = min(able, key=lambda peer: (burden[peer], peer))
+        burden[peer] -= negative_bytes * (fan_out - 1)
+        chosen[unit] = peer
+    return dict(sorted(chosen.items()))

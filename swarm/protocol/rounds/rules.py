@@ -1,0 +1,89 @@
+"""What a round machine is told once: the run's rules, and its source of randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from swarm.config import MergingConfig, RunConfig
+from swarm.experts import expert_of_unit
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Unit
+
+T = TypeVar("T")
+
+
+class Randomness(Protocol):
+    """The part of `random.Random` that the machine uses: whom to greet, a reform's nonce."""
+
+    def sample(self, population: Sequence[T], k: int) -> list[T]:
+        """`k` different elements."""
+
+    def getrandbits(self, k: int, /) -> int:
+        """`k` random bits."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all peers of a run agree on, as far as rounds need it."""
+
+    run: str
+    """Run id."""
+    num_experts: int
+    owners_per_expert: int
+    """R."""
+    merging: MergingConfig
+    unit_bytes: Mapping[Unit, int]
+    """Size of every unit's blob on the wire."""
+    unit_codec: Mapping[Unit, str]
+    experts_every: int
+    """Experts are due in every so many training rounds."""
+    local_steps_at: Callable[[int], int]
+    """Steps that a round adds when the run has seen so many tokens before it."""
+    silent_limit: int = 3
+    """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
+    certificates: bool = True
+    """Whether a decided manifest needs the signed votes of a quorum."""
+
+    @classmethod
+    def of(cls, run_id: str, run: RunConfig, layout: Layout) -> Rules:
+        """The rules that follow from a run's configuration."""
+        return cls(
+            run=run_id,
+            num_experts=run.model.num_experts,
+            owners_per_expert=run.ownership.owners_per_expert,
+            merging=run.merging,
+            unit_bytes={unit.unit: unit.num_bytes for unit in layout.units},
+            unit_codec={unit.unit: unit.codec for unit in layout.units},
+            experts_every=run.round.experts_every,
+            local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
+        )
+
+    @cached_property
+    def shared_units(self) -> tuple[Unit, ...]:
+        """The parts of the shared tensors, sorted."""
+        return tuple(unit for unit in sorted(self.unit_bytes) if expert_of_unit(unit) is None)
+
+    @cached_property
+    def expert_units(self) -> Mapping[Unit, int]:
+        """Unit -> expert of every expert, sorted by unit."""
+        numbered = ((unit, expert_of_unit(unit)) for unit in sorted(self.unit_bytes))
+        return {unit: expert for unit, expert in numbered if expert is not None}
+
+
+class Phase(Enum):
+    """What a machine is doing, for people."""
+
+    LISTENING = "listening"  # just started: hears what the others have before it says anything
+    TRAINING = "training"  # a member without an offer yet
+    OFFERED = "offered"  # waits for the roster
+    REDUCING = "reducing"  # averages units for the others
+    MERGING = "merging"  # a merge is due or being agreed on
+    ACCEPTING = "accepting"  # fetches a proposal, or has accepted it
+    CATCHING_UP = "catching_up"  # fetches a decided manifest
+    JOINING = "joining"  # has the tip and asks to become a member
+    LEAVING = "leaving"  # asked to be left out
+    LEFT = "left"  # no longer a member, and done

@@ -1,0 +1,336 @@
+"""What one peer knows, and the few things every role does with it: say, write down, fetch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import (
+    BlobWanted,
+    CancelFetch,
+    Effect,
+    Fetch,
+    Persist,
+    Purpose,
+    Reason,
+    Record,
+    Send,
+    Sync,
+    Topic,
+)
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import (
+    Accepted,
+    Ballot,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    ReducedUnit,
+)
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.reduction import Job
+from swarm.protocol.rounds.rules import Randomness, Rules
+
+
+@dataclass
+class Pursuit:
+    """A manifest whose blobs are being brought here, to be accepted or applied."""
+
+    manifest: Manifest
+    missing: dict[Digest, Unit]
+    """Blobs that are not here yet, in the order of their units."""
+    sources: tuple[PeerId, ...]
+    """Peers that said they have everything, best first."""
+    since: float
+    progress_at: float
+    is_fetching: bool = False
+    is_syncing: bool = False
+    failed: dict[Digest, set[PeerId]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Proposal(Pursuit):
+    """A proposal on its way to being accepted [A2]."""
+
+    ballot: Ballot
+
+
+@dataclass(kw_only=True)
+class CatchUp(Pursuit):
+    """A decided manifest on its way to being applied [X1]."""
+
+    commit: Commit
+    was_listening: bool = False
+    """Whether it was taken up while listening, when no guard holds [B1]."""
+
+
+class MachineState(ABC):
+    """State of one peer; the roles are subclasses that together make the `RoundMachine`.
+
+    Persistent is `record` alone; everything else is lost in a crash, by design.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        capacity: float,
+        rules: Rules,
+        timers: Timers,
+        record: Record,
+        *,
+        stored: Iterable[Digest],
+        now: float,
+        random: Randomness,
+    ) -> None:
+        self.me = me
+        self.capacity = capacity
+        self.rules = rules
+        self.timers = timers
+        self.record = record
+        self.reason = ""
+        """Last sentence that explained a decision."""
+        self._random = random
+        self._now = now
+        self._effects: list[Effect] = []
+        self._inbox: deque[tuple[PeerId, Header, Message]] = deque()
+        # Blobs that are here; and manifests all of whose blobs are durable.
+        self._stored = set(stored)
+        self._synced = {record.tip.digest}
+        if record.accepted:
+            self._synced.add(record.accepted.manifest.digest)
+        # Who was heard when, and whom we told or asked what when (rate limits).
+        self._heard: dict[PeerId, float] = {}
+        self._known: dict[PeerId, None] = dict.fromkeys(sorted(record.tip.members))
+        if record.parent:
+            self._known |= dict.fromkeys(sorted(record.parent.members))
+        self._told: dict[PeerId, float] = {}
+        self._asked: dict[PeerId, float] = {}
+        self._early: dict[tuple[PeerId, type], tuple[Header, Message]] = {}
+        # Times.
+        self._boot_at = now
+        self._event_at = now
+        self._listen_until: float | None = now
+        self._somebody_is_ahead = False
+        self._applied_at = now
+        self._next_hello = now
+        # This height.
+        self._top: Ballot | None = None
+        self._top_since = now
+        self._convener_at = now
+        self._offer: Offer | None = None
+        self._merged: dict[Unit, ReducedUnit] | None = None
+        self._merge_asked: Digest | None = None
+        self._readies: dict[PeerId, Ready] = {}
+        self._campaign: Campaign | None = None
+        self._job: Job | None = None
+        self._proposal: Proposal | None = None
+        # Other chains.
+        self._catch_up: CatchUp | None = None
+        self._candidate: tuple[PeerId, Commit] | None = None
+        self._lingering: tuple[Manifest, ...] = ()
+        # Leaving.
+        self._leave_until: float | None = None
+        self._has_left = False
+        self._header = self._bind_header()
+
+    # ------------------------------------------------------------ what follows from the state
+
+    @property
+    def tip(self) -> Manifest:
+        """The newest manifest this peer has applied."""
+        return self.record.tip
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this peer is an elector of the next round."""
+        return self.me in self.record.tip.members
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this peer was asked to leave."""
+        return self._leave_until is not None
+
+    @property
+    def _is_listening(self) -> bool:
+        return self._listen_until is not None
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.is_member and len(self.tip.members) == 1
+
+    @property
+    def _rank(self) -> int:
+        """Place in the order of conveners; strangers come after all members."""
+        return self.tip.order.index(self.me) if self.is_member else len(self.tip.members)
+
+    def _electorate(self) -> Collection[PeerId]:
+        """Peers whose promises and votes count; joiners are not among them."""
+        return self.tip.members
+
+    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+        """Whether these peers decide the next height: a majority, or half with rank 0 [C5]."""
+        electorate = self._electorate()
+        return self.tip.is_quorum(peer for peer in peers if peer in electorate)
+
+    def _may_vote(self) -> bool:
+        """Whether this peer may promise, accept and campaign at this height [P5]."""
+        return self.me in self._electorate() and not self._abstains()
+
+    def _abstains(self) -> bool:
+        """After a rolled-back record an unknown vote may be out; only a lone member may go on."""
+        return self.tip.height + 1 <= self.record.abstain_until_height and not self._is_alone
+
+    def _is_due(self, manifest: Manifest) -> bool:
+        """Whether the successor of this manifest must be a merge, by the manifest alone [M1]."""
+        return merge_due(manifest, self.rules.merging)
+
+    def _promised(self) -> Ballot:
+        """The ballot that a READY may carry: the durable promise, else attempt 0, which is none."""
+        return self.record.promised or Ballot(0, self.tip.order[0])
+
+    def _convener(self) -> PeerId:
+        """Who convenes this height, as far as this peer knows."""
+        return max(self._promised(), self._top or self._promised()).convener
+
+    # ------------------------------------------------------------ saying and writing down
+
+    def _bind_header(self) -> Header:
+        return Header(self.tip.code, self.tip.digest, self.tip.generation)
+
+    def _post(self, destination: PeerId, message: Message) -> None:
+        """Sends under the header of the present tip [H2]; to oneself by way of the inbox."""
+        if destination == self.me:
+            self._inbox.append((self.me, self._header, message))
+        else:
+            self._effects.append(Send(destination, self._header, message))
+
+    def _explain(self, topic: Topic, text: str) -> None:
+        self.reason = text
+        self._effects.append(Reason(topic, text))
+
+    def _refuse(self, source: PeerId, what: str, problem: str) -> None:
+        self._explain(Topic.REFUSED, f"{what} from {source} refused: {problem}")
+
+    def _persist(self, record: Record) -> None:
+        self.record = record
+        self._effects.append(Persist(record))
+
+    def _persist_promise(self, ballot: Ballot) -> None:
+        """Makes a promise durable before the READY that carries it [P1]."""
+        self._persist(replace(self.record, promised=ballot))
+
+    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
+        """The vote is durable before the ACCEPT [P2]."""
+        self._persist(replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest)))
+
+    def _tell_tip(self, peer: PeerId) -> None:
+        """Sends COMMIT(tip) to a peer that is behind, at most once per poll period [H1]."""
+        if self._is_rate_limited(self._told, peer):
+            return
+        self._post(peer, Commit(self.tip, self.record.certificate, self.record.parent))
+
+    def _ask_tip(self, peer: PeerId) -> None:
+        """Asks a peer that is ahead for its tip, at most once per poll period [H1]."""
+        if not self._is_rate_limited(self._asked, peer):
+            self._post(peer, Hello(ask=True))
+
+    def _is_rate_limited(self, last: dict[PeerId, float], peer: PeerId) -> bool:
+        if self._now - last.get(peer, -self.timers.poll_s) < self.timers.poll_s:
+            return True
+        last[peer] = self._now
+        return False
+
+    # ------------------------------------------------------------ bringing blobs here
+
+    def _missing(self, manifest: Manifest) -> dict[Digest, Unit]:
+        return {
+            entry.digest: unit
+            for unit, entry in manifest.entries.items()
+            if entry.digest not in self._stored
+        }
+
+    def _have(self, digests: Iterable[Digest]) -> None:
+        """These blobs are here now."""
+        for digest in digests:
+            self._stored.add(digest)
+            for pursuit in (self._proposal, self._catch_up):
+                if pursuit and pursuit.missing.pop(digest, None) is not None:
+                    pursuit.progress_at = self._now
+                    pursuit.is_fetching &= bool(pursuit.missing)
+
+    def _lose(self, digest: Digest) -> None:
+        """The shell found that a blob is not here after all."""
+        self._stored.discard(digest)
+        for pursuit in (self._proposal, self._catch_up):
+            if pursuit is None:
+                continue
+            for unit, entry in pursuit.manifest.entries.items():
+                if entry.digest == digest:
+                    pursuit.missing[digest] = unit
+                    pursuit.is_syncing = pursuit.is_fetching = False
+
+    def _is_complete(self, pursuit: Pursuit) -> bool:
+        """Whether all blobs of a manifest are here: never accept or apply a part [A2, X1]."""
+        return not pursuit.missing
+
+    def _start_fetch(self, purpose: Purpose, pursuit: Pursuit, everybody: list[PeerId]) -> None:
+        """Fetches what is missing: from known holders, from where a value came, from anybody.
+
+        Each unit starts at another of the holders, to spread the load.
+        """
+        wants = []
+        first, holders = pursuit.sources[:1], pursuit.sources[1:]
+        for position, (digest, unit) in enumerate(pursuit.missing.items()):
+            entry = pursuit.manifest.entries[unit]
+            shift = position % len(holders) if holders else 0
+            ranked = [*holders[shift:], *holders[:shift]]
+            ranked = (
+                [entry.source, *first, *ranked]
+                if purpose is Purpose.PROPOSAL and not pursuit.failed
+                else [*first, entry.source, *ranked]
+            )
+            failed = pursuit.failed.get(digest, set())
+            sources = [p for p in dict.fromkeys([*ranked, *everybody]) if p != self.me]
+            sources.sort(key=lambda peer: peer in failed)
+            wants.append(BlobWanted(unit, digest, entry.num_bytes, tuple(sources)))
+        pursuit.is_fetching = True
+        self._effects.append(Fetch(purpose, tuple(wants)))
+
+    def _start_sync(self, pursuit: Pursuit) -> None:
+        if not pursuit.is_syncing:
+            pursuit.is_syncing = True
+            self._effects.append(Sync(pursuit.manifest))
+
+    def _cancel_fetch(self, purpose: Purpose, pursuit: Pursuit | None) -> None:
+        if pursuit and pursuit.is_fetching:
+            pursuit.is_fetching = False
+            self._effects.append(CancelFetch(purpose))
+
+    # ------------------------------------------------------------ what roles ask of each other
+
+    @abstractmethod
+    def _begin_height(self) -> None:
+        """Starts what a new tip, or the end of listening, allows."""
+
+    @abstractmethod
+    def _note_ballot(self, ballot: Ballot) -> None:
+        """Remembers the highest ballot seen at this height [C7, K1]."""
+
+    @abstractmethod
+    def _advance_campaign(self) -> None:
+        """Takes the campaign, if there is one, as far as it goes."""
+
+    @abstractmethod
+    def _awaits_own_merge(self, pursuit: Pursuit) -> bool:
+        """Whether to wait for the own computation of a merge before fetching it [M6]."""
+
+    @abstractmethod
+    def _consider_commit(self, source: PeerId, commit: Commit) -> None:
+        """Adopts a decided manifest if it is better than the tip [X1]."""

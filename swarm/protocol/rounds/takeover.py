@@ -1,0 +1,69 @@
+"""Takeover: who replaces a convener, and when [K1, C7]."""
+
+from __future__ import annotations
+
+from swarm.protocol.events import Topic
+from swarm.protocol.messages import Ballot
+from swarm.protocol.rounds.convener import Convener
+
+
+class Takeover(Convener):
+    """Watches the convener and takes its place when it fails."""
+
+    def _note_ballot(self, ballot: Ballot) -> None:
+        """Remembers the highest ballot; a convener that was overtaken steps down [C7]."""
+        if self._top is not None and ballot <= self._top:
+            return
+        self._top = ballot
+        self._top_since = self._convener_at = self._now
+        if self._campaign and self._campaign.ballot < ballot:
+            reason = self._why_step_down(self._campaign)
+            if reason:
+                self._step_down(reason)
+
+    def _tick_takeover(self) -> None:
+        reason = self._why_take_over()
+        if reason:
+            self._take_over(reason)
+
+    def _take_over(self, reason: str) -> None:
+        ballot = self._next_ballot()
+        self._explain(Topic.TAKEOVER, f"attempt {ballot.attempt} begins: {reason}")
+        self._start_campaign(ballot, {})
+
+    def _why_take_over(self) -> str | None:
+        """Why this peer should convene now; None when it should not [K1].
+
+        Each rank waits longer than the one before, and a peer that hears nobody does not depose
+        a convener that others hear.
+        """
+        if self._campaign or not self._may_vote() or self._has_left:
+            return None
+        timers, rank = self.timers, self._rank
+        silent_s = self._now - self._convener_at
+        age_s = self._now - self._top_since
+        attempt = self._top.attempt if self._top else 0
+        silence_limit_s = timers.heartbeat_s * (1 + rank)
+        age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * rank
+        if silent_s <= silence_limit_s and age_s <= age_limit_s:
+            return None
+        if not self._hears_somebody() or self._is_busy_catching_up():
+            return None
+        convener = self._convener()
+        if silent_s > silence_limit_s:
+            return f"convener {convener} silent for {silent_s:.1f} s (limit {silence_limit_s:.1f})"
+        return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
+
+    def _hears_somebody(self) -> bool:
+        """Whether a campaign could find anybody: a member was heard, or this peer is enough."""
+        since = self._now - 2 * self.timers.heartbeat_s
+        return self._has_quorum([self.me]) or any(
+            self._heard.get(peer, since) > since for peer in self.tip.members
+        )
+
+    def _is_busy_catching_up(self) -> bool:
+        """Whether a decided manifest is arriving, so that this height is over anyway."""
+        pursuit = self._catch_up
+        return (
+            pursuit is not None and self._now - pursuit.progress_at <= 2 * self.timers.heartbeat_s
+        )
