@@ -176,6 +176,11 @@ class BlobStore:
         """Whether the blob is here, complete."""
         return digest in self._places
 
+    def digests(self) -> list[str]:
+        """Every blob that is here."""
+        with self._lock:
+            return sorted(self._places)
+
     def size(self, digest: str) -> int | None:
         """Bytes of the blob; None if it is not here."""
         place = self._places.get(digest)
@@ -288,8 +293,10 @@ class BlobStore:
     def unpin(self, digests: Iterable[str]) -> None:
         """Takes back one `pin` of each."""
         with self._lock:
-            self._pins.subtract(digests)
-            self._pins = +self._pins
+            for digest in digests:
+                self._pins[digest] -= 1
+                if not self._pins[digest]:
+                    del self._pins[digest]
 
     def lease(self, name: str, digests: Iterable[str], now: float) -> bool:
         """Keeps the blobs of a manifest that somebody is fetching.

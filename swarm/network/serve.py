@@ -26,8 +26,20 @@ _REFUSED_S = 5.0
 class BlobServer:
     """The serving side of the bulk protocol; `serve` is one of `Handlers.streams`."""
 
-    def __init__(self, *, on_ask: Callable[[str, str], None] | None = None) -> None:
-        """`on_ask` is told peer id and digest of every ask, for leases."""
+    def __init__(
+        self,
+        *,
+        on_ask: Callable[[str, str], None] | None = None,
+        is_control: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Serves nothing yet.
+
+        Args:
+            on_ask: told peer id and digest of every ask, for leases.
+            is_control: whether a blob belongs to a control message (an offer, a manifest), so
+                that its bytes count as control bytes.
+        """
+        self._is_control = is_control or (lambda _: False)
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._flows: Counter[str] = Counter()
@@ -98,7 +110,10 @@ class BlobServer:
             if part is None:
                 # Collected meanwhile: only an early end can say so now.
                 raise ConnectionError(f"blob {ask.digest} is gone")
-            traffic.blob_bytes_sent += len(part)
+            if self._is_control(ask.digest):
+                traffic.control_bytes_sent += len(part)
+            else:
+                traffic.blob_bytes_sent += len(part)
             await _send(part, writer)
         return True
 

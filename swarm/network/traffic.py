@@ -13,11 +13,11 @@ class Traffic:
     Attributes:
         control_messages_sent: calls of `post` and `request`, answers not counted.
         control_messages_received: the same, from others.
-        control_bytes_sent: payloads of messages, requests and answers, and asks and heads of the
-            bulk path.
+        control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
+            path, and blobs that belong to messages.
         control_bytes_received: the same, from others.
-        blob_bytes_sent: contents of blobs only.
-        blob_bytes_received: contents of blobs only, those refused later included.
+        blob_bytes_sent: contents of other blobs only.
+        blob_bytes_received: contents of blobs, those refused later and those of messages included.
         refused: how often bytes of others were refused, by reason.
     """
 

@@ -1,0 +1,189 @@
+"""The live model of one peer, and its way to and from the agreed blobs.
+
+The engine trains, the store holds what was agreed; this class moves values between them as
+`swarm.protocol.adoption` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarm.codecs import allocate, decode_unit, encode_unit, fill
+from swarm.config import RunConfig
+from swarm.errors import StateError
+from swarm.experts import UnitLayout, expert_of_unit, expert_unit
+from swarm.model.initialise import initial_tensors
+from swarm.model.merge import Merged, merge_experts
+from swarm.network.blobs import BlobStore
+from swarm.protocol.adoption import Action, Adoption, adopt, due_units
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.merging import alpha_at
+from swarm.protocol.messages import Offer
+from swarm.train.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class BlobGone(StateError):
+    """A blob of an older manifest was collected: a newer tip must be adopted instead."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Reads agreed values: the decoded blobs of a manifest."""
+
+    store: BlobStore
+    layout: Layout
+
+    def blob(self, digest: Digest) -> memoryview:
+        """The bytes of an agreed value.
+
+        Raises:
+            BlobGone: the store no longer has it.
+        """
+        blob = self.store.get(digest)
+        if blob is None:
+            raise BlobGone(f"the blob {digest[:12]} was collected: a newer manifest has come")
+        return blob
+
+    def expert(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
+        """The tensors of an expert in an agreed value; raises like `blob`."""
+        return decode_unit(self.layout.by_unit[unit], self.layout.shapes, self.blob(digest))
+
+
+class LiveModel:
+    """What one peer trains, and what it knows about where its values came from."""
+
+    def __init__(self, me: PeerId, run: RunConfig, engine: Engine, agreed: Agreed) -> None:
+        self.me, self.run, self.engine, self.agreed = me, run, engine, agreed
+        self.bases: dict[int, Digest] = {}
+        """Of each owned expert: the agreed value that its local progress started from."""
+        self.held: dict[Unit, Digest] = {}
+        """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+
+    # ------------------------------------------------ engine -> blobs
+
+    def offered_values(self, tip: Manifest) -> Iterator[tuple[Unit, memoryview, Digest]]:
+        """Encoded value and base digest of each unit that this peer offers on `tip`."""
+        shared = self.engine.read(sorted(self._shared_names()))
+        for unit in due_units(self.me, tip, self.run.round.experts_every):
+            layout = self.agreed.layout.by_unit[unit]
+            expert = expert_of_unit(unit)
+            if expert is None:
+                yield unit, encode_unit(layout, shared), tip.entries[unit].digest
+            else:
+                values = self.engine.read([piece.name for piece in layout.slices])
+                yield unit, encode_unit(layout, values), self.bases[expert]
+
+    def _shared_names(self) -> set[str]:
+        return {piece.name for unit in self._shared_layouts() for piece in unit.slices}
+
+    # ------------------------------------------------ blobs -> engine
+
+    def adopt(self, manifest: Manifest, *, previous: Digest, offer: Offer | None) -> Adoption:
+        """Moves the engine to an agreed state, keeping what local progress may be kept.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest; nothing was promised about the engine.
+        """
+        decision = adopt(self.me, manifest, previous=previous, bases=self.bases, offer=offer)
+        mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
+        self._read_ahead(manifest)
+        self.engine.own(mine)
+        for expert, choice in decision.experts.items():
+            unit = expert_unit(expert)
+            self.held.pop(unit, None)
+            if choice.action in (Action.RESTART, Action.TAKE_UP):
+                self._write(manifest, unit)
+            elif choice.action is Action.REBASE:
+                assert choice.rebase_from is not None
+                self._rebase(manifest, unit, choice.rebase_from)
+            logger.debug("%s: %s", choice.action.value, choice.reason)
+        self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
+        self.bases = {e: d.base for e, d in decision.experts.items() if d.base is not None}
+        return decision
+
+    def adopt_frozen(self, tip: Manifest) -> None:
+        """Fills in the foreign experts beside masters that were loaded from this peer's disk."""
+        self.held = {}
+        self._write_others(tip, set(self.engine.owned), keep_shared=True)
+
+    def _read_ahead(self, manifest: Manifest) -> None:
+        for unit, entry in manifest.entries.items():
+            if not self.agreed.store.has(entry.digest):
+                raise BlobGone(f"the blob of {unit} in {manifest.digest[:12]} is gone")
+
+    def _write_others(self, manifest: Manifest, mine: set[int], *, keep_shared: bool) -> None:
+        for unit, entry in manifest.entries.items():
+            expert = expert_of_unit(unit)
+            if expert is None or expert in mine or self.held.get(unit) == entry.digest:
+                continue
+            self._write(manifest, unit)
+            self.held[unit] = entry.digest
+        if not keep_shared:
+            shared = self._shared_layouts()
+            tensors = allocate(shared, self.agreed.layout.shapes)
+            for layout in shared:
+                fill(tensors, layout, self.agreed.blob(manifest.entries[layout.unit].digest))
+            self.engine.write(tensors)
+
+    def _shared_layouts(self) -> list[UnitLayout]:
+        return [u for u in self.agreed.layout.units if expert_of_unit(u.unit) is None]
+
+    def _write(self, manifest: Manifest, unit: Unit) -> None:
+        self.engine.write(self.agreed.expert(manifest.entries[unit].digest, unit))
+
+    def _rebase(self, manifest: Manifest, unit: Unit, base: Digest) -> None:
+        merged = self.agreed.expert(manifest.entries[unit].digest, unit)
+        before = self.agreed.expert(base, unit)
+        masters = self.engine.read(sorted(merged))
+        self.engine.write(
+            {
+                name: merged[name].float() + (masters[name].float() - before[name].float())
+                for name in sorted(merged)
+            }
+        )
+
+    # ------------------------------------------------ looking at agreed states
+
+    def evaluate(self, manifest: Manifest, tokens_BT1: Tensor) -> float:
+        """Held-out loss of the agreed state in nats per token, right after it was adopted."""
+        replace: dict[str, Tensor] = {}
+        for expert in self.bases:
+            unit = expert_unit(expert)
+            replace |= self.agreed.expert(manifest.entries[unit].digest, unit)
+        return self.engine.evaluate(tokens_BT1, replace=replace)
+
+
+def merge_blobs(
+    manifest: Manifest, run: RunConfig, agreed: Agreed
+) -> tuple[dict[Unit, memoryview], Merged]:
+    """The merged experts of a due manifest, encoded, and who the donors were."""
+    values: dict[str, Tensor] = {}
+    for expert in range(run.model.num_experts):
+        unit = expert_unit(expert)
+        values |= agreed.expert(manifest.entries[unit].digest, unit)
+    alpha = alpha_at(manifest.step, run.merging)
+    merged = merge_experts(values, run.model, alpha=alpha, top_k=run.merging.top_k)
+    units = [expert_unit(expert) for expert in range(run.model.num_experts)]
+    return {unit: encode_unit(agreed.layout.by_unit[unit], merged.named) for unit in units}, merged
+
+
+def initial_blobs(run: RunConfig, layout: Layout) -> Iterator[tuple[Unit, memoryview]]:
+    """The encoded value of every unit before the first step; equal on every peer."""
+    cached: dict[str, Tensor] = {}
+    for unit in layout.units:
+        names = [piece.name for piece in unit.slices]
+        cached = {name: cached[name] for name in names if name in cached}
+        cached |= initial_tensors(run, _missing(names, cached))
+        yield unit.unit, encode_unit(unit, cached)
+
+
+def _missing(names: Sequence[str], there: Iterable[str]) -> list[str]:
+    known = set(there)
+    return [name for name in names if name not in known]

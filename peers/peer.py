@@ -1,0 +1,340 @@
+"""swarm-peer: trains in a run; founds it with --run, joins it with only --initial-peers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import click
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from peers.live_model import Agreed, LiveModel, merge_blobs
+from peers.options import Options, as_toml, options, program
+from peers.publisher import Publisher
+from peers.start import (
+    Started,
+    Starter,
+    Stopped,
+    announcement,
+    explain_difference,
+    require_settings,
+)
+from peers.state_directory import StateDirectory
+from peers.status import PeerStatus
+from peers.trainer import StopAsked, Trainer
+from swarm.config import PeerConfig, RunConfig
+from swarm.data.corpus import open_corpus
+from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.shards import open_shards
+from swarm.errors import RunMismatch
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.fetch import Downloads
+from swarm.network.joining import TIP_QUESTION
+from swarm.network.node import Handlers, Node
+from swarm.network.record_file import RecordFile
+from swarm.network.round_driver import RoundDriver
+from swarm.network.serve import BlobServer
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.records import PeerState
+from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.train.engine import ResidentEngine
+
+logger = logging.getLogger(__name__)
+
+NETWORK_START_S = 60.0
+MAX_DATA_INDEX = 2**20
+
+
+class Stop:
+    """Ctrl+C and SIGTERM: the first leaves cleanly, the second at once."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            sys.stderr.write("leaving at once\n")
+            os._exit(130)
+        self._asked.set()
+        sys.stderr.write("leaving; once more to leave at once\n")
+
+    def __call__(self) -> bool:
+        """Whether the person asked to stop."""
+        return self._asked.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits to be asked; returns whether it was."""
+        return self._asked.wait(timeout_s)
+
+
+@dataclass
+class Peer:
+    """One process in one run: everything it opened, closed in reverse order."""
+
+    config: PeerConfig
+    state: StateDirectory
+    stop: Stop
+    driver: RoundDriver | None = None
+
+    def __post_init__(self) -> None:
+        """Prepares to serve blobs."""
+        self.server = BlobServer(
+            is_control=lambda digest: (
+                self.driver is not None and digest in self.driver.control_blobs
+            )
+        )
+
+    # ------------------------------------------------ the network
+
+    def start_node(self, deadline_s: float = NETWORK_START_S) -> Node:
+        """Starts the network; with a tip on disk the peer starts even when nobody answers."""
+        network = self.config.network
+        known = (*network.initial_peers, *self.state.known_peers)
+        identity = network.identity_path
+        self.node = Node.start(
+            identity_path=Path(identity) if identity else self.state.identity_path,
+            network=network,
+            known_peers=known,
+            port=self.state.port,
+            handlers=Handlers(
+                on_message=self._on_message,
+                on_request=self._on_request,
+                streams={PROTOCOL: self.server.serve},
+            ),
+            deadline_s=deadline_s,
+            must_reach=bool(network.initial_peers) and self.state.current_run is None,
+        )
+        if self.node.port and self.state.port is None:
+            self.state.port = self.node.port
+        for address in self.node.addresses[:1]:
+            click.echo(f"swarm-peer --initial-peers {address}")
+        sys.stdout.flush()
+        return self.node
+
+    async def _on_message(self, source: PeerId, payload: bytes) -> None:
+        if self.driver:
+            self.driver.inbound.take(source, payload)
+
+    async def _on_request(self, _source: PeerId, payload: bytes) -> bytes:
+        driver = self.driver
+        if driver and payload == TIP_QUESTION + driver.machine.rules.run.encode():
+            return driver.commit_of_tip()
+        return b""
+
+    def serve(self, store: BlobStore) -> Downloads:
+        """Makes a store's blobs available to others and returns what fetches into it."""
+        self.server.attach(store)
+        return Downloads(self.node, store)
+
+    # ------------------------------------------------ the run
+
+    def start_run(self, wanted: RunConfig | None, options: Options) -> Started:
+        """Resumes, joins or founds, in this order."""
+        starter = Starter(
+            self.node, self.state, self.config, self.stop, self.serve, self._status, self._held_out
+        )
+        current = self.state.current_run
+        if current and (started := starter.resume(current)):
+            if wanted is None or started.run.fingerprint() == wanted.fingerprint():
+                return self._checked(started, wanted, options)
+            logger.info("run=%s on disk differs from --run; it is left as it is", current)
+        if self.config.network.initial_peers or wanted is None:
+            joined = starter.join(wanted, None)
+            if joined:
+                return self._checked(joined, wanted, options)
+        assert wanted is not None
+        return starter.found(wanted)
+
+    def _checked(self, started: Started, wanted: RunConfig | None, options: Options) -> Started:
+        if wanted is None:
+            require_settings(started.run, options.asked_of_run())
+        elif difference := explain_difference(wanted, started.run):
+            raise RunMismatch(difference)
+        return started
+
+    def _status(self, run: RunConfig) -> PeerStatus:
+        name = self.config.peer.name or f"{socket.gethostname()}-{self.node.peer_id[-4:]}"
+        return PeerStatus(
+            self.node,
+            run,
+            name=name,
+            capacity=self.config.peer.capacity,
+            data_index=self.data_index,
+        )
+
+    @property
+    def data_index(self) -> int:
+        """Which stream of the corpus this peer trains on."""
+        if self.config.peer.data_index is not None:
+            return self.config.peer.data_index
+        digest = blake3(self.node.peer_id.encode()).digest()
+        return int.from_bytes(digest[:8], "big") % MAX_DATA_INDEX
+
+    def _held_out(self, run: RunConfig) -> NDArray[np.uint32]:
+        corpus = open_corpus(self.config.corpus.folder)
+        tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
+        return tokens.astype(np.uint32)
+
+    # ------------------------------------------------ training
+
+    def train(self, started: Started) -> None:
+        """Takes part in the run until it is finished or the person stops this peer."""
+        run, layout = started.run, started.layout
+        agreed = Agreed(started.store, layout)
+        status = self._status(run)
+        status.directory = started.directory
+        publisher = Publisher(self.node, status, announcement(started), self.state)
+        self.driver = RoundDriver(
+            self.node,
+            started.store,
+            self.node.identity,
+            self._machine(started),
+            record_file=RecordFile(started.directory.record_path),
+            layout=layout,
+            settings=run.round,
+            merger=lambda tip: self._merge(tip, run, agreed, publisher),
+        )
+        status.watch(self.driver, started.run_id)
+        device = self._device()
+        engine = ResidentEngine(run, device=device)
+        shards = open_shards(open_corpus(self.config.corpus.folder), self.state.data_path)
+        loader = Loader(shards, run, data_index=self.data_index, pin_memory=device == "cuda")
+        trainer = Trainer(
+            LiveModel(self.node.peer_id, run, engine, agreed),
+            loader,
+            self.driver,
+            started.directory,
+            data_index=self.data_index,
+            validation_BT1=_validation(started),
+            status=status,
+            stopping=self.stop,
+        )
+        with loader:
+            self.driver.start()
+            publisher.start()
+            try:
+                trainer.train()
+                self._linger(status)
+            except StopAsked:
+                self._leave(status)
+            finally:
+                publisher.stop()
+                self.node.run(self.driver.stop(), 10)
+                status.ended()
+
+    def _machine(self, started: Started) -> RoundMachine:
+        run = started.run
+        rules = Rules.of(started.run_id, run, started.layout)
+        founding = started.record.tip.founding
+        pinned = [founding.config, founding.validation, started.directory.read_founding().digest]
+        started.store.pin(pinned)
+        return RoundMachine(
+            self.node.peer_id,
+            self.config.peer.capacity,
+            rules,
+            Timers(),
+            started.record,
+            stored=started.store.digests(),
+            now=time.monotonic(),
+            random=random.Random(),
+        )
+
+    def _merge(
+        self, tip: Manifest, run: RunConfig, agreed: Agreed, publisher: Publisher
+    ) -> dict[Unit, memoryview]:
+        values, merged = merge_blobs(tip, run, agreed)
+        publisher.announce_merge(tip, merged.donors)
+        return values
+
+    def _device(self) -> str:
+        asked = self.config.compute.device
+        if asked == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return asked
+
+    # ------------------------------------------------ the end
+
+    def _linger(self, status: PeerStatus) -> None:
+        status.begin(PeerState.FINISHED)
+        status.finished()
+        linger_s = self.config.peer.linger_s
+        logger.info("finished; serving others for %.0f s (Ctrl+C ends it)", linger_s)
+        self.stop.wait(linger_s)
+
+    def _leave(self, status: PeerStatus) -> None:
+        assert self.driver is not None
+        status.begin(PeerState.LEAVING)
+        self.driver.leave()
+        deadline_s = time.monotonic() + self.config.peer.leave_timeout_s
+        while self.driver.left is None and time.monotonic() < deadline_s:
+            self.driver.wait_for_tip(self.driver.tip.digest, 0.2)
+        logger.info("left: %s", self.driver.left or "the others did not answer in time")
+
+
+def _validation(started: Started) -> torch.Tensor:
+    blob = started.store.get(started.record.tip.founding.validation)
+    assert blob is not None, "the held-out tokens are part of every fetched state"
+    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
+    return held_out_sequences(tokens, started.run.data.sequence_length)
+
+
+@program("swarm-peer")
+@options(
+    "run", "config", "initial_peers", "state_dir", "rounds", "peers", "settings", "host_maddrs",
+    "announce_maddrs", "identity_path", "client_mode", "name", "capacity", "data_index",
+    "wait_for_peers", "linger", "device", "threads", "corpus", "print_config", "log_format",
+)  # fmt: skip
+def main(options: Options) -> None:
+    r"""Trains one peer of a swarm.
+
+    \b
+    Found a run:    swarm-peer --run configs/runs/demo.toml
+    Join a run:     swarm-peer --initial-peers ADDRESS
+    Go on with one: swarm-peer --state-dir DIR
+
+    Every start prints the line with which others join. The first Ctrl+C leaves cleanly, the
+    second at once.
+    """
+    config = options.peer_config()
+    wanted = options.run_config() if options.run else None
+    if options.print_config:
+        click.echo(as_toml(*([wanted] if wanted else []), config))
+        return
+    torch.set_num_threads(config.compute.threads or torch.get_num_threads())
+    # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
+    sys.setswitchinterval(0.0002)
+    state = StateDirectory(options.state_dir)
+    peer = Peer(config, state, Stop())
+    try:
+        node = peer.start_node()
+    except BaseException:
+        state.close()
+        raise
+    try:
+        peer.train(peer.start_run(wanted, options))
+    except Stopped:
+        logger.info("stopped before the run began")
+    finally:
+        state.known_peers = node.known_addresses
+        node.stop(10)
+        state.close()
+
+
+if __name__ == "__main__":
+    main()

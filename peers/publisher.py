@@ -1,0 +1,117 @@
+"""Publishes this peer's records: on every heartbeat, and soon after something changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from peers.state_directory import StateDirectory
+from peers.status import PeerStatus
+from swarm.errors import SwarmError
+from swarm.network.joining import present_peers, publish_peer
+from swarm.network.node import Node
+from swarm.network.records import publish
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.merging import alpha_at
+from swarm.protocol.records import (
+    HEARTBEAT_S,
+    MergeRecord,
+    RunRecord,
+    TipRecord,
+    fitted,
+    merges_key,
+    runs_key,
+    tips_key,
+    validation_key,
+)
+
+logger = logging.getLogger(__name__)
+
+SOONEST_S = 1.0
+"""Changes in quick succession share one publication."""
+PUBLISH_DEADLINE_S = 30.0
+
+
+class Publisher:
+    """One named thread; what it publishes is for people and newcomers, never for decisions."""
+
+    def __init__(
+        self, node: Node, status: PeerStatus, run: RunRecord, state: StateDirectory
+    ) -> None:
+        self.node, self.status, self.run, self.state = node, status, run, state
+        self._merge: MergeRecord | None = None
+        self._looked_s = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
+
+    def start(self) -> None:
+        """Begins to publish."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publishes a last time and ends the thread."""
+        self._stopping.set()
+        self.status.changed.set()
+        self._thread.join(PUBLISH_DEADLINE_S)
+
+    def announce_merge(self, tip: Manifest, donors: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Announces the donors of this peer's experts in the merge of a due tip.
+
+        Args:
+            tip: the manifest that is merged.
+            donors: by layer and expert, best first.
+        """
+        merging, me = self.status.run.merging, self.node.peer_id
+        mine = [expert for expert, owners in sorted(tip.owners.items()) if me in owners]
+        self._merge = fitted(
+            MergeRecord(
+                generation=tip.generation,
+                round=tip.round,
+                merged=tip.step // merging.interval_steps,
+                step=tip.step,
+                alpha=alpha_at(tip.step, merging),
+                donors={e: tuple(tuple(layer[e]) for layer in donors) for e in mine},
+            )
+        )
+        self.status.changed.set()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            self.status.changed.wait(HEARTBEAT_S)
+            self.status.changed.clear()
+            began_s = time.monotonic()
+            try:
+                self.node.run(self._publish(), PUBLISH_DEADLINE_S)
+                self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
+            except (SwarmError, TimeoutError, OSError) as error:
+                logger.warning("records were not published: %s", error)
+            self._stopping.wait(max(SOONEST_S - (time.monotonic() - began_s), 0.0))
+
+    async def _publish(self) -> None:
+        status, run = self.status, self.run.run
+        await publish_peer(self.node, run, status.record())
+        await publish(self.node, runs_key(), self.run)
+        if manifest := status.manifest:
+            await publish(self.node, tips_key(run), _tip_record(manifest))
+        if status.validation:
+            await publish(self.node, validation_key(run), status.validation)
+        if self._merge:
+            await publish(self.node, merges_key(run), self._merge)
+        if time.monotonic() - self._looked_s > HEARTBEAT_S:
+            self._looked_s = time.monotonic()
+            present = await present_peers(self.node, run)
+            self.node.remember([a for record in present.values() for a in record.addresses])
+
+
+def _tip_record(manifest: Manifest) -> TipRecord:
+    return TipRecord(
+        generation=manifest.generation,
+        height=manifest.height,
+        round=manifest.round,
+        kind=manifest.kind,
+        code=manifest.code,
+        manifest_digest=manifest.digest,
+        manifest_bytes=len(manifest.encoded),
+    )

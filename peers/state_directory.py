@@ -1,0 +1,188 @@
+"""What a peer keeps on this machine, and where.
+
+STATE_DIR/
+├── identity.key        the RSA key that is this peer's id (mode 0600)
+├── lock                held while a process uses the directory
+├── port                the port chosen first, used again
+├── known_peers         addresses that answered, one a line
+├── current_run         id of the run this peer is in
+├── data/               tokenised corpus
+└── runs/RUN_ID/
+    ├── config.json     the run configuration, canonical
+    ├── founding        manifest 0
+    ├── record          tip, promise and vote of the round protocol
+    ├── private         masters, moments and bases, saved with every offer
+    ├── packs/          blobs of the newest manifests
+    └── events.jsonl    one line per round
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from swarm.config import RunConfig
+from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
+from swarm.protocol.manifest import Manifest, decode_manifest
+
+MAX_KNOWN_PEERS = 64
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        """Canonical JSON of the run configuration."""
+        return self.path / "config.json"
+
+    @property
+    def record_path(self) -> Path:
+        """The round protocol's record."""
+        return self.path / "record"
+
+    @property
+    def private_path(self) -> Path:
+        """The engine's private state."""
+        return self.path / "private"
+
+    @property
+    def events_path(self) -> Path:
+        """One JSON object a line, appended for every round."""
+        return self.path / "events.jsonl"
+
+    def read_config(self) -> RunConfig:
+        """The run's configuration.
+
+        Raises:
+            CorruptState: it cannot be read.
+        """
+        try:
+            return RunConfig.model_validate_json(self.config_path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CorruptState(f"{self.config_path}: {error}") from error
+
+    def write_config(self, run: RunConfig) -> None:
+        """Keeps the run's configuration, as every peer derives it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config_path, run.canonical_json())
+
+    def read_founding(self) -> Manifest:
+        """Manifest 0.
+
+        Raises:
+            CorruptState: it cannot be read.
+        """
+        try:
+            return decode_manifest((self.path / "founding").read_bytes())
+        except (OSError, BadManifest) as error:
+            raise CorruptState(f"{self.path / 'founding'}: {error}") from error
+
+    def write_founding(self, manifest: Manifest) -> None:
+        """Keeps manifest 0, which the run id is made of."""
+        write_whole(self.path / "founding", manifest.encoded)
+
+    def append_event(self, kind: str, /, **fields: Any) -> None:
+        """Adds one line to the run's history."""
+        line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
+        with self.events_path.open("a") as file:
+            file.write(line + "\n")
+
+
+class StateDirectory:
+    """A peer's directory, locked against a second process until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens (or makes) the directory and locks it.
+
+        Raises:
+            StateLocked: another living process uses it.
+            StateError: it cannot be made or written.
+        """
+        self.path = path.expanduser()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock: IO[str] = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise StateError(f"--state-dir {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise StateLocked(
+                f"--state-dir {self.path} is in use by another process",
+                hint="give every peer on a machine its own --state-dir",
+            ) from error
+
+    def close(self) -> None:
+        """Gives the directory free."""
+        self._lock.close()
+
+    @property
+    def identity_path(self) -> Path:
+        """The peer's key."""
+        return self.path / "identity.key"
+
+    @property
+    def data_path(self) -> Path:
+        """Where tokenised text is cached."""
+        return self.path / "data"
+
+    @property
+    def port(self) -> int | None:
+        """The port that was used first."""
+        text = _read_text(self.path / "port").strip()
+        return int(text) if text.isdigit() else None
+
+    @port.setter
+    def port(self, port: int) -> None:
+        write_whole(self.path / "port", f"{port}\n".encode())
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        """Addresses of peers that once answered."""
+        return tuple(_read_text(self.path / "known_peers").split())
+
+    @known_peers.setter
+    def known_peers(self, addresses: Iterable[str]) -> None:
+        kept = list(dict.fromkeys(addresses))[:MAX_KNOWN_PEERS]
+        write_whole(self.path / "known_peers", "".join(f"{a}\n" for a in kept).encode())
+
+    @property
+    def current_run(self) -> str | None:
+        """Id of the run that this peer was in last."""
+        return _read_text(self.path / "current_run").strip() or None
+
+    @current_run.setter
+    def current_run(self, run_id: str) -> None:
+        write_whole(self.path / "current_run", f"{run_id}\n".encode())
+
+    def run(self, run_id: str) -> RunDirectory:
+        """The directory of one run."""
+        return RunDirectory(self.path / "runs" / run_id)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file as a whole: a reader sees the old or the new content, never a mixture."""
+    beside = path.with_name(path.name + ".writing")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,230 @@
+"""What a peer says about itself: one log line a round, one event a round, its record.
+
+The trainer's thread writes, the network's thread reads; every field is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from peers.state_directory import RunDirectory
+from swarm import __version__
+from swarm.config import RunConfig
+from swarm.network.node import Node
+from swarm.network.round_driver import RoundDriver
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
+from swarm.train.engine import StepStats
+from swarm.train.local_steps import LocalStats
+
+logger = logging.getLogger(__name__)
+
+NO_DIGEST = "0" * 64
+MAX_RECENT = 200
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one applied manifest did for this peer."""
+
+    manifest: Manifest
+    stats: LocalStats | None
+    """None when this peer trained nothing for it."""
+    counted: bool
+    """Whether this peer's shared tensors are in the mean."""
+    wait_s: float
+    """From the offer until the manifest was applied."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the start."""
+
+    blobs_sent: int
+    blobs_received: int
+    control_sent: int
+    control_received: int
+
+
+class PeerStatus:
+    """Everything about this peer that others may see."""
+
+    def __init__(
+        self, node: Node, run: RunConfig, *, name: str, capacity: float, data_index: int
+    ) -> None:
+        self.node, self.run = node, run
+        self.name, self.capacity, self.data_index = name, capacity, data_index
+        self.directory: RunDirectory | None = None
+        self.changed = threading.Event()
+        """Set when a record should be published before the next heartbeat."""
+        self.reason_of: Callable[[], str] = str
+        self.refused_of: Callable[[], dict[str, int]] = dict
+        self.manifest: Manifest | None = None
+        self.validation: ValidationRecord | None = None
+        self.tokens = self.tokens_lost = self.skipped = 0
+        self.tokens_per_s = 0.0
+        self._state = PeerState.STARTING
+        self._since_s = time.monotonic()
+        self._steps_done = 0
+        self._loss: float | None = None
+        self._round_s = time.monotonic()
+        self._at_round_start = self._round_traffic = self.traffic()
+
+    def watch(self, driver: RoundDriver, run_id: str) -> None:
+        """Takes part in the run from now on."""
+        self.reason_of = lambda: driver.last_reason
+        self.refused_of = lambda: dict(driver.refused + self.node.traffic.refused)
+        self.manifest = driver.tip
+        self._event("started", run=run_id, peer_id=self.node.peer_id, **asdict(self.traffic()))
+
+    def finished(self) -> None:
+        """All rounds are done; from here on the peer only serves others."""
+        manifest = self.manifest
+        assert manifest is not None
+        self._event("finished", round=manifest.round, digest=manifest.digest)
+
+    def ended(self) -> None:
+        """The process ends; totals since its start."""
+        self._event("ended", **asdict(self.traffic()), refused=self.refused_of())
+
+    # ------------------------------------------------ told by the trainer
+
+    def begin(self, state: PeerState) -> None:
+        """The peer does something else from now on."""
+        self._state, self._since_s = state, time.monotonic()
+        self.changed.set()
+
+    def since_begin_s(self) -> float:
+        """Seconds since the last `begin`."""
+        return time.monotonic() - self._since_s
+
+    def on_step(self, step: int, stats: StepStats) -> None:
+        """One local step was done."""
+        self._steps_done += 1
+        if stats.skipped:
+            logger.warning("step=%d skipped: loss or gradient is not finite", step)
+
+    def end_steps(self, stats: LocalStats) -> None:
+        """The local steps of a round are done, or were ended by a newer tip."""
+        self.tokens += stats.tokens
+        self.skipped += stats.skipped
+        self._loss = stats.cross_entropy
+        self.tokens_per_s = stats.tokens / max(self.since_begin_s(), 1e-9)
+
+    def lose_tokens(self, tokens: int, why: str) -> None:
+        """The result of local steps entered no manifest."""
+        self.tokens_lost += tokens
+        logger.warning("tokens_lost=%d reason=%r", tokens, why)
+
+    def validated(self, manifest: Manifest, val_loss: float, tokens: int) -> None:
+        """The held-out loss of an agreed state was measured here."""
+        before = self.validation
+        recent = (*before.recent, (before.round, before.val_loss)) if before else ()
+        self.validation = ValidationRecord(
+            manifest.round, manifest.digest, val_loss, tokens, recent[-MAX_RECENT:]
+        )
+        logger.info("round=%d val_loss=%.4f nats/token", manifest.round, val_loss)
+        self._event("validation", round=manifest.round, digest=manifest.digest, val_loss=val_loss)
+        self.changed.set()
+
+    def applied(self, report: RoundReport) -> None:
+        """A manifest was applied: the round's log line and event."""
+        manifest, stats = report.manifest, report.stats
+        now, traffic = time.monotonic(), self.traffic()
+        self._round_traffic = _difference(traffic, self._at_round_start)
+        seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
+        self.manifest, self._steps_done = manifest, 0
+        owned = self.owned_experts()
+        logger.info(
+            "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
+            "loss=%s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
+            manifest.digest[:12], len(manifest.members), len(manifest.contributors),
+            ",".join(map(str, owned)) or "none",
+            f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
+            report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
+            report.reason,
+        )  # fmt: skip
+        for reason in manifest.reasons:
+            logger.info("round=%d %s", manifest.round, reason)
+        self._event(
+            "applied",
+            generation=manifest.generation, height=manifest.height, round=manifest.round,
+            kind=manifest.kind.value, digest=manifest.digest, step=manifest.step,
+            tokens=manifest.tokens, members=sorted(manifest.members),
+            contributors=list(manifest.contributors), owned=list(owned),
+            trained_tokens=stats.tokens if stats else 0, counted=report.counted,
+            tokens_lost=self.tokens_lost, wait_s=round(report.wait_s, 3),
+            seconds=round(seconds, 3), blob_bytes_sent=self._round_traffic.blobs_sent,
+            blob_bytes_received=self._round_traffic.blobs_received,
+            control_bytes_sent=self._round_traffic.control_sent, reason=report.reason,
+        )  # fmt: skip
+        self.changed.set()
+
+    def _event(self, kind: str, /, **fields: object) -> None:
+        if self.directory:
+            self.directory.append_event(kind, **fields)
+
+    # ------------------------------------------------ read by others
+
+    def owned_experts(self) -> tuple[int, ...]:
+        """Experts that this peer owns by its tip."""
+        owners = self.manifest.owners if self.manifest else {}
+        return tuple(sorted(e for e, peers in owners.items() if self.node.peer_id in peers))
+
+    def traffic(self) -> Traffic:
+        """Bytes that this peer has moved."""
+        counted = self.node.traffic
+        return Traffic(
+            counted.blob_bytes_sent,
+            counted.blob_bytes_received,
+            counted.control_bytes_sent,
+            counted.control_bytes_received,
+        )
+
+    def record(self) -> PeerRecord:
+        """Presence, progress and ownership, as published."""
+        manifest, traffic = self.manifest, self.traffic()
+        return PeerRecord(
+            peer_id=self.node.peer_id,
+            name=self.name,
+            addresses=self.node.addresses,
+            state=self._state,
+            capacity=self.capacity,
+            generation=manifest.generation if manifest else "0",
+            height=manifest.height if manifest else 0,
+            round=manifest.round if manifest else 0,
+            rounds_total=self.run.run.rounds,
+            manifest_digest=manifest.digest if manifest else NO_DIGEST,
+            owned_experts=self.owned_experts(),
+            step=(manifest.step if manifest else 0) + self._steps_done,
+            tokens=self.tokens,
+            loss=self._loss,
+            val_loss=self.validation.val_loss if self.validation else None,
+            tokens_per_s=self.tokens_per_s,
+            blob_bytes_sent=traffic.blobs_sent,
+            blob_bytes_received=traffic.blobs_received,
+            round_blob_bytes_sent=self._round_traffic.blobs_sent,
+            round_blob_bytes_received=self._round_traffic.blobs_received,
+            control_bytes_sent=traffic.control_sent,
+            control_bytes_received=traffic.control_received,
+            steps_skipped=self.skipped,
+            refused=self.refused_of(),
+            data_index=self.data_index,
+            reason=shortened(self.reason_of()),
+            version=__version__,
+        )
+
+
+def _difference(now: Traffic, before: Traffic) -> Traffic:
+    return Traffic(
+        now.blobs_sent - before.blobs_sent,
+        now.blobs_received - before.blobs_received,
+        now.control_sent - before.control_sent,
+        now.control_received - before.control_received,
+    )

@@ -1,0 +1,229 @@
+"""The main loop of a peer, visible on one screen: train, offer, agree, adopt, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from peers.live_model import BlobGone, LiveModel
+from peers.state_directory import RunDirectory
+from peers.status import PeerStatus, RoundReport
+from swarm.config import RunConfig
+from swarm.data.loader import Loader
+from swarm.errors import StateError
+from swarm.network.round_driver import Applied, RoundDriver
+from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.records import PeerState
+from swarm.train.checkpoint import (
+    PrivateState,
+    load_newest,
+    read_rng,
+    restore_rng,
+    save_private,
+)
+from swarm.train.local_steps import LocalStats, train_local_steps
+
+logger = logging.getLogger(__name__)
+
+WAIT_SLICE_S = 0.5
+"""How soon a waiting trainer notices that it was asked to stop."""
+SAY_WHY_EVERY_S = 15.0
+"""A peer that waits says what for, so often."""
+
+
+class StopAsked(Exception):
+    """The person asked this peer to stop while it was waiting."""
+
+
+class Trainer:
+    """Trains one peer in one run until the run is finished or a person stops it."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        loader: Loader,
+        rounds: RoundDriver,
+        directory: RunDirectory,
+        *,
+        data_index: int,
+        validation_BT1: Tensor,
+        status: PeerStatus,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
+        self.run: RunConfig = model.run
+        self.data_index, self.validation_BT1 = data_index, validation_BT1
+        self.status, self.stopping = status, stopping
+
+    def train(self) -> Manifest:
+        """Runs the local steps and rounds; returns the last manifest.
+
+        Raises:
+            StopAsked: a person stopped it.
+            TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
+        """
+        tip, offer = self._resume()
+        while tip.round < self.run.run.rounds:
+            if self.model.me not in tip.members:
+                tip = self._adopt(self._wait(tip, PeerState.JOINING), tip, None, None)
+                continue
+            stats = None
+            if offer is None:
+                stats = self._local_steps(tip)
+                if not stats.completed:
+                    tip = self._adopt(self._wait(tip, PeerState.CATCHING_UP), tip, None, stats)
+                    continue
+                offer = self._save_offer(tip, stats.steps, stats.tokens)
+            self.rounds.offer(offer)
+            tip = self._adopt(self._wait(tip, PeerState.AVERAGING), tip, offer, stats)
+            offer = None
+        return tip
+
+    # ------------------------------------------------ the parts, in order
+
+    def _local_steps(self, tip: Manifest) -> LocalStats:
+        phase = self.run.phase_at(tip.tokens)
+        self.status.begin(PeerState.TRAINING)
+        stats = train_local_steps(
+            self.model.engine,
+            self.loader,
+            self.run,
+            step=tip.step,
+            local_steps=phase.local_steps,
+            batch_tokens=phase.batch_tokens,
+            stop=lambda: self.rounds.tip.digest != tip.digest or self._check_stop(),
+            on_step=self.status.on_step,
+        )
+        self.status.end_steps(stats)
+        return stats
+
+    def _save_offer(self, tip: Manifest, steps: int, tokens: int) -> Offer:
+        """Stores the offered values, then makes the private state durable, then offers [P6]."""
+        units = {}
+        for unit, value, base in self.model.offered_values(tip):
+            digest, num_bytes = self.rounds.store_value(value)
+            units[unit] = OfferedUnit(digest, num_bytes, base)
+        private = PrivateState(
+            engine=self.model.engine.state_dict(),
+            run_id=self.rounds.machine.rules.run,
+            base_tip=tip.digest,
+            round=tip.round + 1,
+            step=tip.step + steps,
+            tokens=tip.tokens,
+            data_index=self.data_index,
+            data_step=tip.step + steps,
+            offered={unit: offered.digest for unit, offered in units.items()},
+            expert_bases=dict(self.model.bases),
+            rng=read_rng(torch.device("cpu")),
+        )
+        save_private(self.directory.private_path, private)
+        return Offer(tip.digest, steps, tokens, units)
+
+    def _wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
+        """Waits until the tip has moved to one that can be trained on, and says what for."""
+        self.status.begin(state)
+        said_s = time.monotonic()
+        while True:
+            path = self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S)
+            if path and not merge_due(path[-1].manifest, self.run.merging):
+                return path
+            self._check_stop()
+            if time.monotonic() - said_s > SAY_WHY_EVERY_S:
+                said_s = time.monotonic()
+                logger.info("waiting state=%s reason=%r", state.value, self.rounds.last_reason)
+
+    def _adopt(
+        self, path: list[Applied], tip: Manifest, offer: Offer | None, stats: LocalStats | None
+    ) -> Manifest:
+        """Swaps in the agreed model, manifest by manifest, and reports each."""
+        wait_s = self.status.since_begin_s()
+        previous, counted = tip, False
+        for applied in path:
+            manifest = applied.manifest
+            try:
+                self.model.adopt(manifest, previous=previous.digest, offer=offer)
+            except BlobGone as error:
+                logger.info("height=%d skipped: %s", manifest.height, error)
+                continue
+            follows = manifest.parent == tip.digest
+            mine = follows and offer is not None and self.model.me in manifest.contributors
+            counted |= mine
+            report = RoundReport(manifest, stats if follows else None, mine, wait_s, applied.reason)
+            self.status.applied(report)
+            previous = manifest
+        if previous is not path[-1].manifest:
+            raise StateError("the newest manifest's blobs are not all here")
+        if stats and not counted:
+            self.status.lose_tokens(stats.tokens, path[-1].reason)
+        self._validate(previous)
+        return previous
+
+    def _validate(self, manifest: Manifest) -> None:
+        """The round's rank 0 measures the agreed state for everybody."""
+        if manifest.order[0] == self.model.me:
+            val_loss = self.model.evaluate(manifest, self.validation_BT1)
+            self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
+
+    def _check_stop(self) -> bool:
+        if self.stopping():
+            raise StopAsked
+        return False
+
+    # ------------------------------------------------ going on where we were
+
+    def _resume(self) -> tuple[Manifest, Offer | None]:
+        """Brings engine and tip together after a start; returns an offer that is still good."""
+        self.model.engine.count_from(self.rounds.tip.step)
+        private = self._load_private()
+        tip = self.rounds.tip
+        if private is None:
+            return self._adopt_start([tip], "", None), None
+        offer = self._offer_of(private)
+        if private.base_tip == tip.digest:
+            logger.info("round=%d: the saved local steps are offered again", private.round)
+            self.model.adopt_frozen(tip)
+            return tip, self._save_offer(tip, *self._local_work(tip))
+        parent = self.rounds.machine.record.parent
+        path = [parent, tip] if parent and parent.parent == private.base_tip else [tip]
+        return self._adopt_start(path, private.base_tip, offer), None
+
+    def _adopt_start(self, path: list[Manifest], previous: Digest, offer: Offer | None) -> Manifest:
+        for manifest in path:
+            self.model.adopt(manifest, previous=previous, offer=offer)
+            previous = manifest.digest
+        tip = path[-1]
+        self.status.manifest = tip
+        if merge_due(tip, self.run.merging):
+            return self._adopt(self._wait(tip, PeerState.MERGING), tip, None, None)
+        self._validate(tip)
+        return tip
+
+    def _local_work(self, tip: Manifest) -> tuple[int, int]:
+        """Steps and tokens of one round on this tip."""
+        phase = self.run.phase_at(tip.tokens)
+        return phase.local_steps, phase.local_steps * phase.batch_tokens
+
+    def _load_private(self) -> PrivateState | None:
+        loaded = load_newest(self.directory.private_path)
+        if loaded is None:
+            return None
+        private = loaded.state
+        logger.info("resume %s", loaded.reason)
+        self.model.engine.load_state_dict(private.engine)
+        restore_rng(private.rng, torch.device("cpu"))
+        self.model.bases = dict(private.expert_bases)
+        return private
+
+    def _offer_of(self, private: PrivateState) -> Offer:
+        layout = self.rounds.layout.by_unit
+        units = {
+            unit: OfferedUnit(digest, layout[unit].num_bytes, base="")
+            for unit, digest in private.offered.items()
+        }
+        return Offer(private.base_tip, 0, 0, units)

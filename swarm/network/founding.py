@@ -1,0 +1,147 @@
+"""How a run begins: its founder gathers peers, writes manifest 0 and announces it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from swarm.config import RunConfig
+from swarm.errors import NobodyReachable
+from swarm.network.joining import (
+    POLL_S,
+    Announced,
+    announced_runs,
+    present_peers,
+    publish_peer,
+)
+from swarm.network.node import Node
+from swarm.network.records import publish
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import (
+    FOUNDING_GENERATION,
+    Digest,
+    Entry,
+    Founding,
+    Kind,
+    Manifest,
+    Member,
+    PeerId,
+    Unit,
+)
+from swarm.protocol.ownership import assign
+from swarm.protocol.records import PeerRecord, RunRecord, RunState, runs_key
+
+logger = logging.getLogger(__name__)
+
+FOUNDER_SILENT_S = 60.0
+"""A gathering run whose founder is not announced for so long will not begin."""
+
+
+def founding_manifest(
+    founding: Founding,
+    run: RunConfig,
+    layout: Layout,
+    initial: Mapping[Unit, tuple[Digest, int]],
+    present: Mapping[PeerId, float],
+) -> Manifest:
+    """Manifest 0: the seeded initial state, with the peers that are present as its electorate.
+
+    Args:
+        founding: who founds, the configuration and the held-out tokens.
+        run: the run configuration.
+        layout: units of the run.
+        initial: digest and size of every unit's initial value.
+        present: capacity of each member.
+    """
+    owners = assign(
+        {},
+        present,
+        sorted(present),
+        stale=(),
+        owners_per_expert=run.ownership.owners_per_expert,
+        num_experts=run.model.num_experts,
+        seed=founding.nonce,
+    ).owners
+    return Manifest(
+        run="",
+        generation=FOUNDING_GENERATION,
+        height=0,
+        round=0,
+        kind=Kind.FOUNDING,
+        parent=None,
+        founding=founding,
+        step=0,
+        tokens=0,
+        merged=0,
+        members={peer: Member(0, present[peer]) for peer in sorted(present)},
+        contributors=tuple(sorted(present)),
+        sources={},
+        owners=owners,
+        entries={
+            unit.unit: Entry(*initial[unit.unit], 0, founding.founder, unit.codec)
+            for unit in layout.units
+        },
+    )
+
+
+async def gather(
+    node: Node,
+    announcement: RunRecord,
+    mine: Callable[[], PeerRecord],
+    *,
+    stopping: Callable[[], bool],
+) -> dict[PeerId, float]:
+    """Announces a run that is about to begin and waits for its peers; returns their capacities.
+
+    The caller may stop the wait; then only those present are returned.
+    """
+    said_s = 0.0
+    while True:
+        await publish(node, runs_key(), announcement)
+        await publish_peer(node, announcement.run, mine())
+        present = await present_peers(node, announcement.run)
+        present[node.peer_id] = mine()
+        if len(present) >= announcement.wait_for_peers or stopping():
+            kept = [node.peer_id, *sorted(present.keys() - {node.peer_id})]
+            return {peer: present[peer].capacity for peer in kept[: announcement.wait_for_peers]}
+        if time.monotonic() - said_s > 10:
+            said_s = time.monotonic()
+            logger.info(
+                "waiting for peers: %d of %d are here", len(present), announcement.wait_for_peers
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def await_founding(
+    node: Node,
+    gathering: RunRecord,
+    mine: Callable[[], PeerRecord],
+    *,
+    stopping: Callable[[], bool],
+) -> Announced | None:
+    """Waits in a gathering run until its founder announces manifest 0.
+
+    Returns:
+        None when asked to stop.
+
+    Raises:
+        NobodyReachable: the founder's announcement expired.
+    """
+    last_seen_s = time.monotonic()
+    while not stopping():
+        await publish_peer(node, gathering.run, mine())
+        announced = [
+            run
+            for run in await announced_runs(node)
+            if (run.record.founder, run.record.config) == (gathering.founder, gathering.config)
+        ]
+        if announced and announced[0].record.state is RunState.RUNNING:
+            return announced[0]
+        if announced:
+            last_seen_s = time.monotonic()
+        if time.monotonic() - last_seen_s > FOUNDER_SILENT_S:
+            raise NobodyReachable("the founder of the run is gone before it began")
+        await asyncio.sleep(POLL_S)
+    return None

@@ -1,0 +1,102 @@
+"""The protocol's record on disk: one small file, replaced atomically, with its predecessor kept.
+
+Layout: 64 hex digits of BLAKE3 over the rest, a newline, the encoded record. A file whose digest
+does not match is torn or was changed; the predecessor is used then, and the peer abstains from
+votes that it might already have cast [P5].
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from swarm.errors import BadManifest, BadMessage, CorruptState
+from swarm.protocol.events import Record
+from swarm.protocol.wire import decode_record, encode_record
+
+logger = logging.getLogger(__name__)
+
+_ABSTAIN_HEIGHTS = 2
+"""A damaged record may have been one tip ahead of its predecessor and voted once more there."""
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """Where one peer's record of one run lives."""
+
+    path: Path
+
+    @property
+    def previous(self) -> Path:
+        """The record before the newest."""
+        return self.path.with_suffix(".previous")
+
+    def write(self, record: Record) -> None:
+        """Makes the record durable: when this returns it survives a kill and a power cut."""
+        body = encode_record(record)
+        beside = self.path.with_suffix(".writing")
+        with beside.open("wb") as file:
+            file.write(blake3(body).hexdigest().encode() + b"\n" + body)
+            file.flush()
+            os.fsync(file.fileno())
+        if self.path.exists():
+            # A link, not a rename: at no moment is there no newest record.
+            self.previous.unlink(missing_ok=True)
+            os.link(self.path, self.previous)
+        os.replace(beside, self.path)
+        _sync_folder(self.path.parent)
+
+    def read(self) -> Record | None:
+        """The newest intact record, or None when this peer never had one.
+
+        Raises:
+            CorruptState: files are there, but none is intact.
+        """
+        problems = []
+        for path in (self.path, self.previous):
+            try:
+                record = _read(path)
+            except FileNotFoundError:
+                continue
+            except CorruptState as error:
+                problems.append(str(error))
+                continue
+            return _rolled_back(record, problems) if problems else record
+        if problems:
+            raise CorruptState(
+                "; ".join(problems), hint="start with a new --state-dir: the swarm has the model"
+            )
+        return None
+
+
+def _rolled_back(record: Record, problems: list[str]) -> Record:
+    until = record.tip.height + _ABSTAIN_HEIGHTS
+    logger.warning(
+        "%s; going on from height %d without voting up to height %d",
+        "; ".join(problems),
+        record.tip.height,
+        until,
+    )
+    return replace(record, abstain_until_height=until)
+
+
+def _read(path: Path) -> Record:
+    digest, _, body = path.read_bytes().partition(b"\n")
+    if blake3(body).hexdigest().encode() != digest:
+        raise CorruptState(f"{path.name} is torn or was changed")
+    try:
+        return decode_record(body)
+    except (BadManifest, BadMessage) as error:
+        raise CorruptState(f"{path.name} cannot be read: {error}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

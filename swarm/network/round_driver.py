@@ -1,0 +1,390 @@
+"""Runs the round machine: a thin shell that carries its effects out over node, store and disk.
+
+One actor in the node's loop takes events from a queue, hands each to the machine and carries
+out the returned effects in order. Long work runs beside it and comes back as an event. The
+trainer's thread meets the driver in three places only: `store_value`, `offer`, `wait_for_tip`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from swarm.codecs import mean
+from swarm.config import RoundConfig
+from swarm.errors import SwarmError
+from swarm.network.blobs import BlobStore
+from swarm.network.identity import Identity
+from swarm.network.inbound import Inbound
+from swarm.network.node import Node, Unreachable
+from swarm.network.record_file import RecordFile
+from swarm.network.transfers import Transfers
+from swarm.protocol.deadlines import production_timers
+from swarm.protocol.digests import digest_of
+from swarm.protocol.events import (
+    Apply,
+    CancelFetch,
+    ComputeMerge,
+    Effect,
+    Event,
+    Fetch,
+    Keep,
+    LeaveAsked,
+    Left,
+    MergeComputed,
+    Offered,
+    Persist,
+    Reason,
+    Received,
+    Reduce,
+    Send,
+    Stored,
+    Sync,
+    Synced,
+    Tick,
+    Topic,
+    UnitReduced,
+)
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import (
+    Accept,
+    Commit,
+    Header,
+    Message,
+    Offer,
+    Ready,
+    ReducedUnit,
+    Signature,
+    accept_statement,
+)
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.wire import encode
+
+logger = logging.getLogger(__name__)
+
+POST_DEADLINE_S = 5.0
+
+Merger = Callable[[Manifest], Mapping[Unit, memoryview]]
+"""Computes the merged experts of a due tip from its agreed values."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One tip that this peer moved to, with when and why."""
+
+    manifest: Manifest
+    at_s: float
+    reason: str
+
+
+class RoundDriver:
+    """Everything one peer does in the rounds of one run."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: BlobStore,
+        identity: Identity,
+        machine: RoundMachine,
+        *,
+        record_file: RecordFile,
+        layout: Layout,
+        settings: RoundConfig,
+        merger: Merger,
+    ) -> None:
+        self.node, self.store, self.identity, self.machine = node, store, identity, machine
+        self.record_file, self.layout, self.merger = record_file, layout, merger
+        self.settings = settings
+        self.refused: Counter[str] = Counter()
+        self.transfers = Transfers(node, store, layout, self._inbox_put)
+        self.downloads = self.transfers.downloads
+        self.inbound = Inbound(
+            store, self.downloads, machine.rules.run, self._inbox_put, self.refused
+        )
+        self.control_blobs: deque[Digest] = deque(maxlen=256)
+        """Offers, manifests and certificates that went with messages lately."""
+        self.reasons: deque[Reason] = deque(maxlen=64)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tip_changed = threading.Condition()
+        self._adapt_timers()
+        self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
+        self._left: str | None = None
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------ the trainer's side (any thread)
+
+    @property
+    def tip(self) -> Manifest:
+        """The newest manifest that this peer has applied."""
+        return self._applied[-1].manifest
+
+    @property
+    def last_reason(self) -> str:
+        """Why the protocol did what it did last, for people."""
+        return self.reasons[-1].text if self.reasons else ""
+
+    @property
+    def left(self) -> str | None:
+        """Why this peer is no longer a member, once it has left."""
+        return self._left
+
+    def store_value(self, blob: bytes | memoryview) -> tuple[Digest, int]:
+        """Stores a value of this peer's own and tells the machine; returns digest and size."""
+        digest = digest_of(blob)
+        self.store.pin([digest])  # before `put`, so that no collection falls between
+        self.store.put(blob, digest)
+        self._send_in(Stored(digest))
+        return digest, len(blob)
+
+    def offer(self, offer: Offer) -> None:
+        """Puts finished local steps into the round; private state must be durable by now [P6]."""
+        self._send_in(Offered(offer))
+
+    def leave(self) -> None:
+        """Asks to leave the run; `left` is set once the others know."""
+        self._send_in(LeaveAsked())
+
+    def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
+        """Manifests applied since the one with digest `after`, oldest first.
+
+        Waits up to `timeout_s` for the first; returns an empty list when there is none.
+
+        Raises:
+            SwarmError: the driver failed, or this peer's p2p process died.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._tip_changed:
+            while self._applied[-1].manifest.digest == after:
+                self._raise_failure()
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or self._left:
+                    return []
+                self._tip_changed.wait(min(remaining_s, 1.0))
+            position = [a.manifest.digest for a in self._applied].index
+            try:
+                return self._applied[position(after) + 1 :]
+            except ValueError:
+                return self._applied[-1:]
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
+        if not self.node.alive:
+            raise SwarmError("the p2p process ended", hint="start this peer again")
+
+    def _send_in(self, event: Event) -> None:
+        self.node.loop.call_soon_threadsafe(self._inbox_put, event)
+
+    # ------------------------------------------------ the actor
+
+    def start(self) -> None:
+        """Starts the actor in the node's loop; returns at once."""
+        asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
+
+    async def _start(self) -> None:
+        self._spawn(self._run())
+        self._spawn(self._tick())
+
+    async def stop(self) -> None:
+        """Ends all work of the driver; runs in the node's loop."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.inbound.stop()
+        await self.transfers.stop()
+
+    def _inbox_put(self, event: Event) -> None:
+        self._inbox.put_nowait(event)
+
+    async def _run(self) -> None:
+        try:
+            await self._carry_out(self.machine.start(time.monotonic()))
+            while True:
+                event = await self._inbox.get()
+                if isinstance(event, Offered) or _brings_offer(event):
+                    self.transfers.pace.offered(time.monotonic())
+                effects = self.machine.handle(event, time.monotonic())
+                if isinstance(event, Stored):
+                    # The machine knows of it now, and decides how long it is kept.
+                    self.store.unpin([event.digest])
+                await self._carry_out(effects)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whatever it is, the trainer has to hear of it
+            logger.exception("the round driver stopped")
+            with self._tip_changed:
+                self._failure = error
+                self._tip_changed.notify_all()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.machine.timers.tick_s)
+            if self._inbox.empty():
+                self._inbox_put(Tick())
+
+    async def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            await self._actions[type(effect)](self, effect)
+
+    async def _persist(self, effect: Persist) -> None:
+        await self._in_thread(self.record_file.write, effect.record)
+
+    async def _send(self, effect: Send) -> None:
+        if effect.destination == self.node.peer_id:
+            self._inbox_put(Received(effect.destination, effect.header, effect.message))
+            return
+        message = self._signed(effect.message)
+        payload = self._encode(effect.header, message)
+        self._spawn(self._post(effect.destination, payload))
+
+    def _signed(self, message: Message) -> Message:
+        if not isinstance(message, Accept):
+            return message
+        statement = accept_statement(self.machine.rules.run, message.ballot, message.digest)
+        signature = Signature(self.identity.public_key, self.identity.sign(statement))
+        return replace(message, signature=signature)
+
+    async def _post(self, destination: PeerId, payload: bytes) -> None:
+        try:
+            await self.node.post(destination, payload, timeout_s=POST_DEADLINE_S)
+        except Unreachable as error:  # messages may be lost; the machine repeats what matters
+            logger.debug("to=%s lost: %s", destination[-6:], error)
+
+    async def _fetch(self, effect: Fetch) -> None:
+        await self.transfers.start(effect)
+
+    async def _cancel_fetch(self, effect: CancelFetch) -> None:
+        await self.transfers.cancel(effect.purpose)
+
+    async def _sync(self, effect: Sync) -> None:
+        self._spawn(self._sync_blobs(effect.manifest))
+
+    async def _sync_blobs(self, manifest: Manifest) -> None:
+        if not self.store.has(manifest.digest):
+            self.store.put(manifest.encoded, manifest.digest)
+        digests = [manifest.digest, *(entry.digest for entry in manifest.entries.values())]
+        founding = manifest.founding
+        await self._in_thread(self.store.sync, [*digests, founding.config, founding.validation])
+        self._inbox_put(Synced(manifest.digest))
+
+    async def _reduce(self, effect: Reduce) -> None:
+        self._spawn(self._reduce_unit(effect))
+
+    async def _reduce_unit(self, effect: Reduce) -> None:
+        blobs = [self.store.get(digest) for _, digest in effect.inputs]
+        if any(blob is None for blob in blobs):
+            logger.debug("%s: an input was collected before it was reduced", effect.unit)
+            return
+        codec = self.layout.by_unit[effect.unit].codec
+        value = await self._in_thread(mean, blobs, codec)
+        digest, num_bytes = await self._in_thread(self.store_value, value)
+        result = ReducedUnit(digest, num_bytes)
+        self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
+
+    async def _compute_merge(self, effect: ComputeMerge) -> None:
+        self._spawn(self._merge(effect.tip))
+
+    async def _merge(self, tip: Manifest) -> None:
+        merged = await self._in_thread(self.merger, tip)
+        units = {}
+        for unit, value in merged.items():
+            digest, num_bytes = await self._in_thread(self.store_value, value)
+            units[unit] = ReducedUnit(digest, num_bytes)
+        self._inbox_put(MergeComputed(tip.digest, units))
+
+    async def _apply(self, effect: Apply) -> None:
+        self.transfers.pace.applied(time.monotonic())
+        self._adapt_timers()
+        with self._tip_changed:
+            applied = Applied(effect.manifest, time.monotonic(), self.last_reason)
+            self._applied = [*self._applied[-7:], applied]
+            self._tip_changed.notify_all()
+
+    def _adapt_timers(self) -> None:
+        adapted = production_timers(
+            self.transfers.pace.measured(),
+            roster_after_s=self.settings.roster_after_s,
+            reform_after_s=self.settings.reform_after_s,
+        )
+        self.machine.timers = adapted.timers
+        for reason in adapted.reasons:
+            logger.debug("%s", reason)
+
+    async def _keep(self, effect: Keep) -> None:
+        await self._in_thread(self.store.collect, effect.digests, time.monotonic())
+
+    async def _leave(self, effect: Left) -> None:
+        with self._tip_changed:
+            self._left = effect.reason
+            self._tip_changed.notify_all()
+
+    async def _reason(self, effect: Reason) -> None:
+        self.reasons.append(effect)
+        if effect.topic is Topic.REFUSED:
+            self.refused["protocol"] += 1
+        logger.debug("topic=%s %s", effect.topic.value, effect.text)
+
+    _actions: Mapping[type[Any], Callable[[RoundDriver, Any], Coroutine[Any, Any, None]]] = {
+        Persist: _persist,
+        Send: _send,
+        Fetch: _fetch,
+        CancelFetch: _cancel_fetch,
+        Sync: _sync,
+        Reduce: _reduce,
+        ComputeMerge: _compute_merge,
+        Apply: _apply,
+        Keep: _keep,
+        Left: _leave,
+        Reason: _reason,
+    }
+
+    # ------------------------------------------------ for others
+
+    def commit_of_tip(self) -> bytes:
+        """The tip as a COMMIT with its certificate, for strangers that ask."""
+        record = self.machine.record
+        header = Header(record.tip.code, record.tip.digest, record.tip.generation)
+        commit = Commit(record.tip, record.certificate, record.parent)
+        return self._encode(header, commit)
+
+    def _encode(self, header: Header, message: Message) -> bytes:
+        """The message's payload, with what it refers to put into the store."""
+        payload, attachments = encode(header, message)
+        for digest, blob in attachments.items():
+            if digest not in self.control_blobs:
+                self.control_blobs.append(digest)
+            self.store.put(blob, digest)
+        return payload
+
+    # ------------------------------------------------ plumbing
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self.node.loop.run_in_executor(None, partial(function, *arguments))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            logger.error("a task of the round driver failed", exc_info=task.exception())
+
+
+def _brings_offer(event: Event) -> bool:
+    return (
+        isinstance(event, Received)
+        and isinstance(event.message, Ready)
+        and event.message.offer is not None
+    )

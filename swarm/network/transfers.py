@@ -1,0 +1,91 @@
+"""Carries out the round machine's `Fetch` effects: one running fetch for each purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from swarm.codecs import check_finite
+from swarm.errors import BadBlob
+from swarm.network.blobs import BlobStore
+from swarm.network.fetch import Downloads, Want
+from swarm.network.node import Node
+from swarm.network.pace import Pace
+from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, PeerId, Unit
+
+logger = logging.getLogger(__name__)
+
+
+class Transfers:
+    """Brings blobs here and reports each as an event; runs in the node's loop."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: BlobStore,
+        layout: Layout,
+        deliver: Callable[[Event], None],
+    ) -> None:
+        self.downloads = Downloads(node, store)
+        self.pace = Pace({unit.unit: unit.num_bytes for unit in layout.units})
+        self._node, self._store, self._layout = node, store, layout
+        self._deliver = deliver
+        self._running: dict[Purpose, asyncio.Task[None]] = {}
+
+    async def start(self, effect: Fetch) -> None:
+        """Starts a fetch in place of the running one of its purpose."""
+        await self.cancel(effect.purpose)
+        units = {want.digest: want.unit for want in effect.wants}
+        self._store.pin(units)
+        self._running[effect.purpose] = asyncio.create_task(self._fetch(effect, units))
+
+    async def cancel(self, purpose: Purpose) -> None:
+        """Ends the fetch of a purpose, if one runs."""
+        task = self._running.pop(purpose, None)
+        if task and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Ends all fetches."""
+        for purpose in list(self._running):
+            await self.cancel(purpose)
+
+    async def _fetch(self, effect: Fetch, units: dict[Digest, Unit]) -> None:
+        wants = [Want(want.digest, want.num_bytes, want.sources) for want in effect.wants]
+        pinned = set(units)
+
+        def stored(digest: Digest) -> None:
+            pinned.discard(digest)  # from here on the event holds the pin
+            self._deliver(Stored(digest))
+
+        began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
+        try:
+            await self.downloads.fetch(
+                wants,
+                check=lambda digest, blob: self._check(units[digest], blob),
+                on_blob=stored,
+                on_failure=self._failed,
+            )
+            received = self._node.traffic.blob_bytes_received - received
+            self.pace.fetched(received, time.monotonic() - began_s)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("fetching for %s failed", effect.purpose.value)
+        finally:
+            # What never arrived has no event that would take its pin back.
+            self._store.unpin(pinned)
+
+    def _check(self, unit: Unit, blob: memoryview) -> None:
+        layout = self._layout.by_unit.get(unit)
+        if layout is None:
+            raise BadBlob("unknown_unit", f"no unit is called {unit}")
+        check_finite(layout, blob)
+
+    def _failed(self, digest: Digest, peer: PeerId, reason: str) -> None:
+        self._deliver(Unobtainable(digest, peer, reason))

@@ -1,0 +1,115 @@
+"""Small swarms of real processes for the scenarios, and what is read from their folders."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from swarm.codecs import allocate, fill
+from swarm.config import RunConfig, parse_config
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
+from swarm.network.blobs import BlobStore
+from swarm.network.record_file import RecordFile
+from swarm.protocol.events import Record
+from swarm.protocol.layout import layout_of
+
+ROUND_S = 60.0
+"""Generous bound for anything that a swarm does in a round or two on a loaded machine."""
+
+EXACT = """
+[run]
+name = "exact"
+rounds = 3
+seed = 7
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+num_experts = 8
+num_experts_per_tok = 2
+moe_intermediate_size = 32
+[data]
+sequence_length = 32
+validation_tokens = 512
+[train]
+batch_tokens = 128
+micro_batch_sequences = 2
+compute = "fp32"
+frozen = "fp32"
+[optimizer]
+lr = 3e-3
+warmup_steps = 4
+[round]
+local_steps = 6
+reform_after_s = 45.0
+[merging]
+alpha = 0.1
+top_k = 4
+interval_steps = 12
+decay_steps = 100
+[wire]
+shared = "fp32"
+experts = "fp32"
+part_bytes = 16384
+"""
+"""Exact mode on a toy model: 3 rounds with a merge after the second."""
+
+
+def write_run(folder: Path, overrides: Sequence[str] = (), text: str = EXACT) -> Path:
+    """A run file with some settings replaced."""
+    run = parse_config(RunConfig, text, source="test", overrides=overrides)
+    path = folder / "run.toml"
+    path.write_text(_toml(run.model_dump(mode="json", exclude_none=True)))
+    return path
+
+
+def read_run(path: Path) -> RunConfig:
+    """The configuration in a run file."""
+    return parse_config(RunConfig, path.read_text(), source=str(path))
+
+
+def run_folder(peer: LocalPeer) -> Path:
+    """The folder of the run that a peer is in."""
+    return peer.folder / "runs" / (peer.folder / "current_run").read_text().strip()
+
+
+def read_record(peer: LocalPeer) -> Record:
+    """What a peer's protocol keeps on disk."""
+    record = RecordFile(run_folder(peer) / "record").read()
+    assert record is not None
+    return record
+
+
+def agreed_state(peer: LocalPeer, run: RunConfig) -> dict[str, Tensor]:
+    """Every tensor of a peer's tip, decoded from its blobs."""
+    layout, store = layout_of(run), BlobStore(run_folder(peer))
+    tensors = allocate(layout.units, layout.shapes)
+    for unit in layout.units:
+        blob = store.get(read_record(peer).tip.entries[unit.unit].digest)
+        assert blob is not None
+        fill(tensors, unit, blob)
+    return tensors
+
+
+def finish(swarm: LocalSwarm, timeout_s: float) -> None:
+    """Waits until the run is finished everywhere, then ends the processes."""
+    swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=timeout_s)
+    swarm.stop()
+
+
+def _toml(values: Mapping[str, object]) -> str:
+    lines = []
+    for section, fields in values.items():
+        if isinstance(fields, dict):
+            lines.append(f"[{section}]")
+            lines += [f"{key} = {_value(value)}" for key, value in fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)

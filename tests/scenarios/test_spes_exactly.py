@@ -1,0 +1,52 @@
+"""A swarm of four processes equals SPES's plain arithmetic bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.data.corpus import standard_library_corpus
+from swarm.data.shards import open_shards
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from tests.scenarios.spes_reference import train_by_reference
+from tests.scenarios.swarms import agreed_state, finish, read_record, read_run, write_run
+
+pytestmark = pytest.mark.scenario
+
+
+@pytest.mark.parametrize("owners_per_expert", [1, 2, 4], ids=["R=1", "R=2", "R=N"])
+def test_three_rounds_with_a_merge_equal_the_reference(
+    tmp_path: Path, owners_per_expert: int
+) -> None:
+    run_file = write_run(tmp_path, [f"ownership.owners_per_expert={owners_per_expert}"])
+    run = read_run(run_file)
+    with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
+        swarm.start()
+        finish(swarm, 150)
+        verdict = summary(swarm)
+        peers = {read_peer_id(peer.events()): peer.index for peer in swarm.peers}
+        states = [agreed_state(peer, run) for peer in swarm.peers]
+        tip = read_record(swarm.peers[0]).tip
+        merges = applied(swarm.peers[0].events(), "merge")
+    assert len(verdict["manifest_digests"]) == 1
+    assert verdict["tokens_lost"] == 0
+    assert len(merges) == 1
+    ordered = sorted(peers)
+    shards = open_shards(standard_library_corpus(), tmp_path / "data")
+    expected = train_by_reference(
+        run,
+        [shards] * 4,
+        [peers[peer_id] for peer_id in ordered],
+        {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
+        rounds=3,
+    )
+    for state in states:
+        assert state.keys() == expected.keys()
+        different = [name for name in expected if not torch.equal(state[name], expected[name])]
+        assert not different
+    assert all(len(owners) == owners_per_expert for owners in tip.owners.values())
+
+
+def read_peer_id(events: list[dict[str, object]]) -> str:
+    """The peer id in a peer's history."""
+    return str(next(event["peer_id"] for event in events if event["event"] == "started"))
