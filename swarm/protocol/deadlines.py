@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
 
 MIN_ROSTER_S = 6.0
 """D1 is never shorter: a busy laptop must not lose its tokens."""
@@ -168,7 +167,7 @@ def _roster_s(
             f"and after {FIRST_ROUND_S:.0f} s without one: no round was timed yet"
         )
         return floor_s, FIRST_ROUND_S
-    middle = median(measured.ready_s)
+    middle = _median(measured.ready_s)
     roster_s = max(floor_s, 1.5 * middle)
     late_s = max(base.roster_late_s, 2 * roster_s, 2 * max(measured.ready_s))
     reasons.append(
@@ -177,6 +176,11 @@ def _roster_s(
         f"without a quorum of offers after {late_s:.1f} s"
     )
     return roster_s, late_s
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _reform_s(measured: Measured, fixed_s: float | None, reasons: list[str]) -> float:

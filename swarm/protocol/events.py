@@ -37,7 +37,7 @@ class Record:
     accepted: Accepted | None = None
     """Both refer to the height after the tip."""
     abstain_until_height: int = 0
-    """A peer whose record was rolled back by a damaged disk casts no vote up to this height [P5]."""
+    """A peer whose record a damaged disk rolled back casts no vote up to this height [P5]."""
 
 
 # ---------------------------------------------------------------- events

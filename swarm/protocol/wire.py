@@ -1,265 +1,384 @@
-"""How messages, offers and the record become bytes.
+"""Messages, offers and the record as bytes.
 
-A message is one JSON object: type, header and fields. Offers and manifests never stand in it;
-each is a blob of its own (canonical JSON), named by `{"@offer": [digest, bytes]}` or
-`{"@manifest": [digest, bytes]}`, which the receiver fetches from the sender first. Byte strings
-are `{"@bytes": BASE64}`. So a message stays under 64 kB with a hundred peers.
+A message is one JSON object of at most 64 kB. Offers and manifests never travel inside it: it
+names their digests and sizes, and they follow as blobs that the receiver fetches first. So a
+message stays small with a hundred peers, and a repeated one costs nothing.
+
+Everything that comes from the network is checked against a strict schema before it becomes a
+value: unknown keys, wrong types, names that could be file paths, sizes out of bounds are refused.
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import json
-import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NoReturn
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from swarm.errors import BadMessage
+from swarm.errors import BadManifest, BadMessage
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, decode_manifest
+from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from swarm.protocol.messages import (
     Accept,
+    Accepted,
+    Certificate,
     Commit,
     Header,
     Hello,
     Message,
     Offer,
+    OfferedUnit,
     Prepare,
     Propose,
     Ready,
     Reduced,
+    ReducedUnit,
     Roster,
+    Signature,
+)
+from swarm.protocol.schemas import (
+    IS_DIGEST,
+    IS_GENERATION,
+    IS_PEER,
+    IS_UNIT,
+    MAX_REASON_CHARACTERS,
+    AcceptSchema,
+    AnyMessage,
+    BlobSchema,
+    CommitSchema,
+    FrameSchema,
+    HelloSchema,
+    OfferSchema,
+    PrepareSchema,
+    ProposeSchema,
+    ReadySchema,
+    RecordSchema,
+    ReducedSchema,
+    RosterSchema,
+    parse,
 )
 
-MAX_PAYLOAD_BYTES = 200_000
-MAX_OFFER_BYTES = 4 * 2**20
-MAX_ATTACHMENTS = 512
+MAX_MESSAGE_BYTES = 64 * 2**10
+MAX_OFFER_BYTES = 2 * 2**20
+MAX_RECORD_BYTES = 4 * MAX_MANIFEST_BYTES
 
-Attachments = dict[Digest, bytes]
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind
-    for kind in (Hello, Prepare, Ready, Roster, Reduced, Propose, Accept, Commit)
-}
-_SCHEMAS: dict[type, TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (*_KINDS.values(), Header, Offer, Record)
-}
-_LIMITS = {"@offer": MAX_OFFER_BYTES, "@manifest": MAX_MANIFEST_BYTES}
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+# ---------------------------------------------------------------- messages
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """A place in a message where an attached blob belongs."""
+def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
+    """A message as bytes.
 
-    kind: str
-    digest: Digest
-    num_bytes: int
-
-
-def encode(header: Header, message: Message) -> tuple[bytes, Attachments]:
-    """The payload of a message and the blobs that it refers to, by digest."""
-    attachments: Attachments = {}
-    fields = {
-        "type": type(message).__name__.lower(),
-        "header": _plain(header, attachments),
-        "fields": _plain(message, attachments),
+    Returns:
+        The payload, and the blobs that it refers to, by digest; the sender must be able to serve
+        them.
+    """
+    attachments: dict[str, bytes] = {}
+    body = _body(message, attachments)
+    frame = {
+        "header": {"code": header.code, "tip": header.tip, "generation": header.generation},
+        "message": {"type": type(message).__name__.lower(), **body},
     }
-    return _json(fields), attachments
+    payload = _canonical(frame)
+    assert len(payload) <= MAX_MESSAGE_BYTES, f"a {type(message).__name__} of {len(payload)} bytes"
+    return payload, attachments
 
 
-def attachments_of(payload: bytes) -> tuple[tuple[Digest, int], ...]:
-    """Digest and size of each blob that a payload refers to.
-
-    Raises:
-        BadMessage: the payload is too large, no JSON, or refers to too much.
-    """
-    found: dict[Digest, int] = {}
-    _walk(
-        _parsed(payload), lambda reference: found.setdefault(reference.digest, reference.num_bytes)
-    )
-    if len(found) > MAX_ATTACHMENTS:
-        raise BadMessage("message_schema", f"a message refers to {len(found)} blobs")
-    return tuple(found.items())
-
-
-def decode(payload: bytes, attachments: Mapping[Digest, Buffer]) -> tuple[Header, Message]:
-    """Reads a message whose attached blobs are here.
+def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
+    """Digest and size of every blob that a message refers to, to be fetched before decoding it.
 
     Raises:
-        BadMessage: not of the schema, or a blob is missing or not what it should be.
-        BadManifest: an attached manifest is not one.
+        BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    values = _resolved(_parsed(payload), attachments)
-    if not isinstance(values, dict) or values.keys() != {"type", "header", "fields"}:
-        raise BadMessage("message_schema", "a message has a type, a header and fields")
-    kind = _KINDS.get(values["type"]) if isinstance(values["type"], str) else None
-    if kind is None:
-        raise BadMessage("message_schema", f"unknown message type {values['type']!r:.40}")
-    return _validated(Header, values["header"]), _validated(kind, values["fields"])
+    return tuple((blob.digest, blob.num_bytes) for blob, _ in _attached(_frame(payload).message))
+
+
+def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, Message]:
+    """A message from bytes that are not trusted.
+
+    Args:
+        payload: what came over the wire.
+        attachments: the blobs that `attachments_of` names.
+
+    Raises:
+        BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
+        BadManifest: an attached manifest is none.
+    """
+    frame = _frame(payload)
+    blobs = {}
+    for blob, _ in _attached(frame.message):
+        content = attachments.get(blob.digest)
+        if content is None:
+            raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
+        if len(content) != blob.num_bytes or digest_of(content) != blob.digest:
+            raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} is another")
+        blobs[blob.digest] = content
+    return frame.header.value(), _message(frame.message, blobs)
+
+
+def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
+    """The message's own fields, with every offer and manifest moved to the attachments."""
+
+    def attach(content: Offer | Manifest | None) -> dict[str, Any] | None:
+        if content is None:
+            return None
+        blob = content.encoded if isinstance(content, Manifest) else encode_offer(content)
+        digest = content.digest if isinstance(content, Manifest) else digest_of(blob)
+        attachments[digest] = blob
+        return {"digest": digest, "num_bytes": len(blob)}
+
+    body: dict[str, Any]
+    match message:
+        case Hello(ask):
+            return {"ask": ask}
+        case Ready():
+            body = {
+                "offer": attach(message.offer),
+                "accepted": _vote(message.accepted, attach),
+                "capacity": float(message.capacity),
+                "leave": message.leave,
+            }
+        case Roster():
+            body = {
+                "roster_id": message.roster_id,
+                "offers": {peer: attach(offer) for peer, offer in message.offers.items()},
+                "reducers": list(message.reducers),
+            }
+        case Reduced():
+            body = {
+                "roster_id": message.roster_id,
+                "results": {unit: asdict(result) for unit, result in message.results.items()},
+                "missing": {
+                    peer: why[:MAX_REASON_CHARACTERS] for peer, why in message.missing.items()
+                },
+            }
+        case Propose():
+            body = {"manifest": attach(message.manifest), "holders": list(message.holders)}
+        case Accept():
+            body = {"digest": message.digest, "signature": _signed(message.signature)}
+        case Commit():
+            return {
+                "manifest": attach(message.manifest),
+                "certificate": _certified(message.certificate),
+                "parent": attach(message.parent),
+            }
+        case Prepare():
+            body = {}
+    return {"ballot": message.ballot._asdict(), **body}
+
+
+def _vote(
+    accepted: Accepted | None, attach: Callable[[Manifest], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    if accepted is None:
+        return None
+    return {"ballot": accepted.ballot._asdict(), "manifest": attach(accepted.manifest)}
+
+
+def _signed(signature: Signature | None) -> dict[str, str] | None:
+    if signature is None:
+        return None
+    return {
+        "public_key": b64encode(signature.public_key).decode(),
+        "signature": b64encode(signature.signature).decode(),
+    }
+
+
+def _certified(certificate: Certificate | None) -> dict[str, Any] | None:
+    if certificate is None:
+        return None
+    return {
+        "ballot": certificate.ballot._asdict(),
+        "signatures": {peer: _signed(s) for peer, s in certificate.signatures.items()},
+    }
+
+
+def _frame(payload: Buffer) -> FrameSchema:
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise BadMessage("message_size", f"a message of {len(payload)} bytes is too large")
+    return parse(FrameSchema, payload, "message")
+
+
+def _attached(message: AnyMessage) -> Iterator[tuple[BlobSchema, bool]]:
+    """The blobs beside a message; True for manifests, False for offers.
+
+    Raises:
+        BadMessage: one is announced larger than its kind may be.
+    """
+    for blob, is_manifest in _references(message):
+        limit = MAX_MANIFEST_BYTES if is_manifest else MAX_OFFER_BYTES
+        if blob.num_bytes > limit:
+            raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
+        yield blob, is_manifest
+
+
+def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, bool]]:
+    if isinstance(message, ReadySchema):
+        if message.offer:
+            yield message.offer, False
+        if message.accepted:
+            yield message.accepted.manifest, True
+    elif isinstance(message, RosterSchema):
+        yield from ((blob, False) for blob in message.offers.values())
+    elif isinstance(message, ProposeSchema | CommitSchema):
+        yield message.manifest, True
+        if isinstance(message, CommitSchema) and message.parent:
+            yield message.parent, True
+
+
+def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
+    """The message's value, with its attachments decoded."""
+    match body:
+        case HelloSchema():
+            return Hello(body.ask)
+        case PrepareSchema():
+            return Prepare(body.ballot.value())
+        case ReadySchema():
+            vote = body.accepted
+            return Ready(
+                body.ballot.value(),
+                decode_offer(blobs[body.offer.digest]) if body.offer else None,
+                Accepted(vote.ballot.value(), _manifest(vote.manifest, blobs)) if vote else None,
+                body.capacity,
+                body.leave,
+            )
+        case RosterSchema():
+            offers = {
+                peer: decode_offer(blobs[blob.digest]) for peer, blob in sorted(body.offers.items())
+            }
+            return Roster(body.ballot.value(), body.roster_id, offers, tuple(body.reducers))
+        case ReducedSchema():
+            results = {
+                unit: ReducedUnit(blob.digest, blob.num_bytes)
+                for unit, blob in sorted(body.results.items())
+            }
+            return Reduced(body.ballot.value(), body.roster_id, results, body.missing)
+        case ProposeSchema():
+            manifest = _manifest(body.manifest, blobs)
+            return Propose(body.ballot.value(), manifest, tuple(body.holders))
+        case AcceptSchema():
+            signature = body.signature.value() if body.signature else None
+            return Accept(body.ballot.value(), body.digest, signature)
+        case CommitSchema():
+            return Commit(
+                _manifest(body.manifest, blobs),
+                body.certificate.value() if body.certificate else None,
+                _manifest(body.parent, blobs) if body.parent else None,
+            )
+
+
+def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
+    manifest = decode_manifest(blobs[blob.digest])
+    for pattern, names in (
+        (IS_DIGEST, _digests(manifest)),
+        (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
+        (IS_PEER, _peers(manifest)),
+        (IS_UNIT, [*manifest.entries, *manifest.sources]),
+    ):
+        for name in names:
+            if not pattern.fullmatch(name):
+                raise BadManifest("manifest_names", f"{name[:80]!r} is no name in a manifest")
+    return manifest
+
+
+def _digests(manifest: Manifest) -> Iterator[str]:
+    yield from (manifest.founding.config, manifest.founding.validation)
+    yield from (name for name in (manifest.parent, manifest.seed) if name is not None)
+    for entry in manifest.entries.values():
+        yield entry.digest
+        yield from (name for name in (entry.base, entry.delta) if name is not None)
+    for values in manifest.sources.values():
+        yield from (digest for _, digest in values)
+
+
+def _peers(manifest: Manifest) -> Iterator[str]:
+    yield manifest.founding.founder
+    yield from (*manifest.members, *manifest.contributors)
+    for owners in manifest.owners.values():
+        yield from owners
+    for entry in manifest.entries.values():
+        yield entry.source
+    for values in manifest.sources.values():
+        yield from (peer for peer, _ in values)
+
+
+# ---------------------------------------------------------------- offers
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """An offer's blob: canonical JSON."""
-    return _json(_plain(dataclasses.asdict(offer), {}))
+    """An offer's blob."""
+    units = {unit: asdict(offered) for unit, offered in offer.units.items()}
+    return _canonical(
+        {"tip": offer.tip, "steps": offer.steps, "tokens": offer.tokens, "units": units}
+    )
 
 
 def decode_offer(encoded: Buffer) -> Offer:
-    """Reads an offer from the bytes of its blob.
+    """An offer from bytes that are not trusted.
 
     Raises:
-        BadMessage: too large or not of the schema.
+        BadMessage: too large, not of the schema, or not canonical.
     """
     if len(encoded) > MAX_OFFER_BYTES:
         raise BadMessage("offer_size", f"an offer of {len(encoded)} bytes is too large")
-    offer: Offer = _validated(Offer, _loads(bytes(encoded), "offer"))
+    parsed = parse(OfferSchema, encoded, "offer")
+    offer = Offer(
+        parsed.tip,
+        parsed.steps,
+        parsed.tokens,
+        {
+            unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base)
+            for unit, offered in sorted(parsed.units.items())
+        },
+    )
+    if encode_offer(offer) != bytes(encoded):
+        raise BadMessage("offer_schema", "the offer is not in canonical form")
     return offer
 
 
+# ---------------------------------------------------------------- the record
+
+
 def encode_record(record: Record) -> bytes:
-    """The protocol's record with all manifests in it, for the disk."""
-    attachments: Attachments = {}
-    plain = _plain(record, attachments)
-    texts = {digest: blob.decode() for digest, blob in attachments.items()}
-    return _json({"record": plain, "attached": texts})
+    """The record for the disk, manifests included."""
+    accepted = record.accepted
+    return _canonical(
+        {
+            "tip": record.tip.encoded.decode(),
+            "certificate": _certified(record.certificate),
+            "parent": record.parent.encoded.decode() if record.parent else None,
+            "promised": record.promised._asdict() if record.promised else None,
+            "accepted": accepted
+            and {
+                "ballot": accepted.ballot._asdict(),
+                "manifest": accepted.manifest.encoded.decode(),
+            },
+            "abstain_until_height": record.abstain_until_height,
+        }
+    )
 
 
-def decode_record(encoded: bytes) -> Record:
-    """Reads what `encode_record` wrote.
+def decode_record(encoded: Buffer) -> Record:
+    """The record from the disk.
 
     Raises:
-        BadMessage, BadManifest: it was changed.
+        BadMessage: too large or not of the schema.
+        BadManifest: one of its manifests is none.
     """
-    values = _loads(encoded, "record")
-    if not isinstance(values, dict) or values.keys() != {"record", "attached"}:
-        raise BadMessage("record_schema", "the file holds no record")
-    attached = {str(d): str(text).encode() for d, text in dict(values["attached"]).items()}
-    record: Record = _validated(Record, _resolved(values["record"], attached))
-    return record
+    if len(encoded) > MAX_RECORD_BYTES:
+        raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
+    parsed = parse(RecordSchema, encoded, "record")
+    vote = parsed.accepted
+    return Record(
+        decode_manifest(parsed.tip.encode()),
+        parsed.certificate.value() if parsed.certificate else None,
+        decode_manifest(parsed.parent.encode()) if parsed.parent is not None else None,
+        parsed.promised.value() if parsed.promised else None,
+        Accepted(vote.ballot.value(), decode_manifest(vote.manifest.encode())) if vote else None,
+        parsed.abstain_until_height,
+    )
 
 
-# ---------------------------------------------------------------- values -> JSON
-
-
-def _plain(value: Any, attachments: Attachments) -> Any:
-    """The value in JSON's types, with manifests and offers moved into `attachments`."""
-    if isinstance(value, Manifest):
-        return _attach("@manifest", value.encoded, value.digest, attachments)
-    if isinstance(value, Offer):
-        blob = encode_offer(value)
-        return _attach("@offer", blob, digest_of(blob), attachments)
-    if isinstance(value, bytes):
-        return {"@bytes": base64.b64encode(value).decode()}
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name), attachments)
-            for field in dataclasses.fields(value)
-        }
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, attachments) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item, attachments) for item in value]
-    return value
-
-
-def _attach(kind: str, blob: bytes, digest: Digest, attachments: Attachments) -> dict[str, Any]:
-    attachments[digest] = blob
-    return {kind: [digest, len(blob)]}
-
-
-def _json(value: Any) -> bytes:
+def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-# ---------------------------------------------------------------- JSON -> values
-
-
-def _parsed(payload: bytes) -> Any:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise BadMessage("message_size", f"a message of {len(payload)} bytes is too large")
-    return _loads(payload, "message")
-
-
-def _loads(encoded: bytes, what: str) -> Any:
-    try:
-        return json.loads(encoded, parse_constant=_refuse_constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"{what}_schema", f"the {what} is no JSON: {error}") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
-def _walk(value: Any, on_reference: Any) -> None:
-    if isinstance(value, dict):
-        reference = _reference(value)
-        if reference:
-            on_reference(reference)
-            return
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _walk(item, on_reference)
-
-
-def _reference(value: dict[str, Any]) -> _Reference | None:
-    if len(value) != 1:
-        return None
-    kind, content = next(iter(value.items()))
-    if kind not in _LIMITS:
-        return None
-    match content:
-        case [str(digest), int(num_bytes)] if _DIGEST.fullmatch(digest):
-            if 0 < num_bytes <= _LIMITS[kind]:
-                return _Reference(kind, digest, num_bytes)
-    raise BadMessage("message_schema", f"{kind} must name a digest and an admissible size")
-
-
-def _resolved(value: Any, attachments: Mapping[Digest, Buffer]) -> Any:
-    if isinstance(value, list):
-        return [_resolved(item, attachments) for item in value]
-    if not isinstance(value, dict):
-        return value
-    reference = _reference(value)
-    if reference:
-        return _opened(reference, attachments)
-    if value.keys() == {"@bytes"}:
-        try:
-            return base64.b64decode(value["@bytes"], validate=True)
-        except (ValueError, TypeError) as error:
-            raise BadMessage("message_schema", "a byte string is not base64") from error
-    return {key: _resolved(item, attachments) for key, item in value.items()}
-
-
-def _opened(reference: _Reference, attachments: Mapping[Digest, Buffer]) -> Manifest | Offer:
-    blob = attachments.get(reference.digest)
-    if blob is None or len(blob) != reference.num_bytes:
-        raise BadMessage("message_schema", f"the blob {reference.digest[:12]} is not here")
-    return decode_manifest(blob) if reference.kind == "@manifest" else decode_offer(blob)
-
-
-def _validated(kind: type, value: Any) -> Any:
-    try:
-        return _SCHEMAS[kind].validate_python(value)
-    except (ValidationError, RecursionError) as error:
-        problem = str(error).splitlines()
-        place = problem[1].strip() if len(problem) > 1 else ""
-        raise BadMessage(
-            "message_schema", f"{kind.__name__} {place}: {problem[-1].strip()[:200]}"
-        ) from error

@@ -2,7 +2,6 @@
 
 import pytest
 
-from swarm.protocol import events
 from swarm.protocol.manifest import Kind
 from swarm.protocol.messages import (
     Accept,
@@ -14,7 +13,7 @@ from swarm.protocol.messages import (
     Reduced,
     Roster,
 )
-from tests.protocol.round_pump import make_rules, start_swarm
+from tests.protocol.round_pump import start_swarm
 
 
 @pytest.mark.parametrize("peers", ["A", "AB", "ABCD", "ABCDEFG"])

@@ -9,6 +9,8 @@ from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
 
+MAX_RESULTS = 200
+
 
 class Reducer(Acceptor):
     """Averages the units that fall to this peer."""
@@ -95,6 +97,8 @@ class Reducer(Acceptor):
                 if digest not in self._stored:
                     missing |= job.failed.get(digest, {})
         missing.pop(self.me, None)
-        self._post(
-            job.ballot.convener, Reduced(job.ballot, job.roster_id, dict(job.results), missing)
-        )
+        units = sorted(job.results)
+        # In several messages if need be: each must stay under 64 kB.
+        for start in range(0, max(1, len(units)), MAX_RESULTS):
+            results = {unit: job.results[unit] for unit in units[start : start + MAX_RESULTS]}
+            self._post(job.ballot.convener, Reduced(job.ballot, job.roster_id, results, missing))

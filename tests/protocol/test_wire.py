@@ -1,0 +1,268 @@
+"""Messages, offers and records as bytes: exact both ways, small, and deaf to nonsense."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import BadManifest, BadMessage, HostileInput
+from swarm.protocol.digests import digest_of
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Kind, Manifest, Member
+from swarm.protocol.messages import (
+    Accept,
+    Accepted,
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    Roster,
+    Signature,
+)
+from swarm.protocol.wire import (
+    MAX_MESSAGE_BYTES,
+    attachments_of,
+    decode,
+    decode_offer,
+    decode_record,
+    encode,
+    encode_offer,
+    encode_record,
+)
+from tests.protocol.round_pump import found, make_offer, make_rules, name
+
+RULES = make_rules()
+TIP = replace(found(RULES, ["A", "B"]), run="run-1")
+NEXT = replace(
+    TIP,
+    height=1,
+    round=1,
+    kind=Kind.QUORUM,
+    parent=TIP.digest,
+    sources={"shared.0": (("A", name(1)), ("B", name(2)))},
+    lineage=((0, (2, "ab" * 16)),),
+    reasons=("B joined",),
+)
+OFFER = make_offer(RULES, "A", TIP)
+BALLOT = Ballot(3, "A")
+HEADER = Header(NEXT.code, NEXT.digest, NEXT.generation)
+SIGNATURE = Signature(b"k" * 294, b"s" * 256)
+MESSAGES: list[Message] = [
+    Hello(ask=True),
+    Prepare(BALLOT),
+    Ready(BALLOT, OFFER, Accepted(Ballot(1, "B"), NEXT), 2.5, leave=True),
+    Ready(BALLOT, None, None, 1.0),
+    Roster(BALLOT, name("roster"), {"A": OFFER, "B": OFFER}, ("A", "B")),
+    Roster(BALLOT, name("roster"), {}, ()),
+    Reduced(BALLOT, name("roster"), {"expert.1": ReducedUnit(name(3), 7)}, {"B": "no answer"}),
+    Propose(BALLOT, NEXT, ("A",)),
+    Accept(BALLOT, NEXT.digest, SIGNATURE),
+    Accept(BALLOT, NEXT.digest, None),
+    Commit(NEXT, Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE}), TIP),
+    Commit(NEXT, None, None),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    payload, attachments = encode(HEADER, message)
+    assert dict(attachments_of(payload)) == {d: len(blob) for d, blob in attachments.items()}
+    assert decode(payload, attachments) == (HEADER, message)
+
+
+def test_offers_and_manifests_travel_beside_the_message() -> None:
+    payload, attachments = encode(HEADER, MESSAGES[2])
+    assert attachments == {
+        digest_of(encode_offer(OFFER)): encode_offer(OFFER),
+        NEXT.digest: NEXT.encoded,
+    }
+    assert b"entries" not in payload
+    assert b"shared" not in payload
+
+
+def _peer(number: int) -> str:
+    return f"Qm{number:044d}"  # as long as a libp2p peer id
+
+
+def _of_a_hundred() -> list[Message]:
+    peers = [_peer(number) for number in range(100)]
+    signatures = dict.fromkeys(peers[:51], SIGNATURE)
+    return [
+        Roster(Ballot(1, peers[0]), name("id"), dict.fromkeys(peers, OFFER), tuple(peers)),
+        Commit(NEXT, Certificate(Ballot(1, peers[0]), signatures), TIP),
+        Propose(Ballot(1, peers[0]), NEXT, tuple(peers)),
+        Reduced(
+            Ballot(1, peers[0]),
+            name("id"),
+            {f"shared.{part}": ReducedUnit(name(part), 2**40) for part in range(200)},
+            dict.fromkeys(peers, "x" * 1000),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("message", _of_a_hundred(), ids=lambda message: type(message).__name__)
+def test_messages_of_a_hundred_peers_stay_under_64_kb(message: Message) -> None:
+    payload, _ = encode(HEADER, message)
+    assert len(payload) < MAX_MESSAGE_BYTES == 65_536
+
+
+def test_a_record_comes_back_from_the_disk_as_it_was() -> None:
+    for record in (
+        Record(TIP, None, None),
+        Record(
+            NEXT,
+            Certificate(BALLOT, {"A": SIGNATURE}),
+            TIP,
+            promised=BALLOT,
+            accepted=Accepted(BALLOT, NEXT),
+            abstain_until_height=9,
+        ),
+    ):
+        assert decode_record(encode_record(record)) == record
+    with pytest.raises(BadMessage):
+        decode_record(encode_record(record)[:-1])
+
+
+def test_an_offer_comes_back_as_it_was_and_only_in_canonical_form() -> None:
+    assert decode_offer(encode_offer(OFFER)) == OFFER
+    with pytest.raises(BadMessage, match="canonical"):
+        decode_offer(encode_offer(OFFER).replace(b",", b", ", 1))
+
+
+def _changed(message: Message, path: list[object], value: object) -> bytes:
+    frame = json.loads(encode(HEADER, message)[0])
+    place = frame
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(frame).encode()
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "value"),
+    [
+        (MESSAGES[1], ["message", "extra"], 1),
+        (MESSAGES[1], ["message", "type"], "pickle"),
+        (MESSAGES[1], ["message", "ballot", "attempt"], -1),
+        (MESSAGES[1], ["message", "ballot", "attempt"], 1.5),
+        (MESSAGES[1], ["message", "ballot", "attempt"], "1"),
+        (MESSAGES[1], ["message", "ballot", "convener"], "../../etc"),
+        (MESSAGES[1], ["header", "tip"], "A" * 64),
+        (MESSAGES[1], ["header", "tip"], "a" * 64 + "\n"),
+        (MESSAGES[1], ["header", "code"], []),
+        (MESSAGES[1], ["header", "code"], [[1, [2]]]),
+        (MESSAGES[3], ["message", "capacity"], 0.0),
+        (MESSAGES[3], ["message", "capacity"], float("nan")),
+        (MESSAGES[3], ["message", "capacity"], float("inf")),
+        (MESSAGES[2], ["message", "offer", "num_bytes"], 2**40),
+        (MESSAGES[7], ["message", "manifest", "num_bytes"], 2**40),
+        (MESSAGES[8], ["message", "signature", "public_key"], "not base64!"),
+        (MESSAGES[8], ["message", "signature", "signature"], "QUJD" * 1000),
+    ],
+)
+def test_a_wrong_field_is_refused_with_a_reason(
+    message: Message, path: list[object], value: object
+) -> None:
+    with pytest.raises(BadMessage) as caught:
+        attachments_of(_changed(message, path, value))
+    assert caught.value.reason in ("message_schema", "attachment_size")
+
+
+def test_a_message_too_large_is_refused_unread() -> None:
+    with pytest.raises(BadMessage) as caught:
+        attachments_of(b" " * (MAX_MESSAGE_BYTES + 1))
+    assert caught.value.reason == "message_size"
+
+
+def test_attachments_must_be_there_and_be_what_their_digest_says() -> None:
+    payload, attachments = encode(HEADER, MESSAGES[7])
+    with pytest.raises(BadMessage) as caught:
+        decode(payload, {})
+    assert caught.value.reason == "attachment_missing"
+    with pytest.raises(BadMessage) as caught:
+        decode(payload, dict.fromkeys(attachments, b"x" * len(NEXT.encoded)))
+    assert caught.value.reason == "attachment_digest"
+
+
+def _hostile(manifest: Manifest) -> tuple[bytes, dict[str, bytes]]:
+    return encode(HEADER, Propose(BALLOT, manifest, ()))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        replace(NEXT, parent="../../record"),
+        replace(NEXT, members={"A/B": Member(0, 1.0)}),
+        replace(NEXT, generation="g+1"),
+        replace(NEXT, entries={**TIP.entries, "../x": TIP.entries["shared.0"]}),
+        replace(
+            NEXT,
+            entries={**TIP.entries, "shared.0": replace(TIP.entries["shared.0"], digest="no\n")},
+        ),
+    ],
+)
+def test_names_that_are_no_names_are_refused_in_manifests(manifest: Manifest) -> None:
+    with pytest.raises(BadManifest) as caught:
+        decode(*_hostile(manifest))
+    assert caught.value.reason == "manifest_names"
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(payload: bytes) -> None:
+    with pytest.raises(BadMessage):
+        attachments_of(payload)
+    with pytest.raises(BadMessage):
+        decode_offer(payload)
+    with pytest.raises(BadMessage):
+        decode_record(payload)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_changed_bytes_is_refused_or_still_a_message(
+    message: Message, data: st.DataObject
+) -> None:
+    payload, attachments = encode(HEADER, message)
+    start = data.draw(st.integers(0, len(payload)))
+    stop = data.draw(st.integers(start, min(len(payload), start + 8)))
+    changed = payload[:start] + data.draw(st.binary(max_size=8)) + payload[stop:]
+    try:
+        header, again = decode(changed, attachments)
+    except HostileInput:
+        return
+    encode(header, again)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_a_foreign_value_is_refused_or_still_a_message(
+    message: Message, data: st.DataObject
+) -> None:
+    payload, attachments = encode(HEADER, message)
+    frame = json.loads(payload)
+    place: dict[str, object] = frame[data.draw(st.sampled_from(["header", "message"]))]
+    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(json_values)
+    try:
+        header, again = decode(json.dumps(frame).encode(), attachments)
+    except HostileInput:
+        return
+    encode(header, again)
