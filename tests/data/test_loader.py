@@ -32,7 +32,7 @@ def run_of(*, seed=0, batch_tokens=4 * LENGTH, phases=()):
                 "model": MODEL,
                 "data": {"sequence_length": LENGTH, "validation_tokens": 64},
                 "train": {"batch_tokens": batch_tokens, "micro_batch_sequences": 2},
-                "optimizer": {"lr": 1e-3},
+                "optimizer": {"lr": 1e-3, "schedule_steps": 10},
                 "round": {"local_steps": 5},
                 "phases": phases,
             }
