@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from swarm.errors import StateError, SwarmError
 
@@ -34,7 +34,6 @@ class LocalPeer:
     arguments: list[str]
     environment: Mapping[str, str]
     process: subprocess.Popen[bytes] | None = None
-    log: IO[bytes] | None = None
     _log_start: int = 0
 
     @property
@@ -46,16 +45,16 @@ class LocalPeer:
         """Starts the process."""
         assert not self.alive, f"peer {self.index} runs already"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.log = self.log_path.open("ab")
-        self._log_start = self.log.tell()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "peers.peer", *self.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **self.environment},
-            start_new_session=True,
-        )
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "peers.peer", *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
 
     @property
     def alive(self) -> bool:
@@ -107,12 +106,9 @@ class LocalPeer:
         """
         assert self.process is not None
         try:
-            code = self.process.wait(timeout_s)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise SwarmError(f"peer {self.index} still runs after {timeout_s:.0f} s") from error
-        if self.log:
-            self.log.close()
-        return code
 
     def events(self) -> list[Event]:
         """The peer's history of its present run, oldest first; a line being written is left out."""

@@ -1,0 +1,87 @@
+"""Many schedules, on several processes, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing import get_context
+
+from swarm.emulation.simulator.mutants import MUTANTS
+from swarm.emulation.simulator.schedule import Outcome, run_schedule
+
+CHUNK = 10
+"""Schedules that a process takes at a time."""
+
+
+@dataclass
+class Tally:
+    """Totals of one class."""
+
+    runs: int = 0
+    rounds: int = 0
+    merges: int = 0
+    reforms: int = 0
+    slowest_recovery_s: float = 0.0
+    violations: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts a schedule."""
+        self.runs += 1
+        self.rounds += outcome.rounds
+        self.merges += outcome.merges
+        self.reforms += outcome.reforms
+        if outcome.violation is None:
+            self.slowest_recovery_s = max(self.slowest_recovery_s, outcome.recovery_s)
+        else:
+            self.violations.append(outcome)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One schedule to run; without a mutant's name, the real code."""
+
+    fault_class: str
+    seed: int
+    mutant: str | None = None
+
+
+def jobs_of(
+    classes: Sequence[str], schedules: int, first_seed: int, mutant: str | None = None
+) -> list[Job]:
+    """So many schedules spread evenly over the classes, in turn."""
+    return [
+        Job(classes[index % len(classes)], first_seed + index // len(classes), mutant)
+        for index in range(schedules)
+    ]
+
+
+def run_job(job: Job) -> Outcome:
+    """Runs one schedule, with the mutant's code and faults if it names one."""
+    if job.mutant is None:
+        return run_schedule(job.fault_class, job.seed)
+    mutant = MUTANTS[job.mutant]
+    return run_schedule(job.fault_class, job.seed, cast=mutant.cast, mix=mutant.mix)
+
+
+def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+    """Yields the outcomes, in the order of the jobs; stop iterating to stop the work."""
+    if processes <= 1:
+        yield from map(run_job, jobs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        yield from _in_order(pool, jobs, processes)
+
+
+def _in_order(pool: Executor, jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+    """Keeps every process busy without queueing everything at once."""
+    chunks = iter([jobs[start : start + CHUNK] for start in range(0, len(jobs), CHUNK)])
+    pending = [pool.submit(_run_chunk, chunk) for chunk in islice(chunks, 3 * processes)]
+    while pending:
+        yield from pending.pop(0).result()
+        pending += [pool.submit(_run_chunk, chunk) for chunk in islice(chunks, 1)]
+
+
+def _run_chunk(jobs: Sequence[Job]) -> list[Outcome]:
+    return [run_job(job) for job in jobs]

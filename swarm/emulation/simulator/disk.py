@@ -1,0 +1,71 @@
+"""A peer's disk: what a crash leaves of its record, blobs and private state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Digest
+from swarm.protocol.messages import Offer
+
+SURVIVAL = 0.3
+"""Share of the blobs not yet synced that are there again after a crash, by luck."""
+
+
+class Progress(NamedTuple):
+    """Local progress on one expert: its value now, and the agreed value it was trained from."""
+
+    base: Digest
+    value: Digest
+
+
+@dataclass(frozen=True)
+class PrivateState:
+    """What a peer keeps for itself [P6], replaced atomically."""
+
+    tip: Digest
+    """Manifest that the local steps started from."""
+    progress: Mapping[int, Progress]
+    offer: Offer | None
+    """The finished offer, or None when the local steps were still to be done."""
+
+
+class Disk:
+    """Record, private state and blobs; blobs are readable when written, durable when synced."""
+
+    def __init__(self, record: Record, durable: Iterable[Digest]) -> None:
+        self.record = record
+        self.private: PrivateState | None = None
+        self.durable = set(durable)
+        self.volatile: set[Digest] = set()
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self.durable or digest in self.volatile
+
+    def write(self, digest: Digest) -> None:
+        """Makes a blob readable."""
+        if digest not in self.durable:
+            self.volatile.add(digest)
+
+    def sync(self, digests: Iterable[Digest]) -> None:
+        """Makes those of the blobs durable that are readable."""
+        for digest in digests:
+            if digest in self.volatile:
+                self.volatile.remove(digest)
+                self.durable.add(digest)
+
+    def keep(self, digests: Collection[Digest]) -> None:
+        """Deletes every other blob."""
+        self.durable.intersection_update(digests)
+        self.volatile.intersection_update(digests)
+
+    def crash(self, random: Random) -> None:
+        """Loses most of what was not synced."""
+        self.volatile = {digest for digest in sorted(self.volatile) if random.random() < SURVIVAL}
+
+    def readable(self) -> list[Digest]:
+        """All blobs that a restarted peer finds."""
+        return sorted(self.durable | self.volatile)

@@ -1,0 +1,345 @@
+"""Fault classes: which swarm a seed stands for, and what happens to it.
+
+| class | what fails |
+|---|---|
+| A | anything, on anybody |
+| B | anything, on a minority; the majority must go on as if nothing were |
+| C | a majority dies for good |
+| D | time-outs far too short, duelling conveners, crashes after a vote |
+| E | like D with 3 to 5 peers, links cut, crashes after a promise |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from swarm.config import MergingConfig
+from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.node import Character, Trap
+from swarm.emulation.simulator.world import Setup, World
+from swarm.experts import expert_unit, shared_unit
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import Apply, Effect, Persist, Send
+from swarm.protocol.manifest import Kind, PeerId
+from swarm.protocol.messages import Accept, Commit, Prepare, Propose, Ready
+from swarm.protocol.rounds import Rules
+
+NUM_EXPERTS = 4
+NUM_PARTS = 2
+LOCAL_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a fault class is made of."""
+
+    peers: tuple[int, int] = (2, 7)
+    """Least and most peers, strangers included."""
+    strangers: float = 0.2
+    """Chance that a peer is no founder but joins later."""
+    minority_only: bool = False
+    """Whether a strict majority is spared from every fault."""
+    majority_dies: bool = False
+    """Whether at least half of the peers are killed for good."""
+    window_s: tuple[float, float] = (40.0, 150.0)
+    """When everything heals."""
+    faults: tuple[int, int] = (3, 14)
+    """Number of faults before that."""
+    kinds: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "crash": 3.0,
+            "trap": 4.0,
+            "pause": 1.5,
+            "split": 2.0,
+            "cut": 2.0,
+            "storm": 1.0,
+            "leave": 0.5,
+        }
+    )
+    """Weights of the kinds of faults."""
+    traps: Mapping[str, float] = field(
+        default_factory=lambda: dict.fromkeys(TRAPS, 1.0) | {"any": 6.0}
+    )
+    """Weights of the places at which a peer is made to crash."""
+    loss: float = 0.3
+    """Largest share of messages lost."""
+    spike_s: float = 8.0
+    """Largest delay."""
+    haste: tuple[float, float] = (1.0, 1.0)
+    """The timers are multiplied by a factor from this range until everything heals."""
+    hasty_reform: bool = False
+    """Whether that holds for T_reform too."""
+    merging: float = 0.5
+    """Chance that the run merges experts."""
+    slow: float = 0.25
+    """Chance that a peer is slow at something."""
+
+
+def _sends(kind: type) -> Callable[[Effect], bool]:
+    return lambda effect: isinstance(effect, Send) and isinstance(effect.message, kind)
+
+
+def _promises(effect: Effect) -> bool:
+    if not isinstance(effect, Send) or not isinstance(effect.message, Ready):
+        return False
+    return effect.message.ballot.attempt > 0
+
+
+TRAPS: dict[str, Trap] = {
+    "any": lambda _: True,
+    "vote": _sends(Accept),
+    "promise": _promises,
+    "write": lambda effect: isinstance(effect, Persist),
+    "vote_written": lambda effect: (
+        isinstance(effect, Persist) and effect.record.accepted is not None
+    ),
+    "apply": lambda effect: isinstance(effect, Apply),
+    "merge_voted": lambda effect: (
+        isinstance(effect, Persist)
+        and effect.record.accepted is not None
+        and effect.record.accepted.manifest.kind is Kind.MERGE
+    ),
+    "campaign": _sends(Prepare),
+    "propose": _sends(Propose),
+    "commit": _sends(Commit),
+}
+"""Effects right after which a peer can be made to crash."""
+
+CLASSES: dict[str, Mix] = {
+    "A": Mix(),
+    "B": Mix(peers=(3, 7), minority_only=True, window_s=(60.0, 150.0)),
+    "C": Mix(majority_dies=True, strangers=0.1, window_s=(60.0, 150.0), faults=(1, 8)),
+    "D": Mix(
+        haste=(0.08, 0.5),
+        hasty_reform=True,
+        traps={"vote": 4.0, "any": 2.0, "propose": 1.0, "vote_written": 1.0},
+        kinds={"trap": 6.0, "crash": 1.0, "cut": 1.0, "storm": 1.0, "pause": 0.5},
+        faults=(4, 16),
+        window_s=(30.0, 90.0),
+    ),
+    "E": Mix(
+        peers=(3, 5),
+        haste=(0.08, 0.5),
+        traps={"promise": 4.0, "any": 2.0, "campaign": 1.0, "vote": 1.0},
+        kinds={"trap": 6.0, "cut": 5.0, "crash": 1.0, "storm": 1.0},
+        faults=(4, 16),
+        window_s=(30.0, 90.0),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A swarm and what is going to happen to it."""
+
+    setup: Setup
+    calm_timers: Timers
+    """What everybody uses after healing."""
+    weather: Weather
+    rough: Mapping[PeerId, Weather]
+    stable: tuple[PeerId, ...]
+    """Peers that must see a round at least every so often; empty: no such promise."""
+    heal_s: float
+    script: tuple[tuple[float, Callable[..., None], tuple[object, ...]], ...]
+    """(time, method of `World`, arguments), in order of time."""
+
+
+def draw(mix: Mix, random: Random) -> Scenario:
+    """The scenario that a random generator stands for."""
+    return _Draw(mix, random).scenario()
+
+
+class _Draw:
+    """One scenario while it is drawn."""
+
+    def __init__(self, mix: Mix, random: Random) -> None:
+        self.mix = mix
+        self.random = random
+        self.script: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+        self.heal_s = random.uniform(*mix.window_s)
+        self.peers = [f"p{index}" for index in range(random.randint(*mix.peers))]
+        spared = len(self.peers) // 2 + 1 if mix.minority_only else 1
+        self.stable = sorted(random.sample(self.peers, spared)) if mix.minority_only else []
+        self.victims = [peer for peer in self.peers if peer not in self.stable]
+        keeper = self.stable[0] if self.stable else self.peers[0]
+        self.keeper = keeper  # founds, never leaves and never dies
+        self.strangers = [
+            peer for peer in self.victims if peer != keeper and random.random() < mix.strangers
+        ]
+
+    def scenario(self) -> Scenario:
+        random, mix = self.random, self.mix
+        founders = tuple(peer for peer in self.peers if peer not in self.strangers)
+        calm = Timers()
+        haste = random.uniform(*mix.haste)
+        rules = self._rules()
+        setup = Setup(
+            founders,
+            rules,
+            calm
+            if haste == 1.0
+            else _hurry(calm, haste, mix.hasty_reform and random.random() < 0.5),
+            {peer: self._character(peer) for peer in self.peers},
+        )
+        for peer in self.strangers:
+            self._plan(random.uniform(0.0, self.heal_s), World.join, peer)
+        kinds = [kind for kind in mix.kinds if self.victims]
+        for _ in range(random.randint(*mix.faults)):
+            kind = random.choices(kinds, [mix.kinds[kind] for kind in kinds])[0]
+            getattr(self, f"_{kind}")(random.uniform(0.0, self.heal_s))
+        if mix.majority_dies:
+            self._majority_dies()
+        bad = self._weather()
+        is_rough = bool(self.stable)
+        return Scenario(
+            setup,
+            calm,
+            Weather(random.uniform(0.0, 0.05), 0.05, random.choice([0.05, 0.3]))
+            if is_rough
+            else bad,
+            dict.fromkeys(self.victims, bad) if is_rough else {},
+            tuple(self.stable),
+            self.heal_s,
+            tuple(sorted(self.script, key=lambda line: line[0])),
+        )
+
+    # ------------------------------------------------------------ the swarm
+
+    def _rules(self) -> Rules:
+        random = self.random
+        units = [shared_unit(part) for part in range(NUM_PARTS)]
+        units += [expert_unit(expert) for expert in range(NUM_EXPERTS)]
+        every = random.choice([1, 1, 2, 3])
+        merging = MergingConfig(
+            alpha=0.1 if random.random() < self.mix.merging else 0.0,
+            top_k=2,
+            decay_steps=random.choice([LOCAL_STEPS * 6, 10**6]),
+            interval_steps=LOCAL_STEPS * every * random.choice([1, 1, 2]),
+        )
+        return Rules(
+            run="run",
+            num_experts=NUM_EXPERTS,
+            owners_per_expert=random.choice([1, 1, 1, 2, 2, len(self.peers)]),
+            merging=merging,
+            unit_bytes=dict.fromkeys(units, 100),
+            unit_codec=dict.fromkeys(units, "fp32"),
+            experts_every=every,
+            local_steps_at=lambda _: LOCAL_STEPS,
+        )
+
+    def _character(self, peer: PeerId) -> Character:
+        random = self.random
+        odd = random.random()
+        is_slow = peer in self.victims and random.random() < self.mix.slow
+        return Character(
+            capacity=random.choice([1.0, 1.0, 2.0]),
+            local_steps_s=random.choice([8.0, 20.0]) if is_slow else random.uniform(1.5, 4.0),
+            sync_s=random.choice([0.1, 3.0]) if is_slow else 0.05,
+            reduce_s=random.choice([0.1, 3.0]) if is_slow else 0.1,
+            merge_s=random.choice([0.5, 15.0]) if is_slow else 0.3,
+            arithmetic=-1 if odd < 0.1 else 1 if odd < 0.25 else 0,
+        )
+
+    def _weather(self) -> Weather:
+        random, mix = self.random, self.mix
+        return Weather(
+            loss=random.choice([0.0, random.uniform(0.0, mix.loss)]),
+            duplication=random.choice([0.0, 0.1]),
+            delay_s=random.choice([0.03, 0.1, 0.4]),
+            spike=random.choice([0.0, 0.03, 0.15]),
+            spike_s=random.uniform(0.5, mix.spike_s),
+        )
+
+    # ------------------------------------------------------------ faults
+
+    def _plan(self, time_s: float, method: Callable[..., None], *arguments: object) -> None:
+        if time_s < self.heal_s:
+            self.script.append((time_s, method, arguments))
+
+    def _victim(self) -> PeerId:
+        return self.random.choice(self.victims)
+
+    def _crash(self, time_s: float) -> None:
+        peer = self._victim()
+        self._plan(time_s, World.crash, peer)
+        self._plan(time_s + self.random.choice([0.1, 4.0, 20.0, 90.0]), World.reboot, peer)
+
+    def _trap(self, time_s: float) -> None:
+        mix, random = self.mix, self.random
+        name = random.choices(list(mix.traps), list(mix.traps.values()))[0]
+        skip = random.randrange(30) if name == "any" else random.choice([0, 0, 0, 1, 2])
+        self._plan(time_s, World.arm, self._victim(), _Countdown(TRAPS[name], skip))
+
+    def _pause(self, time_s: float) -> None:
+        peer = self._victim()
+        self._plan(time_s, World.pause, peer)
+        self._plan(time_s + self.random.choice([1.0, 7.0, 25.0, 70.0]), World.resume, peer)
+
+    def _split(self, time_s: float) -> None:
+        away = [peer for peer in self.victims if self.random.random() < 0.5]
+        here = [peer for peer in self.peers if peer not in away]
+        self._plan(time_s, World.split, (here, away))
+        self._plan(time_s + self.random.choice([5.0, 20.0, 80.0]), World.split, ())
+
+    def _cut(self, time_s: float) -> None:
+        victim = self._victim()
+        others = [peer for peer in self.peers if peer != victim]
+        if not others:
+            return
+        others = self.random.sample(others, self.random.randint(1, len(others)))
+        duration_s = self.random.choice([5.0, 15.0, 60.0])
+        outwards = self.random.random() < 0.5
+        for other in others:
+            link = (victim, other) if outwards else (other, victim)
+            self._plan(time_s, World.cut, *link)
+            self._plan(time_s + duration_s, World.uncut, *link)
+
+    def _storm(self, time_s: float) -> None:
+        if not self.stable:
+            self._plan(time_s, World.storm, self._weather())
+
+    def _leave(self, time_s: float) -> None:
+        peer = self._victim()
+        if peer != self.keeper:
+            self._plan(time_s, World.leave, peer)
+
+    def _majority_dies(self) -> None:
+        """At least half of the peers die, more or less at the same time."""
+        mortal = [peer for peer in self.peers if peer != self.keeper]
+        least = -(-len(self.peers) // 2)
+        doomed = self.random.sample(mortal, self.random.randint(least, len(mortal)))
+        time_s = self.random.uniform(5.0, self.heal_s)
+        together = self.random.random() < 0.5
+        for peer in sorted(doomed):
+            delay_s = 0.0 if together else self.random.uniform(0.0, 10.0)
+            self._plan(min(time_s + delay_s, self.heal_s - 0.1), World.kill, peer)
+
+
+class _Countdown:
+    """A trap that lets some effects pass."""
+
+    def __init__(self, trap: Trap, skip: int) -> None:
+        self._trap = trap
+        self._left = skip
+
+    def __call__(self, effect: Effect) -> bool:
+        if not self._trap(effect):
+            return False
+        self._left -= 1
+        return self._left < 0
+
+
+def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
+    return timers.with_(
+        heartbeat_s=timers.heartbeat_s * factor,
+        silence_s=timers.silence_s * factor,
+        roster_s=timers.roster_s * factor,
+        roster_late_s=timers.roster_late_s * factor,
+        reduce_s=timers.reduce_s * factor,
+        vote_s=timers.vote_s * factor,
+        attempt_s=timers.attempt_s * factor,
+        discover_s=timers.discover_s * factor,
+        reform_s=timers.reform_s * max(factor, 0.25) if with_reform else timers.reform_s,
+    )

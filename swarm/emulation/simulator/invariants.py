@@ -1,0 +1,334 @@
+"""What must hold whatever happens: I1, I2, I4 and I6 to I11, checked at every persist and apply.
+
+I3 (progress) and I5 (one chain after healing) are judged over a whole schedule, in `schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.values import Mean, Merged, Trained, Values
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.adoption import experts_due
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import (
+    FOUNDING_GENERATION,
+    Digest,
+    Entry,
+    Kind,
+    Manifest,
+    PeerId,
+    Unit,
+)
+from swarm.protocol.merging import merge_due, merged_until
+from swarm.protocol.rounds import Rules
+
+DECIDED = (Kind.QUORUM, Kind.MERGE)
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+def require(condition: bool, invariant: str, text: str) -> None:
+    """Raises a `Violation` unless the condition holds."""
+    if not condition:
+        raise Violation(invariant, text)
+
+
+def short(manifest: Manifest) -> str:
+    """A manifest's name in traces and messages."""
+    return (
+        f"{manifest.kind.value}@{manifest.height}/r{manifest.round}"
+        f"[{manifest.generation[:6]}:{manifest.digest[:6]}]"
+    )
+
+
+class Invariants:
+    """Sees every write of every peer, remembers all manifests, and judges."""
+
+    def __init__(self, rules: Rules, values: Values, founding: Manifest) -> None:
+        self.rules = rules
+        self.values = values
+        self.manifests: dict[Digest, Manifest] = {founding.digest: founding}
+        self.first_seen_s: dict[Digest, float] = {founding.digest: 0.0}
+        self._applied: dict[tuple[str, int], Digest] = {}
+        self._acceptors: dict[Digest, set[PeerId]] = {}
+
+    # ------------------------------------------------------------ ancestry
+
+    def descends(self, manifest: Manifest, ancestor: Manifest) -> bool:
+        """Whether the ancestor is the manifest itself or lies in its past."""
+        current: Manifest | None = manifest
+        while current is not None and current.height >= ancestor.height:
+            if current.digest == ancestor.digest:
+                return True
+            current = self.manifests.get(current.parent or "")
+        return False
+
+    def rounds_since(self, manifest: Manifest, time_s: float) -> int:
+        """Training rounds in the manifest's past that were first seen at or after this time."""
+        rounds = 0
+        current: Manifest | None = manifest
+        while current is not None and self.first_seen_s[current.digest] >= time_s:
+            rounds += current.kind is Kind.QUORUM
+            current = self.manifests.get(current.parent or "")
+        return rounds
+
+    # ------------------------------------------------------------ writes
+
+    def persisted(
+        self, peer: PeerId, before: Record, disks: Mapping[PeerId, Disk], now: float
+    ) -> None:
+        """Judges a record that has just been written."""
+        disk = disks[peer]
+        record = disk.record
+        accepted = record.accepted
+        if accepted is not None and accepted is not before.accepted:
+            self._see(accepted.manifest, now)
+            self._require_blobs(peer, disk, accepted.manifest, "I2", "accepted")
+            self._acceptors.setdefault(accepted.manifest.digest, set()).add(peer)
+        if record.tip.digest == before.tip.digest:
+            return
+        tip = record.tip
+        self._see(tip, now)
+        self._require_blobs(peer, disk, tip, "I6", "made its tip")
+        place = (tip.generation, tip.height)
+        is_first = place not in self._applied
+        first = self._applied.setdefault(place, tip.digest)
+        require(
+            first == tip.digest,
+            "I1",
+            f"{peer} applied {short(tip)}, others {short(self.manifests[first])}",
+        )
+        self._require_rise(peer, before.tip, tip)
+        if is_first and tip.kind in DECIDED:
+            self._require_quorum(tip, disks)
+
+    def reformed(
+        self, peer: PeerId, old: Manifest, new: Manifest, heard: Collection[PeerId]
+    ) -> None:
+        """Judges a tip in another generation, given who was heard within the last T_reform."""
+        length = len(old.lineage)
+        leaves_mine = len(new.lineage) > length and new.lineage[:length] == old.lineage
+        require(
+            not (leaves_mine and old.is_quorum([peer, *heard])),
+            "I10",
+            f"{peer} left {short(old)} for {short(new)} while it heard {sorted(heard)} "
+            f"of {sorted(old.members)}",
+        )
+
+    def _see(self, manifest: Manifest, now: float) -> None:
+        if manifest.digest in self.manifests:
+            return
+        parent = self.manifests.get(manifest.parent or "")
+        require(parent is not None, "I1", f"{short(manifest)} has no known parent")
+        assert parent is not None
+        self.manifests[manifest.digest] = manifest
+        self.first_seen_s[manifest.digest] = now
+        self._check_owners(manifest)
+        if manifest.kind is Kind.REFORM:
+            self._check_reform(manifest, parent)
+            return
+        require(
+            manifest.generation == parent.generation and manifest.lineage == parent.lineage,
+            "I1",
+            f"{short(manifest)} is not of its parent's generation",
+        )
+        require(manifest.height == parent.height + 1, "I1", f"{short(manifest)} jumps in height")
+        require(
+            (manifest.kind is Kind.MERGE) == merge_due(parent, self.rules.merging),
+            "I11",
+            f"{short(manifest)} after {short(parent)} at step {parent.step}, "
+            f"merged {parent.merged}",
+        )
+        if manifest.kind is Kind.MERGE:
+            self._check_merge(manifest, parent)
+        else:
+            self._check_round(manifest, parent)
+
+    def _require_blobs(
+        self, peer: PeerId, disk: Disk, manifest: Manifest, invariant: str, what: str
+    ) -> None:
+        missing = [e.digest for e in manifest.entries.values() if e.digest not in disk.durable]
+        require(
+            not missing, invariant, f"{peer} {what} {short(manifest)}, blobs not durable: {missing}"
+        )
+
+    def _require_rise(self, peer: PeerId, old: Manifest, new: Manifest) -> None:
+        require(new.code > old.code, "I9", f"{peer} went from {short(old)} down to {short(new)}")
+        require(
+            old.generation != FOUNDING_GENERATION or self.descends(new, old),
+            "I9",
+            f"{peer} rolled {short(old)} of the founding generation back for {short(new)}",
+        )
+
+    def _require_quorum(self, manifest: Manifest, disks: Mapping[PeerId, Disk]) -> None:
+        parent = self.manifests[manifest.parent or ""]
+        holders = [
+            peer
+            for peer in parent.members
+            if peer in disks and self._holds(peer, disks[peer], manifest)
+        ]
+        require(
+            parent.is_quorum(holders),
+            "I2",
+            f"{short(manifest)} is durable on {holders} only, of {sorted(parent.members)}",
+        )
+
+    def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
+        """Whether the peer durably has the manifest, or had and has left its generation since."""
+        record = disk.record
+        if record.tip.generation != manifest.generation:
+            return peer in self._acceptors.get(manifest.digest, ())
+        if self.descends(record.tip, manifest):
+            return True
+        return (
+            record.accepted is not None
+            and record.accepted.manifest.digest == manifest.digest
+            and all(entry.digest in disk.durable for entry in manifest.entries.values())
+        )
+
+    # ------------------------------------------------------------ contents
+
+    def _check_owners(self, manifest: Manifest) -> None:
+        wanted = min(self.rules.owners_per_expert, len(manifest.members))
+        for expert in range(self.rules.num_experts):
+            owners = manifest.owners.get(expert, ())
+            require(
+                len(set(owners)) == len(owners) == wanted > 0
+                and all(owner in manifest.members for owner in owners),
+                "I4",
+                f"{short(manifest)}: expert {expert} is owned by {owners} "
+                f"of {sorted(manifest.members)}",
+            )
+
+    def _check_reform(self, manifest: Manifest, parent: Manifest) -> None:
+        place = (manifest.height, (len(manifest.members), manifest.generation))
+        same = ("height", "round", "step", "tokens", "merged", "entries", "founding")
+        for name in same:
+            require(
+                getattr(manifest, name) == getattr(parent, name),
+                "I6",
+                f"{short(manifest)} changes {name} of {short(parent)}",
+            )
+        require(manifest.lineage == (*parent.lineage, place), "I1", f"lineage of {short(manifest)}")
+
+    def _check_merge(self, manifest: Manifest, parent: Manifest) -> None:
+        same = ("round", "step", "tokens", "members", "contributors", "owners", "order")
+        for name in same:
+            require(
+                getattr(manifest, name) == getattr(parent, name),
+                "I11",
+                f"{short(manifest)} changes {name} of {short(parent)}",
+            )
+        require(
+            manifest.merged == merged_until(parent.step, self.rules.merging)
+            and not manifest.sources,
+            "I11",
+            f"{short(manifest)} sets merged to {manifest.merged}, sources {manifest.sources}",
+        )
+        experts = tuple(
+            parent.entries[expert_unit(expert)].digest for expert in range(self.rules.num_experts)
+        )
+        for unit, entry in manifest.entries.items():
+            before = parent.entries[unit]
+            expert = expert_of_unit(unit)
+            if expert is None:
+                require(entry == before, "I11", f"{short(manifest)} changes {unit}")
+                continue
+            value = self.values.get(entry.digest)
+            require(
+                isinstance(value, Merged) and (value.experts, value.expert) == (experts, expert),
+                "I11",
+                f"{unit} of {short(manifest)} is {value}, not merged from {experts}",
+            )
+            require(
+                (entry.base, entry.version) == (before.digest, before.version),
+                "I11",
+                f"{unit} of {short(manifest)}: base or version of {entry}",
+            )
+
+    def _check_round(self, manifest: Manifest, parent: Manifest) -> None:
+        name = short(manifest)
+        require(
+            (manifest.round, manifest.merged) == (parent.round + 1, parent.merged)
+            and manifest.step > parent.step
+            and manifest.tokens > parent.tokens,
+            "I11",
+            f"{name}: round, step, tokens or merged do not follow {short(parent)}",
+        )
+        require(
+            len(manifest.contributors) > 0
+            and all(peer in parent.members for peer in manifest.contributors),
+            "I8",
+            f"{name}: contributors {manifest.contributors} of {sorted(parent.members)}",
+        )
+        for unit, entry in manifest.entries.items():
+            sources = manifest.sources.get(unit, ())
+            if not sources:
+                require(
+                    entry == parent.entries[unit] and expert_of_unit(unit) is not None,
+                    "I8",
+                    f"{name}: {unit} changed without sources",
+                )
+                continue
+            require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
+            self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
+            self._check_value(name, unit, entry, parent.entries[unit], sources)
+
+    def _check_sources(
+        self,
+        name: str,
+        unit: Unit,
+        parent: Manifest,
+        peers: tuple[PeerId, ...],
+        manifest: Manifest,
+    ) -> None:
+        require(list(peers) == sorted(set(peers)), "I8", f"{name}: {unit} from {peers}, unordered")
+        expert = expert_of_unit(unit)
+        if expert is None:
+            require(
+                peers == manifest.contributors,
+                "I8",
+                f"{name}: {unit} is from {peers}, contributors are {manifest.contributors}",
+            )
+        else:
+            allowed: Collection[PeerId] = set(parent.owners[expert]) & set(manifest.contributors)
+            require(
+                experts_due(parent, self.rules.experts_every)
+                and all(peer in allowed for peer in peers),
+                "I7",
+                f"{name}: {unit} is from {peers}, its owners are {parent.owners[expert]}",
+            )
+
+    def _check_value(
+        self,
+        name: str,
+        unit: Unit,
+        entry: Entry,
+        before: Entry,
+        sources: tuple[tuple[PeerId, Digest], ...],
+    ) -> None:
+        inputs = tuple(digest for _, digest in sources)
+        mean = inputs[0] if len(inputs) == 1 else self.values.digest_of(Mean(unit, inputs))
+        require(
+            entry.digest == mean, "I8", f"{name}: {unit} is not the mean of its sources {sources}"
+        )
+        for peer, digest in sources:
+            value = self.values.get(digest)
+            extends = isinstance(value, Trained) and (value.unit, value.base, value.writer) == (
+                unit,
+                before.digest,
+                peer,
+            )
+            require(
+                extends or digest == before.digest,
+                "I7",
+                f"{name}: {unit} of {peer} is {value}, which does not extend {before.digest}",
+            )

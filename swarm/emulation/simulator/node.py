@@ -1,0 +1,394 @@
+"""One simulated peer: a real round machine between a simulated disk, network and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.fetching import Data, Fetcher, Get
+from swarm.emulation.simulator.invariants import Invariants, Violation, short
+from swarm.emulation.simulator.trainer import Task, Trainer
+from swarm.emulation.simulator.values import Mean, Merged
+from swarm.experts import expert_unit
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import (
+    Apply,
+    CancelFetch,
+    ComputeMerge,
+    Effect,
+    Event,
+    Fetch,
+    Keep,
+    LeaveAsked,
+    Left,
+    MergeComputed,
+    Persist,
+    Reason,
+    Received,
+    Reduce,
+    Send,
+    Sync,
+    Synced,
+    Tick,
+    UnitReduced,
+)
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.messages import Accept, Header, Message, ReducedUnit, Signature
+from swarm.protocol.rounds import RoundMachine
+
+
+class Packet(NamedTuple):
+    """A control message under way."""
+
+    header: Header
+    message: Message
+
+
+Payload = Packet | Get | Data
+
+
+@dataclass(frozen=True)
+class Character:
+    """What is particular about one peer; a slow peer has larger numbers."""
+
+    capacity: float = 1.0
+    local_steps_s: float = 3.0
+    sync_s: float = 0.1
+    reduce_s: float = 0.1
+    merge_s: float = 0.3
+    arithmetic: int = 0
+    """Peers of the same number compute the same bits; negative: other bits each time."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The code under test; mutants replace it."""
+
+    machine: type[RoundMachine] = RoundMachine
+    trainer: type[Trainer] = Trainer
+
+
+class World(Protocol):
+    """What a node sees of the simulation."""
+
+    now: float
+    random: Random
+    task: Task
+    timers: Timers
+    cast: Cast
+    invariants: Invariants
+    disks: Mapping[PeerId, Disk]
+    trace: Callable[[str], None] | None
+
+    def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls a function later."""
+
+    def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
+        """Hands a message to the network."""
+
+    def applied(self, node: Node) -> None:
+        """Hears of a new tip."""
+
+    def fell(self, node: Node) -> None:
+        """Hears of a crash by trap."""
+
+
+Trap = Callable[[Effect], bool]
+
+
+class Node:
+    """A peer's process and disk; the process may crash between any two effects."""
+
+    def __init__(self, world: World, me: PeerId, character: Character, disk: Disk) -> None:
+        self.world = world
+        self.me = me
+        self.character = character
+        self.disk = disk
+        self.trap: Trap | None = None
+        """Crashes the process right after the first effect that it springs on."""
+        self.is_up = False
+        self.has_left = False
+        self.is_paused = False
+        self.machine: RoundMachine
+        self.trainer: Trainer
+        self._fetcher: Fetcher
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._boots = 0
+        self._serials = 0
+        self._heard: dict[PeerId, float] = {}
+        self._listens_until = 0.0
+        self._last_tick = 0.0
+        self._perform: dict[type, Callable[[Any], None]] = {
+            Persist: self._persist,
+            Send: self._send,
+            Fetch: lambda effect: self._fetcher.start(effect),
+            CancelFetch: lambda effect: self._fetcher.cancel(effect.purpose),
+            Sync: lambda effect: self.after(
+                self._duration(self.character.sync_s), self._synced, effect.manifest
+            ),
+            Reduce: lambda effect: self.after(
+                self._duration(self.character.reduce_s),
+                self._reduced,
+                effect,
+                self.disk.record.tip.digest,
+            ),
+            ComputeMerge: lambda effect: self.after(
+                self._duration(self.character.merge_s), self._merged, effect.tip
+            ),
+            Apply: self._apply,
+            Keep: lambda effect: self.disk.keep(effect.digests),
+            Left: self._leave,
+            Reason: lambda _: None,
+        }
+
+    # ------------------------------------------------------------ life
+
+    def boot(self) -> None:
+        """Starts the process from the disk."""
+        assert not self.is_up and not self.has_left
+        world = self.world
+        self._boots += 1
+        self.is_up, self.is_paused = True, False
+        self._backlog.clear()
+        self._heard.clear()
+        self._last_tick = world.now
+        self._listens_until = world.now + world.timers.discover_s
+        self._fetcher = Fetcher(self)
+        self.machine = world.cast.machine(
+            self.me,
+            self.character.capacity,
+            world.task.rules,
+            world.timers,
+            self.disk.record,
+            stored=self.disk.readable(),
+            now=world.now,
+            random=Random(world.random.getrandbits(32)),
+        )
+        self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
+        self._note("boots")
+        self._execute(self.machine.start(world.now))
+        if self.is_up:
+            self.trainer.resume()
+            self.after(world.random.random() * world.timers.tick_s, self._tick)
+
+    def crash(self) -> None:
+        """Kills the process; the disk stays."""
+        self._note("crashes")
+        self.is_up = False
+        self.trap = None
+        self.disk.crash(self.world.random)
+
+    def pause(self) -> None:
+        """Stops the process (SIGSTOP); what arrives waits."""
+        self._note("is paused")
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Lets a paused process go on with everything that waited."""
+        self._note("goes on")
+        self.is_paused = False
+        backlog, self._backlog = self._backlog, []
+        boots = self._boots
+        for method, arguments in backlog:
+            if self.is_up and self._boots == boots:
+                method(*arguments)
+
+    def ask_to_leave(self) -> None:
+        """The person presses Ctrl+C."""
+        if self.is_up and not self.has_left:
+            self.tell(LeaveAsked())
+
+    # ------------------------------------------------------------ what fetcher and trainer use
+
+    def post(self, destination: PeerId, payload: Payload) -> None:
+        """Sends it; it may be lost."""
+        self.world.post(self.me, destination, payload)
+
+    def tell(self, event: Event) -> None:
+        """Hands an event to the machine and carries its effects out."""
+        if self.is_up:
+            self._execute(self.machine.handle(event, self.world.now))
+
+    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls the method later, unless the process crashes first; a pause defers it."""
+        self.world.at(delay_s, self._later, self._boots, method, arguments)
+
+    def local_steps_s(self) -> float:
+        """How long the next local steps take."""
+        return self._duration(self.character.local_steps_s)
+
+    def next_serial(self) -> int:
+        """A number that this peer never used before."""
+        self._serials += 1
+        return self._serials
+
+    # ------------------------------------------------------------ events
+
+    def receive(self, source: PeerId, payload: Payload) -> None:
+        """A message has arrived."""
+        if not self.is_up:
+            return
+        if self.is_paused:
+            self._backlog.append((self.receive, (source, payload)))
+        elif isinstance(payload, Packet):
+            header, message = payload
+            if header.generation == self.disk.record.tip.generation:
+                self._heard[source] = self.world.now
+            if self.world.trace:
+                self._note(f"<- {source} {describe(message)}")
+            self.tell(Received(source, header, message))
+        elif isinstance(payload, Get):
+            self._fetcher.serve(source, payload)
+        else:
+            self._fetcher.take(source, payload)
+
+    def _later(
+        self, boots: int, method: Callable[..., None], arguments: tuple[object, ...]
+    ) -> None:
+        if not self.is_up or self._boots != boots:
+            return
+        if self.is_paused:
+            self._backlog.append((method, arguments))
+        else:
+            method(*arguments)
+
+    def _tick(self) -> None:
+        now, timers = self.world.now, self.world.timers
+        if now - self._last_tick > timers.patience_s:  # [B2]
+            self._heard.clear()
+            self._listens_until = now + timers.discover_s
+        self._last_tick = now
+        self.after(timers.tick_s, self._tick)
+        self.tell(Tick())
+
+    def _duration(self, usual_s: float) -> float:
+        return usual_s * (0.7 + 0.6 * self.world.random.random())
+
+    # ------------------------------------------------------------ effects
+
+    def _execute(self, effects: list[Effect]) -> None:
+        trace = self.world.trace
+        for effect in effects:
+            if trace:
+                text = describe(effect)
+                if text:
+                    self._note(text)
+            self._perform[type(effect)](effect)
+            if self.trap is not None and self.trap(effect):
+                self.crash()
+                self.world.fell(self)
+            if not self.is_up:
+                return
+
+    def _persist(self, effect: Persist) -> None:
+        before, self.disk.record = self.disk.record, effect.record
+        world = self.world
+        new = effect.record.tip
+        world.invariants.persisted(self.me, before, world.disks, world.now)
+        is_listening = world.now <= self._listens_until + world.timers.tick_s
+        if new.generation != before.tip.generation and not is_listening:
+            since = world.now - world.timers.reform_s
+            heard = [peer for peer, time_s in self._heard.items() if time_s > since]
+            world.invariants.reformed(self.me, before.tip, new, heard)
+
+    def _send(self, effect: Send) -> None:
+        message = effect.message
+        if isinstance(message, Accept) and message.signature is None:
+            signature = Signature(self.me.encode(), message.digest.encode())
+            message = replace(message, signature=signature)
+        self.world.post(self.me, effect.destination, Packet(effect.header, message))
+
+    def _synced(self, manifest: Manifest) -> None:
+        self.disk.sync(entry.digest for entry in manifest.entries.values())
+        self.tell(Synced(manifest.digest))
+
+    def _reduced(self, effect: Reduce, tip: Digest) -> None:
+        missing = [digest for _, digest in effect.inputs if digest not in self.disk]
+        if missing:
+            if self.disk.record.tip.digest != tip:
+                return  # the round is over and its offers were dropped
+            raise Violation("I8", f"{self.me} cannot average {effect.unit}: {missing} not here")
+        mean = Mean(effect.unit, tuple(digest for _, digest in effect.inputs))
+        digest = self.world.task.values.digest_of(mean)
+        self.disk.write(digest)
+        size = self.world.task.rules.unit_bytes[effect.unit]
+        self.tell(UnitReduced(effect.roster_id, effect.unit, ReducedUnit(digest, size)))
+
+    def _merged(self, tip: Manifest) -> None:
+        rules = self.world.task.rules
+        units = [expert_unit(expert) for expert in range(rules.num_experts)]
+        inputs = tuple(tip.entries[unit].digest for unit in units)
+        if any(digest not in self.disk for digest in inputs):
+            if self.disk.record.tip.digest != tip.digest:
+                return  # the tip has moved on and its inputs were dropped
+            raise Violation("M3", f"{self.me} lacks values of its tip {short(tip)}")
+        variant = self.character.arithmetic
+        if variant < 0:
+            variant = self.world.random.getrandbits(30) + 100
+        results = {}
+        for expert, unit in enumerate(units):
+            digest = self.world.task.values.digest_of(Merged(inputs, expert, variant))
+            self.disk.write(digest)
+            results[unit] = ReducedUnit(digest, rules.unit_bytes[unit])
+        self.tell(MergeComputed(tip.digest, results))
+
+    def _apply(self, effect: Apply) -> None:
+        record = self.disk.record
+        if record.tip.digest != effect.manifest.digest:
+            raise Violation("P4", f"{self.me} applies {short(effect.manifest)} before the record")
+        missing = [
+            unit for unit, entry in effect.manifest.entries.items() if entry.digest not in self.disk
+        ]
+        if missing:
+            raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
+        self.trainer.apply(effect.manifest, effect.previous)
+        self.world.applied(self)
+
+    def _leave(self, effect: Left) -> None:
+        self._note(f"has left: {effect.reason}")
+        self.is_up = False
+        self.has_left = True
+
+    # ------------------------------------------------------------ traces
+
+    def _note(self, text: str) -> None:
+        if self.world.trace:
+            self.world.trace(f"{self.world.now:8.2f} {self.me:>3} {text}")
+
+
+def describe(thing: Effect | Message) -> str:
+    """An effect or a message on one line; empty for what a reader need not see."""
+    match thing:
+        case Send(destination, _, message):
+            return f"-> {destination} {describe(message)}"
+        case Persist(record):
+            accepted = record.accepted
+            voted = f" accepted {accepted.ballot} {short(accepted.manifest)}" if accepted else ""
+            return f"PERSIST tip {short(record.tip)} promised {record.promised}{voted}"
+        case Apply(manifest, _):
+            return f"APPLY {short(manifest)} members {sorted(manifest.members)}"
+        case Sync(manifest):
+            return f"sync {short(manifest)}"
+        case Reason(topic, text):
+            return f"# {topic.value}: {text}"
+        case Fetch(purpose, wants):
+            return f"fetch {purpose.value}: {[(w.unit, w.digest, w.sources) for w in wants]}"
+        case Keep():
+            return ""
+    fields = []
+    for name in ("ballot", "ask", "digest", "manifest", "missing", "leave", "accepted", "offer"):
+        value = getattr(thing, name, None)
+        if isinstance(value, Manifest):
+            value = short(value)
+        elif name == "accepted" and value is not None:
+            value = f"({value.ballot} {short(value.manifest)})"
+        elif name == "ballot" and value is not None:
+            value = f"{value.attempt}/{value.convener}"
+        elif name == "offer" and value is not None:
+            value = "yes"
+        if value:
+            fields.append(f"{name}={value}")
+    return f"{type(thing).__name__.upper()} {' '.join(fields)}".rstrip()

@@ -1,0 +1,157 @@
+"""One schedule from beginning to end: build, break, heal, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from swarm.emulation.simulator.faults import CLASSES, Mix, Scenario, draw
+from swarm.emulation.simulator.invariants import Violation, require, short
+from swarm.emulation.simulator.node import Cast, Node
+from swarm.emulation.simulator.world import World
+from swarm.protocol.manifest import Kind, Manifest
+
+RECOVERY_LIMIT_S = 320.0
+"""After healing, all live peers have three more rounds within this time."""
+ROUNDS_AFTER_HEALING = 3
+PROGRESS_LIMIT_S = 90.0
+"""A spared majority has a round at least this often."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one schedule."""
+
+    fault_class: str
+    seed: int
+    violation: str | None
+    rounds: int
+    """Training rounds in the longest chain."""
+    merges: int
+    reforms: int
+    manifests: int
+    recovery_s: float
+    """From healing until all live peers had three more rounds."""
+
+
+class _Judge:
+    """Watches progress [I3] and, at the end, agreement [I5]."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.world: World
+        self.done = False
+        self.is_healed = False
+        self._progress_s = 0.0
+        self._highest: Manifest | None = None
+
+    def applied(self, node: Node) -> None:
+        """Hears of a new tip."""
+        tip = node.disk.record.tip
+        if tip.kind is Kind.QUORUM and (self._highest is None or tip.code > self._highest.code):
+            self._highest = tip
+            self._require_progress()
+            self._progress_s = self.world.now
+        if self.is_healed:
+            self.done = self._is_recovered()
+
+    def is_over(self) -> bool:
+        """Whether the schedule may end; judges the limits on the way."""
+        limit_s = self.scenario.heal_s + RECOVERY_LIMIT_S
+        if not self.is_healed and self.scenario.stable:
+            self._require_progress()
+        if self.world.now > limit_s:
+            raise Violation("I5", f"no three rounds on all live peers: {self._states()}")
+        return self.done
+
+    def _require_progress(self) -> None:
+        waited_s = self.world.now - self._progress_s
+        require(
+            not self.scenario.stable or waited_s <= PROGRESS_LIMIT_S,
+            "I3",
+            f"no round for {waited_s:.1f} s although {self.scenario.stable} were spared",
+        )
+
+    def _is_recovered(self) -> bool:
+        tips = [node.disk.record.tip for node in self.world.alive()]
+        invariants = self.world.invariants
+        if any(
+            invariants.rounds_since(tip, self.scenario.heal_s) < ROUNDS_AFTER_HEALING
+            for tip in tips
+        ):
+            return False
+        best = max(tips, key=lambda tip: tip.code)
+        return all(invariants.descends(best, tip) for tip in tips)
+
+    def _states(self) -> str:
+        return ", ".join(
+            f"{node.me} {short(node.disk.record.tip)} {node.machine.phase.value}"
+            for node in self.world.alive()
+        )
+
+
+def run_schedule(
+    fault_class: str,
+    seed: int,
+    *,
+    cast: Cast | None = None,
+    mix: Mix | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Runs the schedule that a class and a seed stand for.
+
+    Args:
+        fault_class: letter in `CLASSES`; only a name when `mix` is given.
+        seed: which schedule of the class.
+        cast: the code under test, mutated or not.
+        mix: faults of another class.
+        trace: gets every event and effect, a line each.
+
+    Returns:
+        The outcome; its `violation` says which invariant broke and how, if one did.
+    """
+    random = Random(f"{fault_class}:{seed}")
+    scenario = draw(mix or CLASSES[fault_class], random)
+    judge = _Judge(scenario)
+    violation = None
+    world = None
+    try:
+        world = judge.world = World(
+            scenario.setup, random, cast=cast or Cast(), on_apply=judge.applied, trace=trace
+        )
+        _play(world, scenario, judge)
+    except Violation as found:
+        violation = str(found)
+    return _outcome(fault_class, seed, violation, world, scenario)
+
+
+def _play(world: World, scenario: Scenario, judge: _Judge) -> None:
+    world.network.weather = scenario.weather
+    world.network.rough = scenario.rough
+    for time_s, method, arguments in scenario.script:
+        world.at(time_s, method, world, *arguments)
+
+    def heal() -> None:
+        world.heal(scenario.calm_timers)
+        judge.is_healed = True
+
+    world.at(scenario.heal_s, heal)
+    world.run(judge.is_over)
+
+
+def _outcome(
+    fault_class: str, seed: int, violation: str | None, world: World | None, scenario: Scenario
+) -> Outcome:
+    manifests = list(world.invariants.manifests.values()) if world else []
+    kinds = [manifest.kind for manifest in manifests]
+    return Outcome(
+        fault_class,
+        seed,
+        violation,
+        rounds=max((manifest.round for manifest in manifests), default=0),
+        merges=kinds.count(Kind.MERGE),
+        reforms=kinds.count(Kind.REFORM),
+        manifests=len(kinds),
+        recovery_s=world.now - scenario.heal_s if world else 0.0,
+    )

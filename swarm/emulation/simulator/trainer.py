@@ -1,0 +1,203 @@
+"""The training side of a simulated peer: local steps take time, values are symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.emulation.simulator.disk import Disk, PrivateState, Progress
+from swarm.emulation.simulator.invariants import Violation
+from swarm.emulation.simulator.values import Trained, Values
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
+from swarm.protocol.events import Offered
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.rounds import Rules
+
+
+class Shell(Protocol):
+    """What a trainer needs of its peer."""
+
+    me: PeerId
+    disk: Disk
+
+    def tell(self, event: Offered) -> None:
+        """Hands an event to the machine."""
+
+    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls the method later, unless the peer crashes first."""
+
+    def local_steps_s(self) -> float:
+        """How long the next local steps take."""
+
+    def next_serial(self) -> int:
+        """A number that this peer never used before."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all trainers of a schedule share."""
+
+    rules: Rules
+    values: Values
+
+
+WRITE_S = 0.02
+"""Time between the steps that make an offer durable, so that a crash can fall between them."""
+
+
+class Trainer:
+    """Local steps, offers and adoption of one peer."""
+
+    def __init__(self, shell: Shell, task: Task, tip: Manifest) -> None:
+        self.shell = shell
+        self.task = task
+        self.tip = tip
+        self.model: dict[Unit, Digest] = {}
+        """The live agreed model: what the next local steps start from."""
+        self.progress: dict[int, Progress] = {}
+        self.offer: Offer | None = None
+        self._job = 0
+        self._is_training = False
+
+    def resume(self) -> None:
+        """Goes on after a start, from the private state on the disk and the record's tip [P6]."""
+        self._swap(self.tip)
+        private = self.shell.disk.private
+        if private is not None and private.tip == self.tip.digest:
+            self.progress = dict(private.progress)
+            self.offer = private.offer
+        elif private is not None:
+            self.progress = dict(private.progress)
+            self._save_if_rebased(self._adopt(self.tip, private.tip, private.offer))
+        else:
+            self._adopt(self.tip, self.tip.digest, None)
+        self._go_on()
+
+    def apply(self, manifest: Manifest, previous: Digest) -> None:
+        """Takes the agreed values of a new tip and decides on the local progress."""
+        if self._is_training:
+            self._advance()
+        adoption = self._adopt(manifest, previous, self.offer)
+        self.tip = manifest
+        self._swap(manifest)
+        keeps_shared = adoption.shared is Action.KEEP
+        if keeps_shared and self.offer is not None:
+            self.offer = self._make_offer()
+        elif not (keeps_shared and self._is_training and self._may_train()):
+            self.offer = None
+            self._job += 1
+            self._is_training = False
+        self._save_if_rebased(adoption)
+        if not self._is_training:
+            self._go_on()
+
+    def _swap(self, manifest: Manifest) -> None:
+        self.model = {unit: entry.digest for unit, entry in manifest.entries.items()}
+
+    def _may_train(self) -> bool:
+        return self.shell.me in self.tip.members and not merge_due(
+            self.tip, self.task.rules.merging
+        )
+
+    def _go_on(self) -> None:
+        """Offers what is finished, or starts the local steps [O1, M2]."""
+        if not self._may_train():
+            return
+        if self.offer is not None:
+            self._job += 1
+            self.shell.after(WRITE_S, self._publish, self._job)
+            return
+        self._job += 1
+        self._is_training = True
+        self.shell.after(self.shell.local_steps_s(), self._finish, self._job)
+
+    def _finish(self, job: int) -> None:
+        """The local steps are done."""
+        if job != self._job:
+            return
+        self._is_training = False
+        self._advance()
+        self.offer = self._make_offer()
+        self.shell.after(WRITE_S, self._publish, job)
+
+    def _publish(self, job: int) -> None:
+        """Makes blobs and private state durable, then offers [P6]."""
+        if job != self._job or self.offer is None:
+            return
+        digests = [unit.digest for unit in self.offer.units.values()]
+        for digest in digests:
+            self.shell.disk.write(digest)
+        self.shell.disk.sync(digests)
+        self._save()
+        self.shell.after(WRITE_S, self._announce, job)
+
+    def _announce(self, job: int) -> None:
+        if job == self._job and self.offer is not None:
+            self.shell.tell(Offered(self.offer))
+
+    def _save(self) -> None:
+        self.shell.disk.private = PrivateState(self.tip.digest, dict(self.progress), self.offer)
+
+    def _save_if_rebased(self, adoption: Adoption) -> None:
+        """The rebased master and its new base go to the disk in one write [M10]."""
+        if any(choice.action is Action.REBASE for choice in adoption.experts.values()):
+            self._save()
+
+    def _advance(self) -> None:
+        """Trains every owned expert a bit further."""
+        for expert, progress in sorted(self.progress.items()):
+            value = self._trained(expert_unit(expert), progress.base)
+            self.progress[expert] = Progress(progress.base, value)
+
+    def _trained(self, unit: Unit, base: Digest) -> Digest:
+        return self.task.values.digest_of(
+            Trained(unit, base, self.shell.me, self.shell.next_serial())
+        )
+
+    def _make_offer(self) -> Offer:
+        rules = self.task.rules
+        units = {}
+        for unit in due_units(self.shell.me, self.tip, rules.experts_every):
+            expert = expert_of_unit(unit)
+            if expert is None:
+                base = self.model[unit]
+                value = self._trained(unit, base)
+            else:
+                base, value = self.progress[expert]
+            units[unit] = OfferedUnit(value, rules.unit_bytes[unit], base)
+        steps = rules.local_steps_at(self.tip.tokens)
+        return Offer(tip=self.tip.digest, steps=steps, tokens=8 * steps, units=units)
+
+    def decide(
+        self, manifest: Manifest, previous: Digest, bases: dict[int, Digest], offer: Offer | None
+    ) -> Adoption:
+        """The adoption rule."""
+        return adopt(self.shell.me, manifest, previous=previous, bases=bases, offer=offer)
+
+    def _adopt(self, manifest: Manifest, previous: Digest, offer: Offer | None) -> Adoption:
+        bases = {expert: progress.base for expert, progress in self.progress.items()}
+        adoption = self.decide(manifest, previous, bases, offer)
+        for expert, choice in adoption.experts.items():
+            self._follow(expert, choice)
+        return adoption
+
+    def _follow(self, expert: int, choice: ExpertDecision) -> None:
+        if choice.base is None:
+            del self.progress[expert]
+        elif choice.action is Action.REBASE:
+            self._rebase(expert, choice)
+        elif choice.action is not Action.KEEP:
+            self.progress[expert] = Progress(choice.base, choice.base)
+
+    def _rebase(self, expert: int, choice: ExpertDecision) -> None:
+        assert choice.base is not None and choice.rebase_from is not None
+        for digest in (choice.base, choice.rebase_from):
+            if digest not in self.shell.disk:
+                raise Violation("M10", f"{self.shell.me} cannot rebase: {digest} is gone")
+        has_trained = self.progress[expert].value != choice.rebase_from
+        value = self._trained(expert_unit(expert), choice.base) if has_trained else choice.base
+        self.progress[expert] = Progress(choice.base, value)

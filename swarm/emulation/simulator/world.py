@@ -1,0 +1,240 @@
+"""The event queue, the peers and everything that can be done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+
+from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.invariants import Invariants, Violation
+from swarm.emulation.simulator.network import Network, Weather
+from swarm.emulation.simulator.node import Cast, Character, Node, Payload, Trap
+from swarm.emulation.simulator.trainer import Task
+from swarm.emulation.simulator.values import Initial, Values
+from swarm.experts import expert_of_unit
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import (
+    FOUNDING_GENERATION,
+    Entry,
+    Founding,
+    Kind,
+    Manifest,
+    Member,
+    PeerId,
+)
+from swarm.protocol.ownership import assign
+from swarm.protocol.rounds import Rules
+
+MAX_EVENTS = 1_000_000
+"""More in one schedule is taken for a storm of messages."""
+DOWN_S = 6.0
+"""Mean time until a peer that crashed by trap starts again."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A swarm before anything happens."""
+
+    founders: tuple[PeerId, ...]
+    rules: Rules
+    timers: Timers
+    characters: Mapping[PeerId, Character]
+    """Of every peer that will ever be there."""
+
+
+def found(setup: Setup, values: Values) -> Manifest:
+    """Manifest 0 with all founders as members."""
+    rules = setup.rules
+    members = {peer: Member(0, setup.characters[peer].capacity) for peer in sorted(setup.founders)}
+    owners = assign(
+        {},
+        {peer: member.capacity for peer, member in members.items()},
+        members,
+        stale=(),
+        owners_per_expert=rules.owners_per_expert,
+        num_experts=rules.num_experts,
+        seed="founding",
+    ).owners
+    founder = setup.founders[0]
+    entries = {
+        unit: Entry(values.digest_of(Initial(unit)), size, 0, founder, rules.unit_codec[unit])
+        for unit, size in rules.unit_bytes.items()
+    }
+    return Manifest(
+        run="",
+        generation=FOUNDING_GENERATION,
+        height=0,
+        round=0,
+        kind=Kind.FOUNDING,
+        parent=None,
+        founding=Founding(founder, "nonce", "config", 1, "validation", 4),
+        step=0,
+        tokens=0,
+        merged=0,
+        members=members,
+        contributors=(),
+        sources={},
+        owners=owners,
+        entries=dict(sorted(entries.items(), key=lambda item: expert_of_unit(item[0]) or -1)),
+    )
+
+
+class World:
+    """A running simulation."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        random: Random,
+        *,
+        cast: Cast,
+        on_apply: Callable[[Node], None],
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.random = random
+        self.setup = setup
+        self.timers = setup.timers
+        self.cast = cast
+        self.trace = trace
+        self.network = Network()
+        self.task = Task(setup.rules, Values())
+        self.founding = found(setup, self.task.values)
+        self.invariants = Invariants(setup.rules, self.task.values, self.founding)
+        self.nodes: dict[PeerId, Node] = {}
+        self.disks: dict[PeerId, Disk] = {}
+        self.applied = on_apply
+        self.dead: set[PeerId] = set()
+        """Peers that will never start again."""
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._numbers = count()
+        for peer in setup.founders:
+            self.start(peer, Record(tip=self.founding, certificate=None, parent=None))
+
+    # ------------------------------------------------------------ time
+
+    def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls a function later."""
+        heappush(self._queue, (self.now + delay_s, next(self._numbers), method, arguments))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Works events off, in order of time, until the condition holds after one of them."""
+        queue = self._queue
+        for _ in range(MAX_EVENTS):
+            self.now, _, method, arguments = heappop(queue)
+            method(*arguments)
+            if until():
+                return
+        raise Violation("I3", f"{MAX_EVENTS} events in {self.now:.0f} s: a storm of messages")
+
+    def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
+        """Hands a message to the network."""
+        node = self.nodes.get(destination)
+        if node is not None:
+            for delay_s in self.network.delays(source, destination, self.random):
+                self.at(delay_s, node.receive, source, payload)
+
+    # ------------------------------------------------------------ faults
+
+    def start(self, peer: PeerId, record: Record) -> None:
+        """A new peer starts with a record and all blobs of its tip."""
+        durable = [entry.digest for entry in record.tip.entries.values()]
+        node = Node(self, peer, self.setup.characters[peer], Disk(record, durable))
+        self.nodes[peer] = node
+        self.disks[peer] = node.disk
+        node.boot()
+
+    def join(self, peer: PeerId) -> None:
+        """A stranger arrives; it has fetched the tip of a peer, or only manifest 0."""
+        hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]
+        if hosts and self.random.random() < 0.7:
+            told = self.random.choice(hosts).disk.record
+        else:
+            told = Record(tip=self.founding, certificate=None, parent=None)
+        self.start(peer, Record(told.tip, told.certificate, told.parent))
+
+    def leave(self, peer: PeerId) -> None:
+        """The person at this peer asks it to leave."""
+        if peer in self.nodes:
+            self.nodes[peer].ask_to_leave()
+
+    def crash(self, peer: PeerId) -> None:
+        """Kills a peer's process."""
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up:
+            node.crash()
+
+    def kill(self, peer: PeerId) -> None:
+        """Kills a peer's process for good."""
+        self.dead.add(peer)
+        self.crash(peer)
+
+    def reboot(self, peer: PeerId) -> None:
+        """Starts a peer that is down."""
+        node = self.nodes.get(peer)
+        if node is not None and not node.is_up and not node.has_left and peer not in self.dead:
+            node.boot()
+
+    def arm(self, peer: PeerId, trap: Trap) -> None:
+        """Lets a peer crash at a chosen effect."""
+        if peer in self.nodes:
+            self.nodes[peer].trap = trap
+
+    def fell(self, node: Node) -> None:
+        """A trap has sprung; the peer starts again some time later."""
+        self.at(self.random.expovariate(1 / DOWN_S), self.reboot, node.me)
+
+    def pause(self, peer: PeerId) -> None:
+        """Stops a process (SIGSTOP)."""
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up:
+            node.pause()
+
+    def resume(self, peer: PeerId) -> None:
+        """Lets a stopped process go on."""
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up and node.is_paused:
+            node.resume()
+
+    def split(self, sides: Collection[Collection[PeerId]]) -> None:
+        """Partitions the network; no sides: one network again."""
+        self._note(f"partition: {[sorted(side) for side in sides]}")
+        self.network.split(sides)
+
+    def cut(self, source: PeerId, destination: PeerId) -> None:
+        """Cuts one direction of one link."""
+        self._note(f"link {source} -> {destination} is cut")
+        self.network.cuts.add((source, destination))
+
+    def uncut(self, source: PeerId, destination: PeerId) -> None:
+        """Mends one direction of one link."""
+        self.network.cuts.discard((source, destination))
+
+    def storm(self, weather: Weather) -> None:
+        """Changes the weather of all links that have none of their own."""
+        self._note(f"weather: {weather}")
+        self.network.weather = weather
+
+    def heal(self, timers: Timers) -> None:
+        """Ends all faults; from now on everybody uses these timers."""
+        self._note("---------------- everything heals")
+        self.network.mend()
+        self.timers = timers
+        for peer, node in self.nodes.items():
+            node.trap = None
+            if node.is_up:
+                node.machine.timers = timers
+            self.resume(peer)
+            self.reboot(peer)
+
+    def alive(self) -> list[Node]:
+        """Peers whose process runs."""
+        return [node for node in self.nodes.values() if node.is_up]
+
+    def _note(self, text: str) -> None:
+        if self.trace:
+            self.trace(f"{self.now:8.2f}     *** {text}")
