@@ -49,6 +49,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.train.engine import ResidentEngine
@@ -203,7 +204,6 @@ class Peer:
         self.driver = RoundDriver(
             self.node,
             started.store,
-            self.node.identity,
             self._machine(started),
             record_file=RecordFile(started.directory.record_path),
             layout=layout,
@@ -253,7 +253,12 @@ class Peer:
             stored=started.store.digests(),
             now=time.monotonic(),
             random=random.Random(),
+            sign=self._sign,
         )
+
+    def _sign(self, statement: bytes) -> Signature:
+        identity = self.node.identity
+        return Signature(identity.public_key, identity.sign(statement))
 
     def _merge(
         self, tip: Manifest, run: RunConfig, agreed: Agreed, publisher: Publisher

@@ -51,3 +51,4 @@ def configure_logging(log_format: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter() if log_format == "json" else PlainFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO lines are for its authors

@@ -16,9 +16,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import (
     Accept,
+    Ballot,
     Certificate,
     Commit,
     Header,
@@ -108,24 +109,25 @@ def verified(message: Message, source: PeerId, run: str) -> Message:
     Raises:
         HostileInput: an ACCEPT that its sender did not sign.
     """
-    if isinstance(message, Accept):
-        signature = message.signature
-        if not signature or not _signed_by(source, signature, run, message):
-            raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
+    if isinstance(message, Accept) and not _signed_by(
+        source, message.signature, run, message.ballot, message.digest
+    ):
+        raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
     if isinstance(message, Commit) and message.certificate:
         ballot, digest = message.certificate.ballot, message.manifest.digest
-        vote = Accept(ballot, digest, None)
         signatures = {
             peer: signature
             for peer, signature in message.certificate.signatures.items()
-            if _signed_by(peer, signature, run, vote)
+            if _signed_by(peer, signature, run, ballot, digest)
         }
         return replace(message, certificate=Certificate(ballot, signatures))
     return message
 
 
-def _signed_by(peer: PeerId, signature: Signature, run: str, vote: Accept) -> bool:
-    statement = accept_statement(run, vote.ballot, vote.digest)
+def _signed_by(
+    peer: PeerId, signature: Signature, run: str, ballot: Ballot, digest: Digest
+) -> bool:
+    statement = accept_statement(run, ballot, digest)
     return peer_id_of(signature.public_key) == peer and verify(
         signature.public_key, statement, signature.signature
     )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from swarm.codecs import mean
 from swarm.config import RoundConfig
 from swarm.errors import SwarmError
 from swarm.network.blobs import BlobStore
-from swarm.network.identity import Identity
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.record_file import RecordFile
@@ -55,15 +54,12 @@ from swarm.protocol.events import (
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
-    Accept,
     Commit,
     Header,
     Message,
     Offer,
     Ready,
     ReducedUnit,
-    Signature,
-    accept_statement,
 )
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.wire import encode
@@ -92,7 +88,6 @@ class RoundDriver:
         self,
         node: Node,
         store: BlobStore,
-        identity: Identity,
         machine: RoundMachine,
         *,
         record_file: RecordFile,
@@ -100,7 +95,7 @@ class RoundDriver:
         settings: RoundConfig,
         merger: Merger,
     ) -> None:
-        self.node, self.store, self.identity, self.machine = node, store, identity, machine
+        self.node, self.store, self.machine = node, store, machine
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings = settings
         self.refused: Counter[str] = Counter()
@@ -240,19 +235,8 @@ class RoundDriver:
         await self._in_thread(self.record_file.write, effect.record)
 
     async def _send(self, effect: Send) -> None:
-        if effect.destination == self.node.peer_id:
-            self._inbox_put(Received(effect.destination, effect.header, effect.message))
-            return
-        message = self._signed(effect.message)
-        payload = self._encode(effect.header, message)
+        payload = self._encode(effect.header, effect.message)
         self._spawn(self._post(effect.destination, payload))
-
-    def _signed(self, message: Message) -> Message:
-        if not isinstance(message, Accept):
-            return message
-        statement = accept_statement(self.machine.rules.run, message.ballot, message.digest)
-        signature = Signature(self.identity.public_key, self.identity.sign(statement))
-        return replace(message, signature=signature)
 
     async def _post(self, destination: PeerId, payload: bytes) -> None:
         try:

@@ -150,8 +150,8 @@ class Accept:
 
     ballot: Ballot
     digest: Digest
-    signature: Signature | None
-    """Filled in by the shell when it sends; verified by the shell on receipt."""
+    signature: Signature
+    """Over `accept_statement`; verified by the shell on receipt."""
 
 
 @dataclass(frozen=True)

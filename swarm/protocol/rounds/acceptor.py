@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm.protocol.events import Purpose
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Accept, Ballot, Prepare, Propose
+from swarm.protocol.messages import Ballot, Prepare, Propose
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.state import Proposal
@@ -62,7 +62,7 @@ class Acceptor(Contributor):
         accepted = self.record.accepted
         if accepted and accepted.ballot == ballot:
             if accepted.manifest.digest == manifest.digest:
-                self._post(source, Accept(ballot, manifest.digest, None))
+                self._post(source, self._signed_accept(ballot, manifest.digest))
             return
         running = self._proposal
         if running and ballot < running.ballot:
@@ -133,5 +133,6 @@ class Acceptor(Contributor):
         self._persist_accepted(proposal.ballot, proposal.manifest)
         self._proposal = None
         self._post(
-            proposal.ballot.convener, Accept(proposal.ballot, proposal.manifest.digest, None)
+            proposal.ballot.convener,
+            self._signed_accept(proposal.ballot, proposal.manifest.digest),
         )

@@ -12,13 +12,10 @@ from swarm.protocol.messages import (
     Prepare,
     Propose,
     Reduced,
-    Signature,
 )
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.composition import Attendance, compose_round
-
-UNSIGNED = Signature(b"", b"")
 
 
 class Convener(Collector):
@@ -142,7 +139,7 @@ class Convener(Collector):
             or accept.digest != campaign.proposal.digest
         ):
             return
-        campaign.accepts[source] = accept.signature or UNSIGNED
+        campaign.accepts[source] = accept.signature
         campaign.holders[source] = None
         self._advance_campaign()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarm.protocol.deadlines import Timers
@@ -24,6 +24,7 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import (
+    Accept,
     Accepted,
     Ballot,
     Commit,
@@ -33,10 +34,20 @@ from swarm.protocol.messages import (
     Offer,
     Ready,
     ReducedUnit,
+    Signature,
+    accept_statement,
 )
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rules import Randomness, Rules
+
+Sign = Callable[[bytes], Signature]
+"""Signs a statement with this peer's key."""
+
+
+def unsigned(_: bytes) -> Signature:
+    """For peers that trust each other, as in a simulation."""
+    return Signature(b"", b"")
 
 
 @dataclass
@@ -88,6 +99,7 @@ class MachineState(ABC):
         stored: Iterable[Digest],
         now: float,
         random: Randomness,
+        sign: Sign = unsigned,
     ) -> None:
         self.me = me
         self.capacity = capacity
@@ -97,6 +109,7 @@ class MachineState(ABC):
         self.reason = ""
         """Last sentence that explained a decision."""
         self._random = random
+        self._sign = sign
         self._now = now
         self._effects: list[Effect] = []
         self._inbox: deque[tuple[PeerId, Header, Message]] = deque()
@@ -217,6 +230,9 @@ class MachineState(ABC):
 
     def _refuse(self, source: PeerId, what: str, problem: str) -> None:
         self._explain(Topic.REFUSED, f"{what} from {source} refused: {problem}")
+
+    def _signed_accept(self, ballot: Ballot, digest: Digest) -> Accept:
+        return Accept(ballot, digest, self._sign(accept_statement(self.rules.run, ballot, digest)))
 
     def _persist(self, record: Record) -> None:
         self.record = record
