@@ -80,7 +80,7 @@ class Acceptor(Contributor):
 
     def _proposal_problem(self, manifest: Manifest) -> str | None:
         """Why a manifest cannot follow the tip [H1b, M5]; merged values are never judged."""
-        return successor_problem(manifest, self.tip, self.rules)
+        return successor_problem(manifest, self.tip, self.rules, due=self._is_due(self.tip))
 
     def _take_up_proposal(self, propose: Propose) -> None:
         self._cancel_fetch(Purpose.PROPOSAL, self._proposal)

@@ -41,7 +41,7 @@ class Adopter(MachineState):
     def _adopt(self, source: PeerId, commit: Commit) -> None:
         """Brings the manifest here and applies it; a better one replaces a running fetch."""
         manifest = commit.manifest
-        if self._catch_up and self._catch_up.manifest.code >= manifest.code:
+        if self._catch_up and self._catch_up.manifest.code > manifest.code:
             return
         self._cancel_fetch(Purpose.CATCH_UP, self._catch_up)
         signers = sorted(commit.certificate.signatures) if commit.certificate else []

@@ -14,8 +14,17 @@ from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.rules import Rules
 
 
-def successor_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why a manifest cannot be the decided successor of `parent`; None when it can."""
+def successor_problem(
+    manifest: Manifest, parent: Manifest, rules: Rules, *, due: bool
+) -> str | None:
+    """Why a manifest cannot be the decided successor of `parent`; None when it can.
+
+    Args:
+        manifest: the claimed successor.
+        parent: what it says it follows.
+        rules: the run's rules.
+        due: whether a merge is due after the parent [M1].
+    """
     if manifest.parent != parent.digest:
         return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
     if manifest.run != rules.run or manifest.founding != parent.founding:
@@ -24,7 +33,6 @@ def successor_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str
         return "its generation is not its parent's"
     if manifest.height != parent.height + 1:
         return f"its height is {manifest.height} after {parent.height}"
-    due = merge_due(parent, rules.merging)
     if due != (manifest.kind is Kind.MERGE):
         state = "due" if due else "not due"
         return f"it is of kind {manifest.kind.value}, and a merge is {state}"
@@ -157,7 +165,8 @@ def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
     if manifest.parent == tip.digest:
         parent = tip
     if parent is not None:
-        problem = successor_problem(manifest, parent, rules)
+        due = merge_due(parent, rules.merging)
+        problem = successor_problem(manifest, parent, rules, due=due)
         if problem:
             return problem
     return certificate_problem(commit, parent) if rules.certificates else None
