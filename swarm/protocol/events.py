@@ -109,6 +109,16 @@ class LeaveAsked:
     """The person asked this peer to leave the run."""
 
 
+@dataclass(frozen=True)
+class Discovered:
+    """Peers of this run that the DHT lists, whatever chain they are on; they get greeted.
+
+    Without it two parts of a swarm that forgot each other would never meet again.
+    """
+
+    peers: tuple[PeerId, ...]
+
+
 Event = (
     Tick
     | Received
@@ -119,6 +129,7 @@ Event = (
     | UnitReduced
     | MergeComputed
     | LeaveAsked
+    | Discovered
 )
 
 

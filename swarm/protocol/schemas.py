@@ -159,7 +159,7 @@ class AcceptSchema(Schema):
     type: Literal["accept"]
     ballot: BallotSchema
     digest: DigestText
-    signature: SignatureSchema | None
+    signature: SignatureSchema
 
 
 class CommitSchema(Schema):

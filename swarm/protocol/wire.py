@@ -176,9 +176,7 @@ def _vote(
     return {"ballot": accepted.ballot._asdict(), "manifest": attach(accepted.manifest)}
 
 
-def _signed(signature: Signature | None) -> dict[str, str] | None:
-    if signature is None:
-        return None
+def _signed(signature: Signature) -> dict[str, str]:
     return {
         "public_key": b64encode(signature.public_key).decode(),
         "signature": b64encode(signature.signature).decode(),
@@ -258,8 +256,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
             manifest = _manifest(body.manifest, blobs)
             return Propose(body.ballot.value(), manifest, tuple(body.holders))
         case AcceptSchema():
-            signature = body.signature.value() if body.signature else None
-            return Accept(body.ballot.value(), body.digest, signature)
+            return Accept(body.ballot.value(), body.digest, body.signature.value())
         case CommitSchema():
             return Commit(
                 _manifest(body.manifest, blobs),

@@ -66,7 +66,6 @@ MESSAGES: list[Message] = [
     Reduced(BALLOT, name("roster"), {"expert.1": ReducedUnit(name(3), 7)}, {"B": "no answer"}),
     Propose(BALLOT, NEXT, ("A",)),
     Accept(BALLOT, NEXT.digest, SIGNATURE),
-    Accept(BALLOT, NEXT.digest, None),
     Commit(NEXT, Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE}), TIP),
     Commit(NEXT, None, None),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from swarm.protocol.events import Topic
+from swarm.protocol.events import Discovered, Topic
 from swarm.protocol.manifest import Manifest, Member, PeerId
 from swarm.protocol.messages import Commit, Header, Hello, Message
 from swarm.protocol.rounds.adopter import Adopter
@@ -12,6 +12,7 @@ from swarm.protocol.rounds.composition import compose_reform, new_generation
 from swarm.protocol.rounds.state import CatchUp
 
 GREETED_PER_HELLO = 2
+MAX_GREETED_AT_ONCE = 16
 
 
 class Forks(Adopter):
@@ -83,6 +84,13 @@ class Forks(Adopter):
         strangers = [p for p in self._known if p not in self.tip.members and p != self.me]
         greeted += self._random.sample(strangers, min(1, len(strangers)))
         for peer in greeted:
+            self._post(peer, Hello(ask=True))
+
+    def _on_discovered(self, event: Discovered) -> None:
+        """Greets newcomers at once, and all of them again now and then."""
+        new = [peer for peer in event.peers if peer not in self._known and peer != self.me]
+        self._remember_peers(event.peers)
+        for peer in new[:MAX_GREETED_AT_ONCE]:
             self._post(peer, Hello(ask=True))
 
     # ------------------------------------------------------------ fork choice

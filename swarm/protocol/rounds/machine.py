@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.protocol.events import (
+    Discovered,
     Effect,
     Event,
     LeaveAsked,
@@ -112,6 +113,8 @@ class RoundMachine(Forks, Takeover):
             self._on_offered(event.offer)
         elif isinstance(event, LeaveAsked):
             self._on_leave_asked()
+        elif isinstance(event, Discovered):
+            self._on_discovered(event)
 
     def _tick(self) -> None:
         self._tick_catch_up()
