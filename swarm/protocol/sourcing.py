@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -60,6 +61,8 @@ class _Job(Generic[Key]):
     peer: str | None = None
     """Who was asked; None while it waits."""
     rests: dict[str, _Rest] = field(default_factory=dict)
+    """Of peers that did not have it, the last one of each."""
+    resting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
 
@@ -70,7 +73,7 @@ class _Load:
 
 
 _SCAN = 64
-"""Waiting jobs looked at per decision: with more, a decision would cost the length of the queue."""
+"""Waiting jobs of a peer looked at per decision, so that it does not cost the queue's length."""
 
 
 class Sourcing(Generic[Key]):
@@ -83,6 +86,9 @@ class Sourcing(Generic[Key]):
         """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
+        self._resting: list[tuple[float, int, Key, str]] = []
+        """Heap of the ends of jobs' rests: until, tie-breaker, job, peer."""
+        self._count = 0
 
     def want(self, key: Key, num_bytes: int, sources: Iterable[str]) -> None:
         """Adds a job, or further sources to one that is there already."""
@@ -127,7 +133,10 @@ class Sourcing(Generic[Key]):
             return
         peer = job.peer
         if kind is Failure.MISSING:
-            job.rests[peer] = self._longer(job.rests.get(peer), why, now)
+            rest = job.rests[peer] = self._longer(job.rests.get(peer), why, now)
+            job.resting.add(peer)
+            self._count += 1
+            heappush(self._resting, (rest.until, self._count, key, peer))
         else:
             self.peer_failed(peer, why, now)
         if kind is Failure.WRONG:
@@ -151,33 +160,48 @@ class Sourcing(Generic[Key]):
         The least loaded peer chooses first. It takes its oldest job of which no preferred source
         is free, so a source further down the list helps as soon as those before it are full.
         """
-        free = [peer for peer in sorted(self._waiting) if self._obstacle(peer, now) is None]
+        self._wake(now)
+        assignments = self._assign(now, _SCAN)
+        if not assignments and not self._loads:
+            assignments = self._assign(now, None)
+        return assignments
+
+    def next_time(self, now: float) -> float | None:
+        """When a rest ends that holds a waiting job back; None if none does."""
+        times = [self._rests[peer].until for peer in self._waiting if peer in self._rests]
+        times += [until for until, *_ in self._resting[:1]]
+        return min((time for time in times if time > now), default=None)
+
+    def _wake(self, now: float) -> None:
+        while self._resting and self._resting[0][0] <= now:
+            _, _, key, peer = heappop(self._resting)
+            job = self._jobs.get(key)
+            if job and peer in job.resting and job.rests[peer].until <= now:
+                job.resting.remove(peer)
+                if job.peer is None:
+                    self._queue(job)
+
+    def _assign(self, now: float, scan: int | None) -> list[Assignment[Key]]:
         assignments: list[Assignment[Key]] = []
+        free = self._free(now)
         while free:
             peer = min(free, key=lambda p: (self._load(p).num_bytes, p))
-            job = self._next_job(peer, now)
+            job = self._next_job(peer, now, scan)
             if job is None:
                 free.remove(peer)
                 continue
             assignments.append(Assignment(job.key, peer, self._reason(job, peer, now)))
             self._give(job, peer)
             if self._obstacle(peer, now) is not None:
-                free.remove(peer)
+                free = self._free(now)  # others may now help with its jobs
         return assignments
 
-    def next_time(self, now: float) -> float | None:
-        """When a rest ends that holds a waiting job back; None if none does."""
-        times = [self._rests[p].until for p in self._waiting if p in self._rests]
-        for waiting in self._waiting.values():
-            for key in islice(waiting, _SCAN):
-                times += [rest.until for rest in self._jobs[key].rests.values()]
-        return min((time for time in times if time > now), default=None)
+    def _free(self, now: float) -> list[str]:
+        return [peer for peer in sorted(self._waiting) if self._obstacle(peer, now) is None]
 
-    def _next_job(self, peer: str, now: float) -> _Job[Key] | None:
-        for key in islice(self._waiting.get(peer, ()), _SCAN):
+    def _next_job(self, peer: str, now: float, scan: int | None) -> _Job[Key] | None:
+        for key in islice(self._waiting.get(peer, ()), scan):
             job = self._jobs[key]
-            if self._obstacle_to(job, peer, now) is not None:
-                continue
             before = job.sources[: job.sources.index(peer)]
             if all(self._obstacle_to(job, other, now) is not None for other in before):
                 return job
@@ -199,8 +223,8 @@ class Sourcing(Generic[Key]):
         """Why the peer does not get this job now."""
         if peer in job.refused:
             return "sent wrong bytes"
-        rest = job.rests.get(peer)
-        if rest and rest.until > now:
+        if peer in job.resting:
+            rest = job.rests[peer]
             return f"is asked again in {rest.until - now:.1f} s ({rest.why})"
         return self._obstacle(peer, now)
 
@@ -234,7 +258,7 @@ class Sourcing(Generic[Key]):
 
     def _queue(self, job: _Job[Key]) -> None:
         for peer in job.sources:
-            if peer not in job.refused:
+            if peer not in job.refused and peer not in job.resting:
                 self._waiting.setdefault(peer, {})[job.key] = None
 
     def _unqueue(self, job: _Job[Key]) -> None:
