@@ -288,7 +288,7 @@ class BlobStore:
     def pin(self, digests: Iterable[str]) -> None:
         """Keeps blobs through `collect` until they are unpinned as often, here or not yet here."""
         with self._lock:
-            self._pins.update(digests)
+            self._pins.update(list(digests))  # a mapping would be taken for counts
 
     def unpin(self, digests: Iterable[str]) -> None:
         """Takes back one `pin` of each."""

@@ -10,6 +10,8 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
 _ANY = ("0.0.0.0", "::")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
+P2PD = "p2pd"
 
 
 @dataclass(frozen=True, order=True)
@@ -76,7 +79,7 @@ async def probe(address: Address, timeout_s: float) -> str | None:
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)
     writer.close()
     return None
 
@@ -125,6 +128,7 @@ async def start_daemon(
     identity_path: Path,
     listen: Sequence[str],
     initial_peers: Sequence[str],
+    check_identity: bool,
 ) -> P2P:
     """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
 
@@ -133,18 +137,34 @@ async def start_daemon(
     """
     _tie_daemons_to_their_thread()
     local = all(is_loopback(text) for text in listen)
-    return await P2P.create(
-        initial_peers=list(initial_peers) or None,
-        announce_maddrs=list(network.announce_maddrs) or None,
-        host_maddrs=None if network.client_mode else list(listen),
-        no_listen=network.client_mode,
-        dht_mode="client" if network.client_mode else "server",
-        identity_path=str(identity_path),
-        nat_port_map=not local,
-        startup_timeout=STARTUP_S,
-    )
+    children: list[asyncio.subprocess.Process] = []
+    _children.set(children)
+    try:
+        return await P2P.create(
+            initial_peers=list(initial_peers) or None,
+            announce_maddrs=list(network.announce_maddrs) or None,
+            host_maddrs=None if network.client_mode else list(listen),
+            no_listen=network.client_mode,
+            dht_mode="client" if network.client_mode else "server",
+            identity_path=str(identity_path),
+            check_if_identity_free=check_identity,
+            nat_port_map=not local,
+            startup_timeout=STARTUP_S,
+        )
+    except BaseException:
+        await _end(children)
+        raise
 
 
+async def _end(children: Sequence[asyncio.subprocess.Process]) -> None:
+    """Hivemind forgets the daemon of a start that failed."""
+    for child in children:
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+_children: ContextVar[list[asyncio.subprocess.Process]] = ContextVar("children")
 _tie_lock = threading.Lock()
 
 
@@ -161,9 +181,12 @@ def _tie_daemons_to_their_thread() -> None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         async def spawn(program: str, *args: str, **options: Any) -> asyncio.subprocess.Process:
-            if os.path.basename(program) == "p2pd":
-                options |= {"preexec_fn": die_with_parent, "start_new_session": True}
-            return await real(program, *args, **options)
+            if os.path.basename(program) != P2PD:
+                return await real(program, *args, **options)
+            options |= {"preexec_fn": die_with_parent, "start_new_session": True}
+            child = await real(program, *args, **options)
+            _children.get().append(child)
+            return child
 
         spawn.ties_p2pd = True  # type: ignore[attr-defined]
         asyncio.subprocess.create_subprocess_exec = spawn  # type: ignore[assignment]

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
+YIELD_EVERY = 32
+"""Small blobs that have all arrived are read without a pause; others get a turn after so many."""
 
 Result = TypeVar("Result")
 Check = Callable[[str, memoryview], None]
@@ -74,6 +76,11 @@ class _Download(Incoming):
     pieces: list[Piece] = field(default_factory=list)
     """Still to come."""
 
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """Two callers share a download if they agree on this."""
+        return (self.digest, self.num_bytes, self.exact)
+
     def checks(self) -> list[Check | None]:
         """Of all who wait for it."""
         return [caller.check for caller in self.callers] or [self.last_check]
@@ -104,6 +111,8 @@ class Downloads:
         self._flows: dict[str, list[Flow]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._pumping = False
+        self._arrivals = 0
 
     async def fetch(
         self,
@@ -137,11 +146,10 @@ class Downloads:
                 if not self._store.has(want.digest):
                     self._join(want, caller)
             if caller.waits_for:
-                self._pump()
+                self._pump_soon()
                 await caller.finished
         finally:
-            for download in [d for d in self._downloads.values() if caller in d.callers]:
-                self._leave(download, caller)
+            self._leave(caller)
             self._store.unpin(digests)
 
     async def fetch_one(
@@ -197,23 +205,25 @@ class Downloads:
         for piece in download.pieces:
             self._sourcing.want(piece, piece.num_bytes, download.sources)
 
-    def _leave(self, download: _Download, caller: _Caller) -> None:
-        download.callers.remove(caller)
-        download.last_check = caller.check
-        if not download.callers:
-            for queue in self._queues.values():
-                for piece in [piece for piece in queue if piece.blob is download]:
-                    queue.remove(piece)
-                    self._sourcing.released(piece)
-        self._tidy(download)
+    def _leave(self, caller: _Caller) -> None:
+        left = [download for download in self._downloads.values() if caller in download.callers]
+        for download in left:
+            download.callers.remove(caller)
+            download.last_check = caller.check
+        for queue in self._queues.values():
+            for piece in [piece for piece in queue if not _download(piece).callers]:
+                queue.remove(piece)
+                self._sourcing.released(piece)
+        for download in left:
+            self._tidy(download)
 
     def _tidy(self, download: _Download) -> None:
         """Gives up what nobody waits for; what has been asked for comes in all the same.
 
         So a caller that cancels and asks again at once does not fetch anything twice.
         """
-        if download.callers:
-            return
+        if download.callers or not download.pieces:
+            return  # somebody waits, or it is just being kept
         for piece in download.pieces:
             if self._sourcing.is_waiting(piece):
                 self._sourcing.forget(piece)
@@ -221,18 +231,22 @@ class Downloads:
             self._remove(download)
 
     def _remove(self, download: _Download) -> None:
-        for key in [key for key, other in self._downloads.items() if other is download]:
-            del self._downloads[key]
+        if self._downloads.pop(download.key, None):
             self._store.unpin([download.digest])
+
+    def _pump_soon(self) -> None:
+        """Decides once for all that arrives in one turn of the loop."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
         """Hands out pieces, opens streams where they are needed, and wakes up for the next."""
+        self._pumping = False
         loop = asyncio.get_running_loop()
         for assignment in self._sourcing.assign(loop.time()):
             piece, peer = assignment.key, assignment.peer
-            logger.debug(
-                "%s[%d] of %s: %s", piece.blob.digest, piece.number, peer, assignment.reason
-            )
+            logger.debug("%s of %s: %s", piece, peer, assignment.reason)
             self._queues.setdefault(peer, deque()).append(piece)
         for peer in sorted(self._queues):
             self._serve_queue(peer)
@@ -281,7 +295,7 @@ class Downloads:
             self._flow_failed(flow, Failure.SILENT, "ended_early")
         finally:
             self._flows[flow.peer].remove(flow)
-        self._pump()
+        self._pump_soon()
 
     def _flow_failed(self, flow: Flow, kind: Failure | None, reason: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -313,7 +327,7 @@ class Downloads:
     def piece_missing(self, piece: Piece, peer: str) -> None:
         """See `FlowOwner`."""
         self._piece_failed(piece, Failure.MISSING, "missing", peer)
-        self._pump()
+        self._pump_soon()
 
     async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
         """See `FlowOwner`."""
@@ -324,12 +338,15 @@ class Downloads:
             download.pieces.remove(piece)
             if not download.pieces:
                 await self._finish(download, content)
+            self._arrivals += 1
+            if self._arrivals % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
         except BadBlob as error:
             self._piece_failed(piece, Failure.WRONG, error.reason, peer)
             return False
         except StateError as error:
             self._give_up(download, error)
-        self._pump()
+        self._pump_soon()
         return True
 
     async def _finish(self, download: _Download, content: bytearray) -> None:

@@ -19,6 +19,8 @@ from swarm.protocol.sourcing import Failure
 
 INLINE_BYTES = 256 * 1024
 """Larger pieces are hashed and written off the loop, while the next one arrives."""
+BATCH = 64
+"""With more small pieces asked for than this, the next asks wait, to go in one message."""
 PROGRESS_BYTES = 64 * 1024
 """What must arrive within one progress deadline: a byte now and then is no progress."""
 
@@ -60,6 +62,9 @@ class Piece:
     def num_bytes(self) -> int:
         """Its size, as far as the blob's is known."""
         return self.blob.piece_bytes(self.number)
+
+    def __str__(self) -> str:
+        return f"{self.blob.digest}[{self.number}]"
 
 
 class FlowFailed(Exception):
@@ -138,7 +143,7 @@ class Flow:
 
     def ask(self) -> None:
         """Asks for as much as there is room for; to be called whenever there may be more."""
-        if self._connection is None:
+        if self._connection is None or len(self.asked) > BATCH:
             return
         while not self.asked or self.room_bytes:
             piece = self._owner.next_piece(self.peer)

@@ -94,6 +94,8 @@ class Node:
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._forgotten = False
+        """Whether the identity is new and so cannot be another peer's."""
         self._p2p: P2P | None = None
         self._dht: Dht | None = None
 
@@ -132,6 +134,7 @@ class Node:
         with tempfile.TemporaryDirectory(prefix="swarm-") as forgotten:
             identity = load_or_create_identity(identity_path or Path(forgotten) / "identity.key")
             node = cls(identity, network, handlers or Handlers())
+            node._forgotten = identity_path is None
             try:
                 node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
             except BaseException as error:
@@ -285,20 +288,13 @@ class Node:
     async def _open(self, peers: Sequence[Address], port: int | None, *, must_reach: bool) -> None:
         self._book.add(address.text for address in peers)
         peers = await self._answering(peers, must_reach)
-        listen = listen_addresses(self._network, port)
         try:
-            p2p = await start_daemon(
-                self._network,
-                identity_path=self.identity.path,
-                listen=listen,
-                initial_peers=[address.text for address in peers],
-            )
-        except P2PDaemonError as error:
-            if "already taken" in str(error):
-                raise StateLocked(f"a living peer already is {self.peer_id}") from error
-            raise NetworkDown(f"libp2p's daemon, listening on {', '.join(listen)}: {error}") from (
-                error
-            )
+            p2p = await self._start_daemon(peers, port)
+        except NobodyReachable:
+            if must_reach:
+                raise
+            peers = []
+            p2p = await self._start_daemon(peers, port)
         self._p2p = p2p
         self._tasks.append(asyncio.create_task(self._watch(p2p)))
         await self._control.register(p2p)
@@ -316,6 +312,25 @@ class Node:
             visible = await p2p.get_visible_maddrs(latest=True)
             self.addresses = dialable([str(address) for address in visible])
         self._tasks.append(asyncio.create_task(self._heal_for_ever()))
+
+    async def _start_daemon(self, peers: Sequence[Address], port: int | None) -> P2P:
+        listen = listen_addresses(self._network, port)
+        try:
+            return await start_daemon(
+                self._network,
+                identity_path=self.identity.path,
+                listen=listen,
+                initial_peers=[address.text for address in peers],
+                check_identity=not self._forgotten,
+            )
+        except P2PDaemonError as error:
+            if "already taken" in str(error):
+                raise StateLocked(f"a living peer already is {self.peer_id}") from error
+            if "bootstrap peers" in str(error):
+                texts = ", ".join(address.text for address in peers)
+                raise NobodyReachable(f"another peer, or none, is at {texts}") from error
+            where = ", ".join(listen)
+            raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
 
     async def _answering(self, peers: Sequence[Address], must_reach: bool) -> list[Address]:
         """The peers whose port is open: the daemon would wait long for the others."""

@@ -1,0 +1,90 @@
+"""Real nodes on 127.0.0.1, each with its own daemon, all stopped at the end of a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.fetch import Downloads
+from swarm.network.node import Handlers, Node
+from swarm.network.serve import BlobServer
+
+LOOPBACK = NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+START_S = 30.0
+
+
+class Peers:
+    """Starts nodes that know the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: list[Node] = []
+
+    def node(self, handlers: Handlers | None = None, **options) -> Node:
+        number = len(self.nodes)
+        defaults = {
+            "identity_path": self.folder / f"identity{number}.key",
+            "network": LOOPBACK,
+            "known_peers": self.nodes[0].addresses if self.nodes else (),
+            "deadline_s": START_S,
+        }
+        node = Node.start(handlers=handlers, **(defaults | options))
+        self.nodes.append(node)
+        return node
+
+    def serving(self, *stores: BlobStore) -> Node:
+        """A node that serves these stores."""
+        server = BlobServer()
+        for store in stores:
+            server.attach(store)
+        return self.node(Handlers(streams={PROTOCOL: server.serve}))
+
+    def downloading(self, store: BlobStore, **options) -> tuple[Node, Downloads]:
+        node = self.node()
+        return node, Downloads(node, store, **options)
+
+    def stop(self) -> None:
+        pids = [node._p2p._child.pid for node in self.nodes]
+        for node in reversed(self.nodes):
+            node.stop(5.0)
+        assert not set(pids) & set(daemons()), "a daemon outlived its node"
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def lasting_peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    """For tests of one file that leave nodes as they found them."""
+    started = Peers(tmp_path_factory.mktemp("peers"))
+    yield started
+    started.stop()
+
+
+def daemons() -> list[int]:
+    """Process ids of the p2pd that this process has started and that still live."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, rest = (folder / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        except OSError:
+            continue  # it ended while we looked
+        state, parent = rest.split()[:2]
+        if name == "p2pd" and int(parent) == os.getpid() and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def living_daemons() -> Callable[[], list[int]]:
+    return daemons

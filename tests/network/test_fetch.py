@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from swarm.errors import BadBlob, NobodyReachable
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL
+from swarm.network.fetch import Downloads, Want
+from swarm.network.node import Handlers
+from swarm.network.serve import BlobServer
+from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of
+from swarm.protocol.sourcing import Limits
+
+WAIT_S = 60.0
+KIB, MIB = 2**10, 2**20
+
+
+def content(seed: int, num_bytes: int) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+class Fetched:
+    """What one call of `fetch` reported."""
+
+    def __init__(self) -> None:
+        self.arrived: list[str] = []
+        self.failures: list[tuple[str, str, str]] = []
+
+    async def fetch(self, downloads: Downloads, wants, check=None) -> None:
+        await downloads.fetch(
+            wants,
+            check=check,
+            on_blob=self.arrived.append,
+            on_failure=lambda *failure: self.failures.append(failure),
+        )
+
+
+@pytest.fixture(scope="module")
+def trio(lasting_peers):
+    """Two serving nodes with their stores, and one that downloads."""
+    stores = [BlobStore(), BlobStore()]
+    servers = [lasting_peers.serving(store) for store in stores]
+    return stores, servers, lasting_peers.node()
+
+
+@pytest.fixture
+def swarm(trio):
+    """The same with empty stores, for one test."""
+    stores, servers, client = trio
+    for store in stores:
+        store.collect(set())
+    return stores, servers, client
+
+
+def test_every_size_makes_the_round_trip_and_counts_payload_only(swarm, tmp_path):
+    (source, _), (server, _), client = swarm
+    sizes = [0, 1, 256 * KIB, 256 * KIB + 1, 4 * MIB, 4 * MIB + 1, 9 * MIB]
+    blobs = {digest_of(blob): blob for blob in (content(n, n) for n in sizes)}
+    wants = [Want(source.put(blob), len(blob), (server.peer_id,)) for blob in blobs.values()]
+    store = BlobStore(tmp_path)
+    before = (server.traffic.blob_bytes_sent, client.traffic.blob_bytes_received)
+    control = server.traffic.control_bytes_received, server.traffic.control_bytes_sent
+    fetched = Fetched()
+    client.run(fetched.fetch(Downloads(client, store), wants), WAIT_S)
+    assert sorted(fetched.arrived) == sorted(blobs)
+    assert fetched.failures == []
+    for digest, blob in blobs.items():
+        assert store.get(digest) == blob
+    store.sync(blobs)
+    assert BlobStore(tmp_path).verify(blobs) == []
+    assert server.traffic.blob_bytes_sent - before[0] == sum(sizes)
+    assert client.traffic.blob_bytes_received - before[1] == sum(sizes)
+    # 7 blobs in 10 pieces, one ask and one head each; of the two blobs of several pieces at most
+    # each ask brings an index of 32 bytes a piece.
+    assert server.traffic.control_bytes_received - control[0] == 10 * ASK_BYTES
+    sent = server.traffic.control_bytes_sent - control[1] - 10 * HEAD_BYTES
+    assert 5 * DIGEST_BYTES <= sent <= (2 * 2 + 3 * 3) * DIGEST_BYTES
+
+
+def test_many_small_blobs_for_several_workers_come_whole_and_once(swarm):
+    stores, servers, client = swarm
+    blobs = [content(seed, 1 + seed * 97 % 60_000) for seed in range(600)]
+    wants = []
+    for number, blob in enumerate(blobs):
+        store, server = stores[number % 2], servers[number % 2]
+        wants.append(Want(store.put(blob), len(blob), (server.peer_id,)))
+    store = BlobStore()
+    downloads = Downloads(client, store)
+    calls = [Fetched() for _ in range(6)]
+    # Overlapping shares: each blob is wanted by two calls.
+    shares = [[w for n, w in enumerate(wants) if n % 6 in (k, (k + 1) % 6)] for k in range(6)]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(
+            *(call.fetch(downloads, share) for call, share in zip(calls, shares, strict=True))
+        )
+
+    before = client.traffic.blob_bytes_received
+    client.run(all_at_once(), WAIT_S)
+    for call, share in zip(calls, shares, strict=True):
+        assert sorted(call.arrived) == sorted(want.digest for want in share)
+        assert call.failures == []
+    assert all(store.get(digest_of(blob)) == blob for blob in blobs)
+    assert client.traffic.blob_bytes_received - before == sum(map(len, blobs))
+
+
+def test_what_is_wanted_twice_or_is_here_already_is_not_asked_for(swarm):
+    (source, _), (server, other), client = swarm
+    blob = content(0, MIB)
+    digest = source.put(blob)
+    wants = [Want(digest, MIB, (other.peer_id,)), Want(digest, MIB, (server.peer_id,))]
+    store = BlobStore()
+    downloads = Downloads(client, store)
+    before = client.traffic.blob_bytes_received
+    first, second = Fetched(), Fetched()
+    client.run(first.fetch(downloads, wants), WAIT_S)
+    assert first.arrived == [digest]
+    asks = server.traffic.control_bytes_received
+    client.run(second.fetch(downloads, wants), WAIT_S)
+    assert second.arrived == [digest]
+    assert client.traffic.blob_bytes_received - before == MIB
+    assert server.traffic.control_bytes_received == asks
+
+
+def test_the_pieces_of_one_blob_come_from_several_peers(swarm):
+    stores, servers, client = swarm
+    blob = content(0, 64 * MIB)
+    for store in stores:
+        digest = store.put(blob)
+    before = [server.traffic.blob_bytes_sent for server in servers]
+    downloads = Downloads(client, BlobStore(), limits=Limits(bytes_per_peer=8 * MIB))
+    want = Want(digest, len(blob), tuple(server.peer_id for server in servers))
+    assert client.run(downloads.fetch_one(want, timeout_s=WAIT_S), WAIT_S) == blob
+    sent = [s.traffic.blob_bytes_sent - b for s, b in zip(servers, before, strict=True)]
+    assert sum(sent) == len(blob)
+    assert min(sent) >= 8 * MIB
+
+
+def test_a_peer_without_the_blob_is_passed_over_and_told_of(swarm):
+    (source, _), (server, without), client = swarm
+    digest = source.put(b"here")
+    want = Want(digest, 4, (without.peer_id, server.peer_id))
+    fetched = Fetched()
+    client.run(fetched.fetch(Downloads(client, BlobStore()), [want]), WAIT_S)
+    assert fetched.arrived == [digest]
+    assert fetched.failures == [(digest, without.peer_id, "missing")]
+
+
+def test_a_blob_that_appears_later_is_found_by_asking_again(swarm):
+    (source, _), (server, _), client = swarm
+    blob = content(0, 1000)
+    want = Want(digest_of(blob), 1000, (server.peer_id,))
+    store = BlobStore()
+
+    async def late() -> None:
+        await asyncio.sleep(0.2)
+        source.put(blob)
+
+    async def both() -> None:
+        await asyncio.gather(late(), Fetched().fetch(Downloads(client, store), [want]))
+
+    client.run(both(), WAIT_S)
+    assert store.get(want.digest) == blob
+
+
+def test_an_upper_bound_is_enough_where_the_size_is_unknown(swarm):
+    (source, _), (server, _), client = swarm
+    digest = source.put(b"manifest")
+    downloads = Downloads(client, BlobStore())
+    bound = Want(digest, 100, (server.peer_id,), at_most=True)
+    assert client.run(downloads.fetch_one(bound, timeout_s=10), WAIT_S) == b"manifest"
+    larger = source.put(bytes(101))
+    bound = Want(larger, 100, (server.peer_id,), at_most=True)
+    with pytest.raises(NobodyReachable, match="blob_size"):
+        client.run(downloads.fetch_one(bound, timeout_s=1), WAIT_S)
+
+
+def test_fetch_one_names_what_went_wrong(swarm, tmp_path):
+    _, (server, _), client = swarm
+    want = Want(digest_of(b"nobody has it"), 13, (server.peer_id, client.peer_id))
+    with pytest.raises(NobodyReachable, match=f"{server.peer_id}: missing"):
+        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=0.5), WAIT_S)
+
+
+@pytest.mark.parametrize("num_bytes", [1000, PIECE_BYTES, PIECE_BYTES + 1])
+def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swarm, num_bytes):
+    stores, servers, client = swarm
+    blob = content(0, num_bytes)
+    for source in stores:
+        digest = source.put(blob)
+    good = stores[0].put(b"good")
+
+    def check(digest: str, view: memoryview) -> None:
+        if view == blob:
+            raise BadBlob("not_finite", "NaN in expert 3")
+
+    client.traffic.refused.clear()
+    before = client.traffic.blob_bytes_received
+    sources = tuple(server.peer_id for server in servers)
+    store = BlobStore()
+    fetched = Fetched()
+    wants = [Want(digest, num_bytes, sources), Want(good, 4, sources[:1])]
+
+    async def for_a_while() -> None:
+        async with asyncio.timeout(1.0):
+            await fetched.fetch(Downloads(client, store), wants, check)
+
+    with pytest.raises(TimeoutError):
+        client.run(for_a_while(), WAIT_S)
+    assert fetched.arrived == [good]
+    assert fetched.failures == [(digest, source, "not_finite") for source in sources]
+    assert client.traffic.refused == {"not_finite": 1}
+    assert not store.has(digest)
+    assert client.traffic.blob_bytes_received - before == num_bytes + 4
+
+
+def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
+    (source, _), (server, _), client = swarm
+    blobs = [content(seed, MIB) for seed in range(24)]
+    wants = [Want(source.put(blob), MIB, (server.peer_id,)) for blob in blobs]
+    store = BlobStore()
+    downloads = Downloads(client, store)
+
+    async def impatient() -> None:
+        for _ in range(200):
+            call = asyncio.create_task(Fetched().fetch(downloads, wants))
+            done, _ = await asyncio.wait([call], timeout=0.02)
+            if done:
+                return
+            call.cancel()
+            await asyncio.wait([call])
+        raise AssertionError("never finished")
+
+    before = client.traffic.blob_bytes_received
+    client.run(impatient(), WAIT_S)
+    assert all(store.has(want.digest) for want in wants)
+    assert client.traffic.blob_bytes_received - before == 24 * MIB
+    assert downloads._downloads == {}
+    assert not store._pins
+
+
+def test_a_cancelled_download_soon_stops(swarm):
+    (source, _), (server, _), client = swarm
+    wants = [Want(source.put(content(n, MIB)), MIB, (server.peer_id,)) for n in range(64)]
+    downloads = Downloads(client, BlobStore(), limits=Limits(bytes_per_peer=4 * MIB))
+
+    async def briefly() -> int:
+        first = asyncio.Event()
+        call = asyncio.create_task(
+            downloads.fetch(
+                wants, check=None, on_blob=lambda _: first.set(), on_failure=lambda *_: None
+            )
+        )
+        await first.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        while downloads._downloads:
+            await asyncio.sleep(0.01)
+        return client.traffic.blob_bytes_received
+
+    before = client.traffic.blob_bytes_received
+    # What was asked for comes in; the rest is never asked for.
+    assert client.run(briefly(), WAIT_S) - before <= 16 * MIB
+
+
+def test_the_store_may_be_collected_and_written_meanwhile(swarm, tmp_path):
+    (source, _), (server, _), client = swarm
+    blobs = [content(seed, 300_000) for seed in range(60)]
+    wants = [Want(source.put(blob), len(blob), (server.peer_id,)) for blob in blobs]
+    large = content(99, 3 * PIECE_BYTES)
+    wants.append(Want(source.put(large), len(large), (server.peer_id,)))
+    store = BlobStore(tmp_path)
+    downloads = Downloads(client, store)
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(client.run, Fetched().fetch(downloads, wants), WAIT_S)
+        for seed in range(1000, 2000):
+            store.put(content(seed, 100))
+            store.collect(set())
+            if fetch.done():
+                break
+        fetch.result(WAIT_S)
+    # What had arrived was pinned until `fetch` returned, and then belongs to whoever asked.
+    store.collect({want.digest for want in wants})
+    assert store.verify([want.digest for want in wants]) == []
+
+
+def test_asks_are_told_so_that_manifests_can_be_leased(peers):
+    asked = []
+    server = BlobServer(on_ask=lambda peer, digest: asked.append((peer, digest)))
+    store = BlobStore()
+    server.attach(store)
+    node = peers.node(Handlers(streams={PROTOCOL: server.serve}))
+    client = peers.node()
+    digest = store.put(b"manifest")
+    want = Want(digest, 8, (node.peer_id,))
+    client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=10), WAIT_S)
+    assert asked == [(client.peer_id, digest)]
+    server.detach(store)
+    with pytest.raises(NobodyReachable, match="missing"):
+        client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=0.3), WAIT_S)

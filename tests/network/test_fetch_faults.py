@@ -1,0 +1,381 @@
+"""Servers that lie, break off, freeze and die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import NobodyReachable
+from swarm.network import serve
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import ASK_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.fetch import Downloads, Want
+from swarm.network.node import Handlers
+from swarm.network.traffic import Traffic
+from swarm.protocol.digests import PIECE_BYTES, digest_of, piece_index
+from swarm.protocol.sourcing import Limits
+
+WAIT_S = 60.0
+MIB = 2**20
+SMALL = random.Random(1).randbytes(100_000)
+LARGE = random.Random(2).randbytes(2 * PIECE_BYTES + 1)
+
+
+class Liar:
+    """Answers each ask with whatever `answer` makes of it, then waits as an honest peer would."""
+
+    def __init__(self) -> None:
+        self.answer = None
+        self.asks: list[Ask] = []
+
+    async def serve(
+        self,
+        traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        while True:
+            ask = Ask.decode(await reader.readexactly(ASK_BYTES))
+            self.asks.append(ask)
+            ends = self.answer(ask, writer)
+            await writer.drain()
+            if ends:
+                return
+
+
+@pytest.fixture(scope="module")
+def nodes(lasting_peers):
+    liar = Liar()
+    lying = lasting_peers.node(Handlers(streams={PROTOCOL: liar.serve}))
+    source = BlobStore()
+    honest = lasting_peers.serving(source)
+    source.put(SMALL)
+    source.put(LARGE)
+    return liar, lying, honest, lasting_peers.node()
+
+
+def part_of(blob: bytes, ask: Ask) -> bytes:
+    return blob[ask.offset : ask.offset + ask.length]
+
+
+def honest_head(blob: bytes, ask: Ask) -> bytes:
+    index = piece_index(blob) if ask.with_index else b""
+    return Head(Status.HERE, len(blob), len(index)).encode() + index
+
+
+def wrong_content(blob, ask, writer):
+    writer.write(honest_head(blob, ask) + bytes(len(part_of(blob, ask))))
+
+
+def flipped_byte(blob, ask, writer):
+    part = bytearray(part_of(blob, ask))
+    part[len(part) // 2] ^= 1
+    writer.write(honest_head(blob, ask) + part)
+
+
+def too_large(blob, ask, writer):
+    writer.write(Head(Status.HERE, 2**60, 0).encode())
+
+
+def too_small(blob, ask, writer):
+    writer.write(Head(Status.HERE, len(blob) - 1, 0).encode() + part_of(blob, ask))
+
+
+def huge_index(blob, ask, writer):
+    writer.write(Head(Status.HERE, len(blob), 2**32 - 1).encode())
+
+
+def wrong_index(blob, ask, writer):
+    index = bytes(len(piece_index(blob)))
+    writer.write(Head(Status.HERE, len(blob), len(index)).encode() + index + part_of(blob, ask))
+
+
+def nonsense(blob, ask, writer):
+    writer.write(b"\xff" * 13)
+
+
+def truncated(blob, ask, writer):
+    writer.write((honest_head(blob, ask) + part_of(blob, ask))[:-1])
+    return True
+
+
+def closed_at_once(blob, ask, writer):
+    return True
+
+
+def silent(blob, ask, writer):
+    pass
+
+
+def dripping(blob, ask, writer):
+    writer.write(honest_head(blob, ask))
+
+    def drip() -> None:
+        if not writer.is_closing():
+            writer.write(b"x")
+            asyncio.get_running_loop().call_later(0.05, drip)
+
+    drip()
+
+
+COUNTED = [
+    (wrong_content, "blob_digest"),
+    (flipped_byte, "blob_digest"),
+    (too_large, "blob_size"),
+    (too_small, "blob_size"),
+    (huge_index, "blob_index"),
+    (nonsense, "blob_size"),
+]
+LARGE_ONLY = [(wrong_index, "blob_index")]
+NOT_COUNTED = [
+    (truncated, "ended_early"),
+    (closed_at_once, "ended_early"),
+    (silent, "no_progress"),
+    (dripping, "no_progress"),
+]
+
+
+@pytest.mark.parametrize(
+    ("blob", "answer", "reason"),
+    [(SMALL, *case) for case in COUNTED + NOT_COUNTED]
+    + [(LARGE, *case) for case in COUNTED + LARGE_ONLY + NOT_COUNTED],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_lying_server_is_refused_and_another_source_finishes(nodes, blob, answer, reason):
+    liar, lying, honest, client = nodes
+    liar.answer = lambda ask, writer: answer(blob, ask, writer)
+    client.traffic.refused.clear()
+    failures = []
+    store = BlobStore()
+    limits = Limits(bytes_per_peer=64 * MIB)  # all of it is asked of the liar first
+    downloads = Downloads(client, store, progress_s=0.4, limits=limits)
+    digest = digest_of(blob)
+    want = Want(digest, len(blob), (lying.peer_id, honest.peer_id))
+    fetch = downloads.fetch(
+        [want],
+        check=None,
+        on_blob=lambda _: None,
+        on_failure=lambda *failure: failures.append(failure),
+    )
+    client.run(fetch, WAIT_S)
+    assert store.get(digest) == blob
+    assert set(failures) == {(digest, lying.peer_id, reason)}
+    is_counted = (answer, reason) not in NOT_COUNTED
+    assert set(client.traffic.refused) == ({reason} if is_counted else set())
+
+
+def test_wrong_bytes_are_not_asked_of_the_same_peer_again(nodes):
+    liar, lying, _, client = nodes
+    liar.asks.clear()
+    liar.answer = lambda ask, writer: flipped_byte(SMALL, ask, writer)
+    downloads = Downloads(client, BlobStore(), limits=Limits(rest_s=0.01))
+    want = Want(digest_of(SMALL), len(SMALL), (lying.peer_id,))
+    with pytest.raises(NobodyReachable, match="blob_digest"):
+        client.run(downloads.fetch_one(want, timeout_s=0.7), WAIT_S)
+    assert len(liar.asks) == 1
+
+
+def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
+    liar, lying, honest, client = nodes
+    blobs = [SMALL[start : start + 1000] for start in range(0, 100_000, 1000)]
+    by_digest = {digest_of(blob): blob for blob in blobs}
+    bad = digest_of(blobs[50])
+
+    def answer(ask, writer):
+        (flipped_byte if ask.digest == bad else honest_answer)(by_digest[ask.digest], ask, writer)
+
+    def honest_answer(blob, ask, writer):
+        writer.write(honest_head(blob, ask) + part_of(blob, ask))
+
+    liar.answer = answer
+    liar.asks.clear()
+    store = BlobStore()
+    wants = [Want(digest, 1000, (lying.peer_id,)) for digest in by_digest]
+
+    async def for_a_while() -> None:
+        async with asyncio.timeout(1.5):
+            await Downloads(client, store).fetch(
+                wants, check=None, on_blob=lambda _: None, on_failure=lambda *_: None
+            )
+
+    with pytest.raises(TimeoutError):
+        client.run(for_a_while(), WAIT_S)
+    assert sorted(d for d in by_digest if not store.has(d)) == [bad]
+
+
+def test_asks_that_make_no_sense_end_the_stream(nodes):
+    *_, honest, client = nodes
+    honest.traffic.refused.clear()
+
+    async def ask(encoded: bytes) -> bytes:
+        connection = await client.open_stream(honest.peer_id, PROTOCOL, 5)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(connection, encoded)
+            answer = b""
+            while len(answer) < 13:
+                answer += await loop.sock_recv(connection, 100)
+            return answer
+        finally:
+            connection.close()
+
+    beyond = Ask(digest_of(SMALL), len(SMALL) + 1, 1, False).encode()
+    assert client.run(ask(beyond), WAIT_S) == Head(Status.BAD).encode()
+    assert honest.traffic.refused == {"bad_ask": 1}
+    far = Ask(digest_of(SMALL), len(SMALL) - 1, 2**64 - 1, True).encode()
+    assert client.run(ask(far), WAIT_S) == Head(Status.HERE, len(SMALL)).encode() + SMALL[-1:]
+
+
+def test_the_number_of_streams_per_peer_is_capped(nodes, monkeypatch):
+    *_, honest, client = nodes
+    monkeypatch.setattr(serve, "FLOWS_PER_PEER", 2)
+    honest.traffic.refused.clear()
+
+    async def open_three() -> bytes:
+        loop = asyncio.get_running_loop()
+        opened = [await client.open_stream(honest.peer_id, PROTOCOL, 5) for _ in range(2)]
+        try:
+            for connection in opened:  # an answer shows that it is being served
+                await loop.sock_sendall(connection, Ask("00" * 32, 0, 1, False).encode())
+                assert (await loop.sock_recv(connection, 100))[0] == Status.MISSING
+            opened.append(await client.open_stream(honest.peer_id, PROTOCOL, 5))
+            return await loop.sock_recv(opened[2], 100)
+        finally:
+            for connection in opened:
+                connection.close()
+
+    assert client.run(open_three(), WAIT_S) == Head(Status.BUSY).encode()
+    assert honest.traffic.refused == {"too_many_flows": 1}
+    want = Want(digest_of(SMALL), len(SMALL), (honest.peer_id,))
+    downloads = Downloads(client, BlobStore())
+    assert client.run(downloads.fetch_one(want, timeout_s=10), WAIT_S) == SMALL
+
+
+def test_a_reader_that_takes_nothing_is_let_go(nodes, monkeypatch):
+    *_, honest, client = nodes
+    monkeypatch.setattr(serve, "IDLE_S", 0.3)
+
+    async def ask_and_freeze() -> float:
+        loop = asyncio.get_running_loop()
+        connection = await client.open_stream(honest.peer_id, PROTOCOL, 5)
+        begin = loop.time()
+        try:
+            ask = Ask(digest_of(LARGE), 0, len(LARGE), False).encode()
+            await loop.sock_sendall(connection, ask * 20)
+            sent = -1
+            while honest.traffic.blob_bytes_sent != sent:
+                sent = honest.traffic.blob_bytes_sent
+                await asyncio.sleep(0.6)
+            received = 0
+            while part := await loop.sock_recv(connection, MIB):
+                received += len(part)
+            assert received < 20 * len(LARGE)
+            return loop.time() - begin
+        finally:
+            connection.close()
+
+    assert client.run(ask_and_freeze(), WAIT_S) < 30
+
+
+NUM_BYTES = 12 * PIECE_BYTES
+BLOB_SEED = 7
+
+
+@contextmanager
+def child_serving(folder: Path, seconds_per_part: float) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A process that serves a known blob of twelve pieces; yields it and its address."""
+    program = Path(__file__).with_name("serving_peer.py")
+    arguments = [str(folder), str(BLOB_SEED), str(NUM_BYTES), str(seconds_per_part)]
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(program), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    try:
+        assert select.select([child.stdout], [], [], WAIT_S)[0], "the child did not start"
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait(10)
+        child.stdout.close()
+
+
+def num_verified(store: BlobStore, digest: str) -> int:
+    partial = store.writer(digest, NUM_BYTES)
+    return sum(partial.has_piece(number) for number in range(12))
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again(
+    peers, tmp_path, fault
+):
+    blob = random.Random(BLOB_SEED).randbytes(NUM_BYTES)
+    digest = digest_of(blob)
+    with child_serving(tmp_path, seconds_per_part=0.02) as (child, address):
+        child_id = address.rsplit("/", 1)[1]
+        client = peers.node(known_peers=(address,))
+        source = BlobStore()
+        second = peers.serving(source)
+        store = BlobStore(tmp_path / "client")
+        limits = Limits(bytes_per_peer=NUM_BYTES, rest_s=60, longest_rest_s=60)
+        downloads = Downloads(client, store, progress_s=1.0, limits=limits)
+        wants = [Want(digest, NUM_BYTES, (child_id, second.peer_id))]
+        failures = []
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(
+                downloads.fetch(
+                    wants,
+                    check=None,
+                    on_blob=lambda _: None,
+                    on_failure=lambda *failure: failures.append(failure),
+                )
+            )
+
+        fetch = client.run(begin(), WAIT_S)
+        wait_until(lambda: num_verified(store, digest) >= 2, "no piece came")
+        child.send_signal(fault)
+        source.put(blob)  # only now can anybody else help
+        begin_s = time.monotonic()
+
+        async def end() -> None:
+            await fetch
+
+        client.run(end(), WAIT_S)
+        took_s = time.monotonic() - begin_s
+    assert store.get(digest) == blob
+    store.sync([digest])
+    assert store.verify([digest]) == []
+    reason = "ended_early" if fault == signal.SIGKILL else "no_progress"
+    assert {(peer, why) for _, peer, why in failures} <= {
+        (child_id, reason),
+        (child_id, "unreachable"),
+    }
+    assert (digest, child_id, reason) in failures
+    # Each piece comes once whole; of those on their way at the end, parts came in vain.
+    verified_first = NUM_BYTES - second.traffic.blob_bytes_sent
+    assert verified_first >= 2 * PIECE_BYTES
+    assert second.traffic.blob_bytes_sent % PIECE_BYTES == 0
+    assert took_s < 20

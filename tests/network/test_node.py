@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.errors import (
+    BadMessage,
+    ConfigError,
+    NetworkDown,
+    NobodyReachable,
+    StateLocked,
+    Unreachable,
+)
+from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
+from swarm.network.identity import load_or_create_identity
+from swarm.network.node import Handlers, Node
+
+WAIT_S = 10.0
+
+
+class Inbox:
+    """Collects messages and answers questions."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes]] = []
+
+    async def on_message(self, source: str, payload: bytes) -> None:
+        if payload == b"nonsense":
+            raise BadMessage("message_schema", "no such message")
+        if payload == b"wait":
+            await asyncio.sleep(3600)
+        self.messages.append((source, payload))
+
+    async def on_request(self, source: str, payload: bytes) -> bytes:
+        return payload[::-1]
+
+    @property
+    def handlers(self) -> Handlers:
+        return Handlers(on_message=self.on_message, on_request=self.on_request)
+
+
+@pytest.fixture(scope="module")
+def two(lasting_peers) -> tuple[Inbox, Node, Node]:
+    inbox = Inbox()
+    return inbox, lasting_peers.node(inbox.handlers), lasting_peers.node()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_message_arrives_with_the_sender_that_libp2p_proved(two):
+    inbox, receiver, sender = two
+    sender.run(sender.post(receiver.peer_id, b"hello"), WAIT_S)
+    assert inbox.messages == [(sender.peer_id, b"hello")]
+    answer = sender.run(sender.request(receiver.peer_id, b"abc", timeout_s=5), WAIT_S)
+    assert answer == b"cba"
+    assert receiver.traffic.control_messages_received == 2
+    assert receiver.traffic.control_bytes_received == 8
+    assert sender.traffic.control_bytes_sent == 8
+    assert sender.traffic.control_bytes_received == 3
+
+
+def test_refused_messages_are_counted_by_reason(two):
+    inbox, receiver, sender = two
+    inbox.messages.clear()
+    with pytest.raises(Unreachable, match="no such message"):
+        sender.run(sender.post(receiver.peer_id, b"nonsense"), WAIT_S)
+    too_large = _Payload(bytes(MAX_MESSAGE_BYTES + 1))
+    peer = receiver._p2p.peer_id
+    call = sender._p2p.call_protobuf_handler(peer, "swarm.message", too_large, _Payload)
+    with pytest.raises(Exception, match="refused"):
+        sender.run(call, WAIT_S)
+    assert receiver.traffic.refused == {"message_schema": 1, "message_size": 1}
+    assert inbox.messages == []
+
+
+def test_a_peer_that_is_not_there_is_unreachable(two, tmp_path):
+    _, _, node = two
+    stranger = load_or_create_identity(tmp_path / "stranger.key").peer_id
+    begin = time.monotonic()
+    with pytest.raises(Unreachable):
+        node.run(node.post(stranger, b"x", timeout_s=3), WAIT_S)
+    with pytest.raises(Unreachable, match="no peer id"):
+        node.run(node.post("0OIl", b"x"), WAIT_S)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_slow_handler_costs_the_sender_its_timeout_only(two):
+    _, receiver, sender = two
+    with pytest.raises(Unreachable, match=r"within 0\.3 s"):
+        sender.run(sender.post(receiver.peer_id, b"wait", timeout_s=0.3), WAIT_S)
+
+
+def test_run_raises_its_own_timeout_and_the_coroutine_s(two):
+    _, _, node = two
+    with pytest.raises(TimeoutError, match=r"not done within 0\.1 s"):
+        node.run(asyncio.sleep(5), 0.1)
+
+    async def fails() -> None:
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match="mine"):
+        node.run(fails(), WAIT_S)
+
+
+def test_one_dead_address_among_living_ones_is_no_obstacle(peers):
+    first = peers.node()
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    second = peers.node(known_peers=(dead, *first.addresses))
+    assert second.num_neighbours == 1
+    assert first.addresses[0] in second.known_addresses
+
+
+def test_only_dead_addresses_are_a_clear_error_within_seconds(peers, tmp_path):
+    peer_id = load_or_create_identity(tmp_path / "gone.key").peer_id
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer_id}"
+    begin = time.monotonic()
+    with pytest.raises(NobodyReachable, match=f"{dead}: .*refused"):
+        peers.node(known_peers=(dead,))
+    assert time.monotonic() - begin < 3
+    alone = peers.node(known_peers=(dead,), must_reach=False)
+    assert alone.addresses
+    assert alone.run(alone.heal(), WAIT_S) == 0
+
+
+def test_an_open_port_that_is_no_peer_is_a_clear_error(peers, tmp_path):
+    peer_id = load_or_create_identity(tmp_path / "other.key").peer_id
+    other = peers.node()
+    wrong = f"/ip4/127.0.0.1/tcp/{other.port}/p2p/{peer_id}"
+    with pytest.raises((NobodyReachable, NetworkDown), match=peer_id):
+        peers.node(known_peers=(wrong,))
+
+
+@pytest.mark.parametrize("text", ["", "here", "/ip4/1.2.3.4", "/ip4/1.2.3.4/tcp/1/p2p/x/y"])
+def test_a_malformed_address_names_the_form(peers, text):
+    with pytest.raises(ConfigError, match=re.escape("/ip4/A.B.C.D/tcp/PORT/p2p/ID")):
+        peers.node(known_peers=(text,))
+
+
+def test_the_remembered_port_is_used_again(peers, tmp_path):
+    first = peers.node()
+    port = first.port
+    first.stop(5.0)
+    again = peers.node(identity_path=tmp_path / "identity0.key", port=port, known_peers=())
+    assert again.port == port
+    assert again.addresses == first.addresses
+
+
+def test_a_taken_port_is_given_up_with_a_warning(peers, caplog):
+    with socket.socket() as holder, caplog.at_level(logging.WARNING):
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        node = peers.node(port=taken)
+    assert node.port != taken
+    assert f"port {taken} on 127.0.0.1" in caplog.text
+
+
+def test_all_interfaces_become_concrete_addresses(peers):
+    node = peers.node(network=NetworkSection(host_maddrs=("/ip4/0.0.0.0/tcp/0",)))
+    assert node.addresses
+    for address in node.addresses:
+        assert address.endswith(f"/p2p/{node.peer_id}")
+        assert "/0.0.0.0/" not in address
+    local = [address for address in node.addresses if address.startswith("/ip4/127.")]
+    assert not local or local == list(node.addresses), "loopback only if there is nothing else"
+
+
+def test_a_second_process_with_the_same_identity_is_refused(peers, tmp_path):
+    first = peers.node()
+    peers.node(identity_path=tmp_path / "twin.key")
+    with pytest.raises(StateLocked):
+        peers.node(identity_path=tmp_path / "twin.key", known_peers=first.addresses)
+
+
+def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
+    first = peers.node()
+    first.run(first.store("key", b"value", 60), WAIT_S)
+    client = peers.node(
+        identity_path=None, network=NetworkSection(client_mode=True), known_peers=first.addresses
+    )
+    records = client.run(client.get("key"), WAIT_S)
+    assert {peer: record.value for peer, record in records.items()} == {first.peer_id: b"value"}
+    assert client.addresses == ()
+    assert client.port is None
+    assert first.num_neighbours == 0
+
+
+def test_a_dead_daemon_is_noticed_and_told(peers, caplog):
+    told = threading.Event()
+    node = peers.node(Handlers(on_death=lambda reason: told.set()))
+    assert node.alive
+    os.kill(node._p2p._child.pid, signal.SIGKILL)
+    assert told.wait(5)
+    assert not node.alive
+    assert "status -9" in node.failure
+    begin = time.monotonic()
+    with pytest.raises(NetworkDown, match="status -9"):
+        node.run(node.get("key"), WAIT_S)
+    with pytest.raises(NetworkDown):
+        node.run(node.store("key", b"", 1), WAIT_S)
+    assert time.monotonic() - begin < 1
+    assert "nothing can be sent" in caplog.text
+
+
+def test_healing_joins_what_knows_of_each_other_by_address_only(peers):
+    first = peers.node()
+    second = peers.node(known_peers=())
+    assert second.num_neighbours == 0
+    second.loop.call_soon_threadsafe(second.remember, first.addresses)
+    assert second.run(second.heal(), WAIT_S) == 1
+    assert (first.num_neighbours, second.num_neighbours) == (1, 1)
+
+
+def test_stopping_is_quick_clean_and_may_be_repeated(peers, living_daemons, caplog):
+    node = peers.node()
+    other = peers.node()
+    threads = threading.active_count()
+    before = len(living_daemons())
+    waiting = asyncio.run_coroutine_threadsafe(asyncio.sleep(3600), other.loop)
+    begin = time.monotonic()
+    other.stop(5.0)
+    other.stop(5.0)
+    assert time.monotonic() - begin < 3
+    assert waiting.cancelled()
+    assert len(living_daemons()) == before - 1
+    node.stop(5.0)
+    assert len(living_daemons()) == before - 2
+    assert threading.active_count() <= threads - 2
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING], caplog.text
+
+
+def test_the_daemon_has_a_session_of_its_own(peers):
+    node = peers.node()
+    assert os.getsid(node._p2p._child.pid) != os.getsid(0), "else Ctrl+C reaches it first"
+
+
+def test_a_failed_start_leaves_nothing_behind(tmp_path, living_daemons):
+    daemons, threads = living_daemons(), threading.active_count()
+    network = NetworkSection(host_maddrs=("/ip4/203.0.113.1/tcp/4001",))  # not ours
+    with pytest.raises(NetworkDown, match=r"203\.0\.113\.1"):
+        Node.start(identity_path=tmp_path / "identity.key", network=network)
+    assert living_daemons() == daemons
+    assert threading.active_count() == threads

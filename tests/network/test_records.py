@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+
+from swarm.network import dht
+from swarm.network.records import fetch_records, publish
+from swarm.network.signed_records import MAX_RECORD_BYTES, MAX_TTL_S
+from swarm.protocol.manifest import Kind
+from swarm.protocol.records import TipRecord, ValidationRecord
+
+WAIT_S = 20.0
+
+
+def validation(number: int) -> ValidationRecord:
+    return ValidationRecord(round=number, manifest_digest="0" * 64, val_loss=2.5, tokens=64)
+
+
+@pytest.fixture(scope="module")
+def nodes(lasting_peers):
+    return lasting_peers.node(), lasting_peers.node()
+
+
+@pytest.fixture
+def pair(nodes):
+    for node in nodes:
+        node.traffic.refused.clear()
+    return nodes
+
+
+@pytest.fixture
+def key(request) -> str:
+    return request.node.nodeid
+
+
+def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]:
+    """Sends a record straight to `target`, past the sender's own checks."""
+    inner = node._dht._node
+    fields = {
+        "subkey": inner.protocol.record_validator.local_public_key,
+        "expiration": get_dht_time() + 60,
+        "sign": True,
+    } | changes
+    key_id = DHTID.generate(source=key)
+    record = dht_record(key_id, fields["subkey"], value, fields["expiration"])
+    signed = inner.protocol.record_validator.sign_value(record) if fields["sign"] else value
+    call = inner.protocol.call_store(
+        target._p2p.peer_id,
+        keys=[key_id],
+        values=[signed],
+        expiration_time=[fields["expiration"]],
+        subkeys=[fields["subkey"]],
+    )
+    return node.run(call, WAIT_S)
+
+
+def dht_record(key_id, subkey, value, expiration):
+    return DHTRecord(key_id.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration)
+
+
+def packed(content: bytes) -> bytes:
+    return MSGPackSerializer.dumps(content)
+
+
+def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
+    first, second = pair
+    for number, node in enumerate(pair):
+        assert node.run(publish(node, key, validation(number)), WAIT_S)
+    expected = {first.peer_id: validation(0), second.peer_id: validation(1)}
+    for node in pair:
+        assert node.run(fetch_records(node, ValidationRecord, [key]), WAIT_S) == expected
+    # A shorter life does not bring the older record back: expirations only grow.
+    assert first.run(first.store(key, b"{}", ttl_s=1), WAIT_S)
+    records = second.run(second.get(key), WAIT_S)
+    assert records[first.peer_id].value == b"{}"
+
+
+def test_records_are_gone_when_they_expire(pair, key):
+    first, second = pair
+    first.run(first.store(key, b"x", ttl_s=0.5), WAIT_S)
+    assert first.peer_id in second.run(second.get(key), WAIT_S)
+    expiration = second.run(second.get(key), WAIT_S)[first.peer_id].expiration
+    time.sleep(max(0.0, expiration - get_dht_time()) + 0.05)
+    assert second.run(second.get(key), WAIT_S) == {}
+
+
+def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair):
+    first, second = pair
+    keys = [f"run.peers.{shard}" for shard in range(16)]
+    first.run(publish(first, keys[3], validation(1)), WAIT_S)
+    first.run(publish(first, keys[7], validation(2)), WAIT_S)
+    second.run(publish(second, keys[7], validation(3)), WAIT_S)
+    found = second.run(fetch_records(second, ValidationRecord, keys), WAIT_S)
+    assert found == {first.peer_id: validation(2), second.peer_id: validation(3)}
+
+
+def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):
+    first, second = pair
+    first.run(first.store(key, b"{", 60), WAIT_S)
+    tip = TipRecord("g", 0, 0, Kind.QUORUM, (), "0" * 64, 1)
+    second.run(publish(second, key, tip), WAIT_S)
+    assert first.run(fetch_records(first, ValidationRecord, [key]), WAIT_S) == {}
+    assert first.traffic.refused == {"record_schema": 2}
+
+
+def test_a_record_under_the_key_of_another_is_ignored(pair, key):
+    victim, liar = pair
+    victim.run(publish(victim, key, validation(1)), WAIT_S)
+    subkey = victim._dht._validator.local_public_key
+    assert hostile_store(liar, victim, key, packed(b"forged"), subkey=subkey) == [False]
+    found = liar.run(fetch_records(liar, ValidationRecord, [key]), WAIT_S)
+    assert found == {victim.peer_id: validation(1)}
+    assert victim.traffic.refused == {"record_signature": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "changes", "reason"),
+    [
+        (packed(bytes(MAX_RECORD_BYTES)), {}, "record_size"),
+        (packed(b"x"), {"sign": False}, "record_signature"),
+        (packed(b"x") + b"[signature:AAAA]", {"sign": False}, "record_signature"),
+        (packed(b"x"), {"expiration": 1e12}, "record_expiration"),
+        (packed(b"x"), {"expiration": float("inf")}, "record_expiration"),
+        (packed(b"x"), {"subkey": b"nobody"}, "record_owner"),
+        (packed(b"x"), {"subkey": b"[owner:ssh-rsa AAAA]"}, "record_owner"),
+        (packed(b"x"), {"subkey": 7}, "record_owner"),
+    ],
+)
+def test_what_is_too_large_too_long_or_unsigned_is_refused_and_counted(
+    pair, key, value, changes, reason
+):
+    holder, liar = pair
+    assert hostile_store(liar, holder, key, value, **changes) == [False]
+    assert holder.traffic.refused == {reason: 1}
+    assert holder.run(holder.get(key), WAIT_S) == {}
+
+
+def test_one_owner_has_one_record_per_key(pair, key):
+    holder, liar = pair
+    own = liar._dht._validator.local_public_key
+    assert hostile_store(liar, holder, key, packed(b"x")) == [True]
+    assert hostile_store(liar, holder, key, packed(b"x"), subkey=b"2" + own) == [False]
+    assert hostile_store(liar, holder, key, packed(b"x"), subkey=own + own) == [False]
+    assert holder.traffic.refused == {"record_owner": 2}
+
+
+def test_the_number_of_records_read_is_bounded(pair, key, monkeypatch):
+    first, second = pair
+    first.run(publish(first, key, validation(0)), WAIT_S)
+    monkeypatch.setattr(dht, "MAX_RECORDS_PER_KEY", 1)
+    second.run(second.store(key, b"lives longer", 2000), WAIT_S)
+    assert set(first.run(first.get(key), WAIT_S)) == {second.peer_id}
+    assert first.traffic.refused == {"record_count": 1}
+
+
+def test_a_record_that_could_not_be_read_is_never_published(pair, key):
+    node, _ = pair
+    with pytest.raises(AssertionError, match="20001 bytes"):
+        node.run(node.store(key, bytes(20_001), 60), WAIT_S)
+    assert MAX_TTL_S >= 2000
