@@ -96,9 +96,10 @@ class Collector(Merger):
 
     def _advance_collecting(self, campaign: Campaign) -> None:
         if self._phase1_required(campaign.ballot):
-            if not self._has_quorum(campaign.answers):
+            promises = self._promises(campaign)
+            if not self._has_quorum(promises):
                 return
-            accepted = self._votes_found(campaign)
+            accepted = self._votes_found(promises)
             if accepted:
                 self._propose_again(campaign, self._choose_accepted(accepted))
                 return
@@ -112,9 +113,20 @@ class Collector(Merger):
         if why:
             self._close_roster(campaign, why)
 
-    def _votes_found(self, campaign: Campaign) -> list[Accepted]:
+    def _promises(self, campaign: Campaign) -> dict[PeerId, Ready]:
+        """Phase 1: the promises to go by, at first without those of excluded peers [C2, C6].
+
+        Any quorum will do. One without the sources of unobtainable blobs does not have to propose
+        these again, only because a source itself has voted for them.
+        """
+        answers = campaign.answers
+        sound = {peer: ready for peer, ready in answers.items() if peer not in campaign.excluded}
+        is_over = self._now - campaign.started_at >= self.timers.roster_s
+        return answers if is_over and not self._has_quorum(sound) else sound
+
+    def _votes_found(self, promises: dict[PeerId, Ready]) -> list[Accepted]:
         """Votes cast under lower ballots, as far as they could have become a decision."""
-        votes = (ready.accepted for ready in campaign.answers.values())
+        votes = (ready.accepted for ready in promises.values())
         return [vote for vote in votes if vote and self._proposal_problem(vote.manifest) is None]
 
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
@@ -155,14 +167,14 @@ class Collector(Merger):
         return (
             self._why_without_silent(campaign, missing, counted)
             or self._why_without_slow(campaign, missing, counted, age_s)
-            or self._why_without_quorum(campaign, missing, counted, age_s)
+            or self._why_without_more(campaign, missing, counted, age_s)
         )
 
     def _why_without_silent(
         self, campaign: Campaign, missing: list[PeerId], counted: str
     ) -> str | None:
-        if campaign.quorum_offered_at is None:
-            return None
+        if campaign.quorum_offered_at is None or self.me in missing:
+            return None  # a convener that has not offered yet is slow, not silent
         limit_s = self.timers.silence_s
         silences = [
             (self._now - campaign.seen.get(peer, campaign.started_at), peer) for peer in missing
@@ -187,12 +199,12 @@ class Collector(Merger):
             f"a quorum was after {quorum_s:.1f})"
         )
 
-    def _why_without_quorum(
+    def _why_without_more(
         self, campaign: Campaign, missing: list[PeerId], counted: str, age_s: float
     ) -> str | None:
         limit_s = self.timers.roster_late_s
         if age_s >= limit_s and self._has_quorum(campaign.seen):
-            return f"{counted}: no quorum offered within {age_s:.1f} s (limit {limit_s:.1f})"
+            return f"{counted}: {', '.join(missing)} not ready after {age_s:.1f} s (last limit)"
         if age_s >= self.timers.roster_s and not campaign.has_told_wait:
             campaign.has_told_wait = True
             self._explain(
