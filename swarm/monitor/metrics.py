@@ -1,0 +1,119 @@
+"""What the monitor shows, each figure defined once: its unit, when it counts, what it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.monitor.snapshot import Snapshot
+from swarm.protocol.records import PeerState
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure.
+
+    Attributes:
+        title: as shown above a column or before a value.
+        unit: of the value.
+        counts: what it is and when it changes.
+        is_not: what it is easily taken for.
+    """
+
+    title: str
+    unit: str
+    counts: str
+    is_not: str
+
+
+ROUND = Metric(
+    "round",
+    "training rounds",
+    "rises by one when a peer applies the manifest of a round",
+    "not the height, which also counts merges and reforms",
+)
+DIGEST = Metric(
+    "tip",
+    "first hex digits of a BLAKE3 digest",
+    "names the manifest that a peer applied last; equal digests mean equal models, bit for bit",
+    "not the weights of a peer in the middle of its local steps",
+)
+OWNED = Metric(
+    "experts",
+    "expert indices",
+    "experts that a peer trains until the next round, by its own tip",
+    "not all that it holds: every peer holds every expert",
+)
+LOSS = Metric(
+    "loss",
+    "nats per token",
+    "mean training loss of a peer's last local steps, cross-entropy alone",
+    "not comparable between peers, whose data differ",
+)
+VAL_LOSS = Metric(
+    "held-out loss",
+    "nats per token",
+    "of an agreed state on the founder's held-out tokens, once a round",
+    "not the loss of any one peer's live weights",
+)
+TOKENS_PER_S = Metric(
+    "tokens/s",
+    "tokens per second",
+    "tokens of a peer's last local steps by the seconds they took",
+    "not including the time that rounds take",
+)
+SENT = Metric(
+    "sent",
+    "bytes",
+    "blob bytes that a peer has sent since it started, repeats included",
+    "not control messages, records or libp2p's own framing",
+)
+RECEIVED = Metric(
+    "received",
+    "bytes",
+    "blob bytes that have reached a peer since it started, refused ones included",
+    "not equal to what others sent it when transfers were cut off",
+)
+SKIPPED = Metric(
+    "skipped",
+    "steps",
+    "local steps with a non-finite loss or gradient, which changed nothing",
+    "not steps lost in rounds that failed",
+)
+REFUSED = Metric(
+    "refused",
+    "inputs",
+    "blobs, records and messages of others that a peer did not believe",
+    "not transfers that merely failed",
+)
+METRICS = (
+    ROUND,
+    DIGEST,
+    OWNED,
+    LOSS,
+    VAL_LOSS,
+    TOKENS_PER_S,
+    SENT,
+    RECEIVED,
+    SKIPPED,
+    REFUSED,
+)
+
+
+def swarm_tokens_per_s(snapshot: Snapshot) -> float:
+    """Sum of `TOKENS_PER_S` over the peers that are in the run and not finished."""
+    idle = (PeerState.FINISHED, PeerState.STARTING, PeerState.JOINING)
+    rows = (row.record for row in snapshot.peers)
+    return sum(record.tokens_per_s for record in rows if record.state not in idle)
+
+
+def bytes_per_round(snapshot: Snapshot) -> tuple[float, float]:
+    """Blob bytes (sent, received) in the last round, mean over the present peers."""
+    rows = [row.record for row in snapshot.peers]
+    sent = sum(record.round_blob_bytes_sent for record in rows)
+    received = sum(record.round_blob_bytes_received for record in rows)
+    return sent / len(rows), received / len(rows)
+
+
+def glossary() -> str:
+    """All definitions, one a line."""
+    return "\n".join(f"{m.title} ({m.unit}): {m.counts}; {m.is_not}." for m in METRICS)

@@ -1,0 +1,255 @@
+"""The parts of the live view: each turns facts of a snapshot into lines of text.
+
+Names and reasons come from other machines. They are put into `Text` objects, never parsed as
+markup, and records admit no control characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from swarm.monitor import metrics
+from swarm.monitor.braille import braille
+from swarm.monitor.snapshot import Agreement, Merge, PeerRow, Snapshot
+from swarm.protocol.manifest import PeerId
+
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
+AGREEMENT_STYLES = {
+    Agreement.EQUAL: "green",
+    Agreement.BEHIND: "yellow",
+    Agreement.AHEAD: "yellow",
+    Agreement.DIFFERENT: "bold white on red",
+}
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+UNKNOWN_OWNER = "?"
+"""An owner of the newest manifest whose own record is not there (any more)."""
+
+Keys = Mapping[PeerId, Text]
+
+
+def keys_of(rows: Sequence[PeerRow]) -> Keys:
+    """A coloured letter (or number) for each peer, by which the view refers to it."""
+    names = [*LETTERS, *(str(number) for number in range(len(LETTERS), len(rows)))]
+    return {
+        row.record.peer_id: Text(names[position], style=f"bold {COLOURS[position % len(COLOURS)]}")
+        for position, row in enumerate(rows)
+    }
+
+
+def header(snapshot: Snapshot, width: int) -> list[Text]:
+    """Two lines: which run, and how far it is."""
+    rows = snapshot.peers
+    first = Text.assemble(
+        (snapshot.run_id, "bold"),
+        "  generation ",
+        (snapshot.generation[:12], "bold"),
+        f"  {len(rows)} peers  ",
+        (amount(metrics.swarm_tokens_per_s(snapshot)), "bold"),
+        f" {metrics.TOKENS_PER_S.title}",
+    )
+    equal = sum(row.agreement is Agreement.EQUAL for row in rows)
+    different = sum(row.agreement is Agreement.DIFFERENT for row in rows)
+    done = round(snapshot.round / max(snapshot.rounds_total, 1) * 20)
+    second = Text.assemble(
+        f"{metrics.ROUND.title} ",
+        (f"{snapshot.round}/{snapshot.rounds_total} ", "bold"),
+        ("━" * min(done, 20), "green"),
+        ("━" * (20 - min(done, 20)), "bright_black"),
+        f"  {metrics.DIGEST.title} ",
+        (snapshot.manifest_digest[: digest_width(width)], "green"),
+        f"  {equal} of {len(rows)} equal",
+        (f", {different} DIFFERENT" if different else "", "bold red"),
+    )
+    return [cut(first, width), cut(second, width)]
+
+
+def peers_table(rows: Sequence[PeerRow], keys: Keys, width: int) -> Table:
+    """One line for each peer."""
+    wide = width >= 120
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="dim")
+    columns = [("", 2, "left"), ("peer", 24 if wide else 12, "left"), ("state", 11, "left")]
+    columns += [(metrics.ROUND.title, 5, "right")]
+    columns += [(metrics.DIGEST.title, digest_width(width), "left")]
+    columns += [(metrics.OWNED.title, 14 if wide else 8, "left"), (metrics.LOSS.title, 6, "right")]
+    columns += [(metrics.TOKENS_PER_S.title[:7], 7, "right")]
+    columns += [(metrics.SENT.title, 6, "right"), (metrics.RECEIVED.title[:6], 6, "right")]
+    if wide:
+        columns += [(metrics.SKIPPED.title, 7, "right"), (metrics.REFUSED.title, 7, "right")]
+    for title, column_width, justify in columns:
+        table.add_column(
+            title,
+            width=column_width,
+            justify="right" if justify == "right" else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in rows:
+        table.add_row(*_cells(row, keys, wide, digest_width(width))[: len(columns)])
+    return table
+
+
+def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
+    record, style = row.record, AGREEMENT_STYLES[row.agreement]
+    loss = "" if record.loss is None else f"{record.loss:.3f}"
+    cells = [
+        keys[record.peer_id],
+        Text(record.name or record.peer_id[-8:]),
+        Text(record.state.value.replace("_", " ")),
+        Text(str(record.round)),
+        Text(record.manifest_digest[:digits], style=style),
+        Text(ranges(record.owned_experts)),
+        Text(loss),
+        Text(amount(record.tokens_per_s)),
+        Text(amount(record.blob_bytes_sent)),
+        Text(amount(record.blob_bytes_received)),
+    ]
+    if wide:
+        cells += [Text(str(record.steps_skipped)), Text(str(sum(record.refused.values())))]
+    return cells
+
+
+def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
+    """Who trains which expert and in which round it last changed; ranges where that is too big."""
+    cells = [
+        (
+            Text(str(row.expert), style="dim"),
+            Text("").join(keys.get(o, Text(UNKNOWN_OWNER)) for o in row.owners),
+            Text("?" if row.version is None else str(row.version), style="dim"),
+        )
+        for row in snapshot.experts
+    ]
+    if not cells:
+        return [Text("no experts are known yet", style="dim")]
+    cell_width = max(text.cell_len for cell in cells for text in cell) + 1
+    titles = ("experts", "owner", "version")
+    per_line = max((width - 9) // cell_width, 1)
+    lines = []
+    for start in range(0, len(cells), per_line):
+        for title, column in zip(
+            titles, zip(*cells[start : start + per_line], strict=True), strict=True
+        ):
+            line = Text(f"{title:<9}", style="dim")
+            for text in column:
+                line.append_text(text).append(" " * (cell_width - text.cell_len))
+            lines.append(line)
+    if len(lines) <= max_lines:
+        return lines
+    return [cut(_owner_ranges(snapshot, keys), width)]
+
+
+def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
+    owned: dict[PeerId, list[int]] = {}
+    for row in snapshot.experts:
+        for owner in row.owners:
+            owned.setdefault(owner, []).append(row.expert)
+    line = Text("experts  ", style="dim")
+    for owner in sorted(owned):
+        line.append_text(keys.get(owner, Text(UNKNOWN_OWNER)))
+        line.append(f" {ranges(owned[owner])}  ")
+    return line
+
+
+def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
+    """The held-out loss by round, with its newest value in the title."""
+    title = Text(f"{metrics.VAL_LOSS.title}, {metrics.VAL_LOSS.unit}  ", style="dim")
+    if not losses:
+        return [title.append("none yet"), *(Text("") for _ in range(height - 1))]
+    newest_round, newest = losses[-1]
+    title.append(f"{newest:.3f}", style="bold").append(f" after round {newest_round}")
+    curve = braille([(float(x), y) for x, y in losses], width - 7, height - 1)
+    values = [loss for _, loss in losses]
+    labels = [f"{max(values):6.2f} ", *[" " * 7] * (height - 3), f"{min(values):6.2f} "]
+    lines = [
+        Text.assemble((label, "dim"), (dots, "green"))
+        for label, dots in zip(labels, curve, strict=False)
+    ]
+    return [cut(title, width), *lines]
+
+
+def facts(snapshot: Snapshot, width: int) -> list[Text]:
+    """Traffic, merges and refusals, the most telling first."""
+    sent, received = metrics.bytes_per_round(snapshot)
+    rows = [row.record for row in snapshot.peers]
+    control = sum(row.control_bytes_sent for row in rows)
+    lines = [
+        Text.assemble(
+            ("last round  ", "dim"), f"{amount(sent)}B sent, {amount(received)}B received"
+        ),
+        Text.assemble(("            ", "dim"), "mean over the peers"),
+        Text.assemble(("control     ", "dim"), f"{amount(control)}B sent by all peers"),
+    ]
+    skipped = sum(row.steps_skipped for row in rows)
+    if skipped:
+        lines.append(Text(f"{skipped} steps {metrics.SKIPPED.title}", style="yellow"))
+    refused: dict[str, int] = {}
+    for row in rows:
+        for reason, count in row.refused.items():
+            refused[reason] = refused.get(reason, 0) + count
+    if refused:
+        said = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
+        lines.append(Text(f"{metrics.REFUSED.title}: {said}", style="yellow"))
+    for merge in reversed(snapshot.merges):
+        lines += _merge_lines(merge)
+    return [cut(line, width) for line in lines]
+
+
+def _merge_lines(merge: Merge) -> list[Text]:
+    title = Text.assemble(
+        ("merge       ", "dim"),
+        f"{merge.merged} at step {merge.step}, alpha {merge.alpha:.3g}",
+    )
+    donors = [
+        f"{expert}<{','.join(map(str, layers[0]))}"
+        for expert, layers in merge.donors.items()
+        if layers
+    ]
+    if not donors:
+        return [title]
+    return [title, Text(f"   layer 0: {' '.join(donors)}", style="dim")]
+
+
+def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
+    """Last decisions: of the newest manifest, then of each peer; equal ones once."""
+    said: dict[str, Text] = {reason: Text("* ") for reason in snapshot.reasons}
+    for row in sorted(snapshot.peers, key=lambda row: -row.record.height):
+        if row.record.reason:
+            said.setdefault(row.record.reason, Text("")).append_text(
+                keys[row.record.peer_id]
+            ).append(" ")
+    lines = [Text.assemble(("why ", "dim"), who, reason) for reason, who in said.items()]
+    return [cut(line, width) for line in lines[:max_lines]]
+
+
+def digest_width(width: int) -> int:
+    """How many digits of a digest are shown."""
+    return 16 if width >= 120 else 8
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short: `0-3,7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def amount(value: float) -> str:
+    """A number in at most five characters: `812`, `16.2k`, `3.1M`."""
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            return f"{value:.0f}{unit}" if not unit or value >= 99.95 else f"{value:.1f}{unit}"
+        value /= 1000
+    return f"{value:.0f}P"
+
+
+def cut(line: Text, width: int) -> Text:
+    """The line, not longer than the screen."""
+    line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line

@@ -1,0 +1,224 @@
+"""What the swarm looks like now: a pure projection of records, and of the newest manifest.
+
+A peer's row is its own record and nothing else, so its generation, round and digest belong
+together. Owners and versions of experts come from the manifest, where one could be fetched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from swarm.experts import expert_unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.records import MergeRecord, PeerRecord, ValidationRecord
+
+MAX_POINTS = 2000
+ROW_KEYS = (
+    "peer_id",
+    "name",
+    "state",
+    "generation",
+    "round",
+    "manifest_digest",
+    "owned_experts",
+    "tokens_per_s",
+)
+"""What `as_json` shows of a peer."""
+
+
+class Agreement(Enum):
+    """How a peer's tip relates to the swarm's."""
+
+    EQUAL = "equal"  # the same manifest
+    BEHIND = "behind"  # an earlier one of the same generation
+    AHEAD = "ahead"  # a later one of the same generation: records are not read at one moment
+    DIFFERENT = "different"  # another manifest of the same height, or another generation
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """All that was read of one run.
+
+    Attributes:
+        run: its id.
+        peers: presence records that have not expired, by the peer that signed them.
+        merges: merge announcements, likewise.
+        validations: held-out losses, likewise.
+        tip: the newest manifest, when a peer gave it.
+    """
+
+    run: str
+    peers: Mapping[PeerId, PeerRecord]
+    merges: Mapping[PeerId, MergeRecord]
+    validations: Mapping[PeerId, ValidationRecord]
+    tip: Manifest | None
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """One peer, and how its tip relates to the swarm's."""
+
+    record: PeerRecord
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class ExpertRow:
+    """Who trains an expert, and the round in which its value last changed (None: unknown)."""
+
+    expert: int
+    owners: tuple[PeerId, ...]
+    version: int | None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge as its owners announced it.
+
+    Attributes:
+        donors: expert -> most similar experts of each layer, best first; of the experts whose
+            owners announced.
+    """
+
+    generation: str
+    round: int
+    merged: int
+    step: int
+    alpha: float
+    donors: Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The swarm at one moment; `losses` are (round, held-out loss), ascending."""
+
+    run_id: str
+    generation: str
+    height: int
+    round: int
+    rounds_total: int
+    manifest_digest: Digest
+    peers: tuple[PeerRow, ...]
+    experts: tuple[ExpertRow, ...]
+    merges: tuple[Merge, ...]
+    losses: tuple[tuple[int, float], ...]
+    reasons: tuple[str, ...]
+    """Why members or owners changed in the newest manifest."""
+
+
+def snapshot_of(seen: Sighting) -> Snapshot | None:
+    """The projection, or None when no peer is present."""
+    if not seen.peers:
+        return None
+    rows = [seen.peers[peer] for peer in sorted(seen.peers)]
+    generation, height, round_, digest = _tip_of(seen.tip, rows)
+    return Snapshot(
+        run_id=seen.run,
+        generation=generation,
+        height=height,
+        round=round_,
+        rounds_total=max(row.rounds_total for row in rows),
+        manifest_digest=digest,
+        peers=tuple(PeerRow(row, _agreement(row, generation, height, digest)) for row in rows),
+        experts=_experts(seen.tip, rows),
+        merges=_merges(seen.merges),
+        losses=_losses(seen.validations),
+        reasons=seen.tip.reasons if seen.tip else (),
+    )
+
+
+def as_json(snapshot: Snapshot) -> dict[str, Any]:
+    """What scripts may rely on; see `swarm-monitor --json`."""
+    peers = []
+    for row in snapshot.peers:
+        values = {key: getattr(row.record, key) for key in ROW_KEYS}
+        state, owned = row.record.state.value, list(row.record.owned_experts)
+        peers.append(values | {"state": state, "owned_experts": owned})
+    return {
+        "run_id": snapshot.run_id,
+        "generation": snapshot.generation,
+        "round": snapshot.round,
+        "manifest_digest": snapshot.manifest_digest,
+        "peers": peers,
+        "experts": [
+            {"expert": row.expert, "owners": list(row.owners), "version": row.version}
+            for row in snapshot.experts
+        ],
+    }
+
+
+def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
+    """The snapshot with the losses and merges that an earlier one of the same run knew."""
+    if before is None or before.run_id != snapshot.run_id:
+        return snapshot
+    losses = dict(before.losses) | dict(snapshot.losses)
+    merges = {(m.generation, m.merged): m for m in (*before.merges, *snapshot.merges)}
+    return replace(
+        snapshot,
+        losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
+        merges=tuple(sorted(merges.values(), key=_when))[-MAX_POINTS:],
+    )
+
+
+def _tip_of(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[str, int, int, Digest]:
+    """Generation, height, round and digest: the manifest's, else what most peers say."""
+    if tip:
+        return tip.generation, tip.height, tip.round, tip.digest
+    said = [(row.manifest_digest, row.height, row.generation, row.round) for row in rows]
+    counts = Counter(said)
+    digest, height, generation, round_ = max(counts, key=lambda one: (counts[one], one[1], one))
+    return generation, height, round_, digest
+
+
+def _agreement(row: PeerRecord, generation: str, height: int, digest: Digest) -> Agreement:
+    if row.manifest_digest == digest:
+        return Agreement.EQUAL
+    if row.generation != generation or row.height == height:
+        return Agreement.DIFFERENT
+    return Agreement.BEHIND if row.height < height else Agreement.AHEAD
+
+
+def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, ...]:
+    if tip:
+        return tuple(
+            ExpertRow(expert, tip.owners[expert], _version(tip, expert))
+            for expert in sorted(tip.owners)
+        )
+    owners: dict[int, list[PeerId]] = {}
+    for row in rows:
+        for expert in row.owned_experts:
+            owners.setdefault(expert, []).append(row.peer_id)
+    return tuple(ExpertRow(expert, tuple(owners[expert]), None) for expert in sorted(owners))
+
+
+def _version(tip: Manifest, expert: int) -> int | None:
+    entry = tip.entries.get(expert_unit(expert))
+    return entry.version if entry else None
+
+
+def _when(merge: Merge) -> tuple[int, int, str]:
+    return merge.step, merge.merged, merge.generation
+
+
+def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
+    """One merge per (generation, round, merged), with the donors of all who announced it."""
+    found: dict[tuple[str, int, int], Merge] = {}
+    for peer in sorted(records):
+        record = records[peer]
+        place = (record.generation, record.round, record.merged)
+        known = found[place].donors if place in found else {}
+        donors = dict(sorted((dict(known) | dict(record.donors)).items()))
+        found[place] = Merge(*place, record.step, record.alpha, donors)
+    return tuple(sorted(found.values(), key=_when))
+
+
+def _losses(validations: Mapping[PeerId, ValidationRecord]) -> tuple[tuple[int, float], ...]:
+    """(round, loss); a later round's publisher overrides what was said of a round before."""
+    found: dict[int, float] = {}
+    for _, record in sorted(validations.items(), key=lambda item: (item[1].round, item[0])):
+        found |= dict(record.recent) | {record.round: record.val_loss}
+    return tuple(sorted(found.items()))
