@@ -24,6 +24,8 @@ AGREEMENT_STYLES = {
     Agreement.DIFFERENT: "bold white on red",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MAX_NAMED = 4
+"""More peers than these that say the same are only counted."""
 UNKNOWN_OWNER = "?"
 """An owner of the newest manifest whose own record is not there (any more)."""
 
@@ -70,24 +72,24 @@ def peers_table(rows: Sequence[PeerRow], keys: Keys, width: int) -> Table:
     """One line for each peer."""
     wide = width >= 120
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="dim")
-    columns = [("", 2, "left"), ("peer", 24 if wide else 12, "left"), ("state", 11, "left")]
-    columns += [(metrics.ROUND.title, 5, "right")]
-    columns += [(metrics.DIGEST.title, digest_width(width), "left")]
-    columns += [(metrics.OWNED.title, 14 if wide else 8, "left"), (metrics.LOSS.title, 6, "right")]
-    columns += [(metrics.TOKENS_PER_S.title[:7], 7, "right")]
-    columns += [(metrics.SENT.title, 6, "right"), (metrics.RECEIVED.title[:6], 6, "right")]
-    if wide:
-        columns += [(metrics.SKIPPED.title, 7, "right"), (metrics.REFUSED.title, 7, "right")]
-    for title, column_width, justify in columns:
+    columns = [("", 2 if len(keys) > len(LETTERS) else 1), ("peer", 24 if wide else 10)]
+    columns += [("state", 11), (metrics.ROUND.title, 5)]
+    columns += [(metrics.DIGEST.title, digest_width(width))]
+    columns += [(metrics.OWNED.title, 14 if wide else 8), (metrics.LOSS.title, 6)]
+    columns += [(metrics.TOKENS_PER_S.title, 8), (metrics.SENT.title, 5)]
+    columns += [(metrics.RECEIVED.title, 8)]
+    columns += [(m.title, 7) for m in (metrics.SKIPPED, metrics.REFUSED) if wide]
+    texts = ("", "peer", "state", metrics.DIGEST.title, metrics.OWNED.title)
+    for title, column_width in columns:
         table.add_column(
             title,
             width=column_width,
-            justify="right" if justify == "right" else "left",
+            justify="left" if title in texts else "right",
             no_wrap=True,
             overflow="ellipsis",
         )
     for row in rows:
-        table.add_row(*_cells(row, keys, wide, digest_width(width))[: len(columns)])
+        table.add_row(*_cells(row, keys, wide, digest_width(width)))
     return table
 
 
@@ -154,11 +156,15 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
     """The held-out loss by round, with its newest value in the title."""
-    title = Text(f"{metrics.VAL_LOSS.title}, {metrics.VAL_LOSS.unit}  ", style="dim")
     if not losses:
-        return [title.append("none yet"), *(Text("") for _ in range(height - 1))]
+        title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")
+        return [title, *(Text("") for _ in range(height - 1))]
     newest_round, newest = losses[-1]
-    title.append(f"{newest:.3f}", style="bold").append(f" after round {newest_round}")
+    title = Text.assemble(
+        (f"{metrics.VAL_LOSS.title}  ", "dim"),
+        (f"{newest:.3f}", "bold"),
+        (f" {metrics.VAL_LOSS.unit}, round {newest_round}", "dim"),
+    )
     curve = braille([(float(x), y) for x, y in losses], width - 7, height - 1)
     values = [loss for _, loss in losses]
     labels = [f"{max(values):6.2f} ", *[" " * 7] * (height - 3), f"{min(values):6.2f} "]
@@ -175,11 +181,8 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
     rows = [row.record for row in snapshot.peers]
     control = sum(row.control_bytes_sent for row in rows)
     lines = [
-        Text.assemble(
-            ("last round  ", "dim"), f"{amount(sent)}B sent, {amount(received)}B received"
-        ),
-        Text.assemble(("            ", "dim"), "mean over the peers"),
-        Text.assemble(("control     ", "dim"), f"{amount(control)}B sent by all peers"),
+        Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
+        Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
     skipped = sum(row.steps_skipped for row in rows)
     if skipped:
@@ -198,8 +201,8 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
 
 def _merge_lines(merge: Merge) -> list[Text]:
     title = Text.assemble(
-        ("merge       ", "dim"),
-        f"{merge.merged} at step {merge.step}, alpha {merge.alpha:.3g}",
+        (f"merge {merge.merged:<2} ", "dim"),
+        f"step {merge.step}, alpha {merge.alpha:.3g}",
     )
     donors = [
         f"{expert}<{','.join(map(str, layers[0]))}"
@@ -213,14 +216,18 @@ def _merge_lines(merge: Merge) -> list[Text]:
 
 def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
     """Last decisions: of the newest manifest, then of each peer; equal ones once."""
-    said: dict[str, Text] = {reason: Text("* ") for reason in snapshot.reasons}
+    said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
     for row in sorted(snapshot.peers, key=lambda row: -row.record.height):
         if row.record.reason:
-            said.setdefault(row.record.reason, Text("")).append_text(
-                keys[row.record.peer_id]
-            ).append(" ")
-    lines = [Text.assemble(("why ", "dim"), who, reason) for reason, who in said.items()]
+            said.setdefault(row.record.reason, []).append(keys[row.record.peer_id])
+    lines = [Text.assemble(("why ", "dim"), _who(who), reason) for reason, who in said.items()]
     return [cut(line, width) for line in lines[:max_lines]]
+
+
+def _who(who: Sequence[Text]) -> Text:
+    if len(who) > MAX_NAMED:
+        return Text(f"{len(who)} peers: ")
+    return Text(" ").join([*who, Text("")])
 
 
 def digest_width(width: int) -> int:

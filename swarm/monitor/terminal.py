@@ -40,7 +40,7 @@ def render(snapshot: Snapshot, *, width: int, height: int) -> RenderableType:
         Text(""),
         *experts,
         Text(""),
-        _side_by_side(snapshot, keys, width, max(plot_lines, MIN_PLOT_LINES)),
+        _side_by_side(snapshot, width, max(plot_lines, MIN_PLOT_LINES)),
         *reasons,
     )
 
@@ -50,7 +50,7 @@ def waiting(text: str) -> RenderableType:
     return Text(text, style="dim")
 
 
-def _side_by_side(snapshot: Snapshot, keys: panels.Keys, width: int, height: int) -> Table:
+def _side_by_side(snapshot: Snapshot, width: int, height: int) -> Table:
     """The loss curve on the left, facts on the right."""
     plot_width = min(width * 55 // 100, 90)
     table = Table.grid(padding=(0, 2, 0, 0))
