@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from peers.options import Options, option, options, program
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied, summary
+from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, summary
 from swarm.errors import SwarmError
 
 STALL_S = 600.0
@@ -22,11 +22,12 @@ STALL_S = 600.0
 
 @dataclass
 class Progress:
-    """Prints one line for each round that the first peer has applied."""
+    """Prints a line for each manifest once every living peer has it, and for each loss."""
 
     rounds_total: int
     as_json: bool
-    seen: int = 0
+    manifests_said: int = 0
+    losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
 
     def __call__(self, swarm: LocalSwarm) -> None:
@@ -35,28 +36,33 @@ class Progress:
         Raises:
             SwarmError: nothing has happened for too long.
         """
-        histories = [peer.events() for peer in swarm.peers]
-        manifests = max((applied(events) for events in histories), key=len, default=[])
-        losses = {
-            event["digest"]: event["val_loss"]
-            for events in histories
-            for event in events
-            if event["event"] == "validation"
-        }
-        for event in manifests[self.seen :]:
-            self.last_s = time.monotonic()
-            digests = [e["digest"] for events in histories for e in applied(events)]
-            here = digests.count(event["digest"])
-            loss = losses.get(event["digest"])
-            click.echo(
-                f"round {event['round']}/{self.rounds_total} {event['kind']:<7} "
-                f"digest {event['digest'][:12]} at {here} of {len(swarm.peers)} peers"
-                + (f"  held-out loss {loss:.4f}" if loss else ""),
-                err=self.as_json,
-            )
-        self.seen = len(manifests)
+        histories = [peer.events() for peer in swarm.peers if peer.alive]
+        chains = [applied(events) for events in histories]
+        everywhere = min((len(chain) for chain in chains), default=0)
+        for height in range(self.manifests_said, everywhere):
+            self._say_manifest([chain[height] for chain in chains])
+        self.manifests_said = max(everywhere, self.manifests_said)
+        for event in (e for events in histories for e in events if e["event"] == "validation"):
+            if event["digest"] not in self.losses_said:
+                self.losses_said.add(event["digest"])
+                self._say(f"round {event['round']}: held-out loss {event['val_loss']:.4f}")
         if time.monotonic() - self.last_s > STALL_S:
             raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
+
+    def _say_manifest(self, events: list[Event]) -> None:
+        first, digests = events[0], {event["digest"] for event in events}
+        agreed = (
+            f"digest {first['digest'][:12]}" if len(digests) == 1 else f"{len(digests)} DIGESTS"
+        )
+        what = "merge of similar experts" if first["kind"] == "merge" else "averaged"
+        self._say(
+            f"round {first['round']}/{self.rounds_total} {what}: {agreed} at {len(events)} peers, "
+            f"{len(first['contributors'])} contributors"
+        )
+
+    def _say(self, line: str) -> None:
+        self.last_s = time.monotonic()
+        click.echo(line, err=self.as_json)
 
 
 @program("swarm-local")
