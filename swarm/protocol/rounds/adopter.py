@@ -118,6 +118,8 @@ class Adopter(MachineState):
         self._asked.clear()
         self._applied_at = self._top_since = self._convener_at = self._now
         self._top = None
+        self._was_deaf = False
+        self._somebody_is_ahead = False
         if self.tip.generation != old.tip.generation:
             self._heard.clear()
         if self._catch_up and not self._is_better(self._catch_up.manifest):

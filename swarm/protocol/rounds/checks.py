@@ -6,6 +6,8 @@ and manifest alone is.
 
 from __future__ import annotations
 
+from math import inf
+
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
@@ -120,9 +122,12 @@ def _entries_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str 
 
 
 def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why the owners are not min(R, N) members for every expert; None when they are."""
+    """Why there is not an electorate with min(R, N) owners for every expert; None if so."""
     if not manifest.members:
         return "it has no members"
+    for peer, member in manifest.members.items():
+        if not (member.silent >= 0 and 0 < member.capacity < inf):
+            return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
     wanted = min(rules.owners_per_expert, len(manifest.members))
     if sorted(manifest.owners) != list(range(rules.num_experts)):
         return "it does not name the owners of every expert"

@@ -211,8 +211,10 @@ class Convener(Collector):
         campaign = self._campaign
         if campaign is None:
             return
-        reason = self._why_step_down(campaign)
+        deaf = self._why_deaf(campaign)
+        reason = deaf or self._why_step_down(campaign)
         if reason:
+            self._was_deaf = deaf is not None
             self._step_down(reason)
             return
         if self._now >= campaign.next_poll:
@@ -254,7 +256,7 @@ class Convener(Collector):
                 self._post(peer, heartbeat)
 
     def _why_step_down(self, campaign: Campaign) -> str | None:
-        """Why a campaign has no prospect: overtaken, too old, or deaf [C7]."""
+        """Why a campaign has no prospect: overtaken or too old [C7]."""
         attempt = campaign.ballot.attempt
         if self._top and self._top > campaign.ballot:
             return f"overtaken by attempt {self._top.attempt} of {self._top.convener}"
@@ -262,11 +264,12 @@ class Convener(Collector):
         limit_s = self.timers.attempt_limit_s(attempt)
         if age_s > limit_s:
             return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"
-        return self._why_deaf(campaign, age_s)
+        return None
 
-    def _why_deaf(self, campaign: Campaign, age_s: float) -> str | None:
+    def _why_deaf(self, campaign: Campaign) -> str | None:
+        """Why a campaign cannot hear enough to succeed; None when it may [C7, section 15]."""
         limit_s = 2 * self.timers.heartbeat_s
-        if self._is_alone or age_s <= limit_s:
+        if self._is_alone or self._now - campaign.started_at <= limit_s:
             return None
         since = self._now - limit_s
         if not any(self._heard.get(peer, -1.0) >= since for peer in self.tip.members):

@@ -69,7 +69,6 @@ class Forks(Adopter):
         if header.code < self.tip.code:
             self._tell_tip(source)
         elif header.code > self.tip.code:
-            self._somebody_is_ahead = True
             self._ask_tip(source)
         elif hello.ask:
             self._post(source, Hello(ask=False))
@@ -136,11 +135,6 @@ class Forks(Adopter):
         return self._now - max(
             self._boot_at, self._applied_at
         ) >= limit_s and not self._hears_quorum(limit_s)
-
-    def _hears_quorum(self, limit_s: float) -> bool:
-        """Whether a quorum of the members, this peer among them, was heard within the limit."""
-        since = self._now - limit_s
-        return self._has_quorum([self.me, *(p for p, at in self._heard.items() if at > since)])
 
     def _tick_reform(self) -> None:
         if self._now - max(self._boot_at, self._applied_at) < self.timers.reform_s:

@@ -142,6 +142,8 @@ class MachineState(ABC):
         self._merge_asked: Digest | None = None
         self._readies: dict[PeerId, Ready] = {}
         self._campaign: Campaign | None = None
+        self._was_deaf = False
+        """Whether the last own campaign at this height ended because it heard too few."""
         self._job: Job | None = None
         self._proposal: Proposal | None = None
         # Other chains.
@@ -191,6 +193,11 @@ class MachineState(ABC):
         """Whether these peers decide the next height: a majority, or half with rank 0 [C5]."""
         electorate = self._electorate()
         return self.tip.is_quorum(peer for peer in peers if peer in electorate)
+
+    def _hears_quorum(self, limit_s: float) -> bool:
+        """Whether a quorum of the members, this peer among them, was heard within the limit."""
+        since = self._now - limit_s
+        return self._has_quorum([self.me, *(p for p, at in self._heard.items() if at > since)])
 
     def _may_vote(self) -> bool:
         """Whether this peer may promise, accept and campaign at this height [P5]."""
@@ -254,6 +261,7 @@ class MachineState(ABC):
 
     def _ask_tip(self, peer: PeerId) -> None:
         """Asks a peer that is ahead for its tip, at most once per poll period [H1]."""
+        self._somebody_is_ahead = True
         if not self._is_rate_limited(self._asked, peer):
             self._post(peer, Hello(ask=True))
 

@@ -35,11 +35,14 @@ class Takeover(Convener):
         """Why this peer should convene now; None when it should not [K1].
 
         Each rank waits longer than the one before, and a peer that hears nobody does not depose
-        a convener that others hear.
+        a convener that others hear. One that has just failed for hearing too few goes to the end
+        of the order until it hears a quorum: else rank 0 would be first again and again.
         """
         if self._campaign or not self._may_vote() or self._has_left:
             return None
         timers, rank = self.timers, self._rank
+        if self._was_deaf and not self._hears_quorum(2 * timers.heartbeat_s):
+            rank += len(self.tip.members)
         silent_s = self._now - self._convener_at
         age_s = self._now - self._top_since
         attempt = self._top.attempt if self._top else 0

@@ -1,0 +1,283 @@
+"""The convener when others fail it: who is waited for, who is left out, when a vote counts."""
+
+from collections.abc import Callable
+
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import Purpose, Topic
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import (
+    Accept,
+    Ballot,
+    Commit,
+    Message,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    Roster,
+)
+from tests.protocol.round_pump import Pump, make_rules, name, start_swarm, train_times
+
+
+def in_training(peers: str, **options: object) -> Pump:
+    """A swarm that has just begun the training of round 3."""
+    pump = start_swarm(peers, **options)
+    pump.run_to_height(2)
+    return pump
+
+
+def others(pump: Pump, *but: PeerId) -> str:
+    return "".join(peer for peer in pump.nodes if peer not in but)
+
+
+def last_of(pump: Pump) -> PeerId:
+    """The member of the highest rank: it convenes nothing soon."""
+    return next(iter(pump.nodes.values())).machine.tip.order[-1]
+
+
+def first_of(pump: Pump) -> PeerId:
+    return next(iter(pump.nodes.values())).machine.tip.order[0]
+
+
+def test_a_dead_contributor_is_not_waited_for() -> None:
+    pump = in_training("ABCD")
+    dead = last_of(pump)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(3, others(pump, dead))
+    assert len(pump.digests_at(3)) == 1
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert dead not in tip.contributors
+    assert dead in tip.members  # one silent round removes nobody
+    convener = pump.nodes[first_of(pump)]
+    assert pump.now - start < pump.timers.roster_s + 2
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"roster closed with 3 of 4 offers: peer {dead} silent for 6." in said
+    assert convener.record.tip == tip
+
+
+def test_a_peer_that_is_silent_long_enough_when_a_quorum_offers_costs_no_time_at_all() -> None:
+    pump = in_training("ABCD")
+    dead = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 20.0))
+    pump.run_to_height(3)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    assert pump.now - start < 21.0
+
+
+def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
+    pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
+    slow = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 14.0})
+    pump.run_to_height(4)
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD")
+    train_times(pump, {slow: 30.0})
+    pump.run_to_height(6, others(pump, slow))
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert slow not in tip.contributors
+    assert tip.members[slow].silent == 0  # slow is not silent: it answered the polls
+    assert "not ready after" in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
+
+
+def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:
+    pump = in_training("ABCD")
+    victim = last_of(pump)
+
+    def die(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if source == victim and isinstance(message, Reduced):
+            pump.kill(victim)
+        return not pump.nodes[source].is_up
+
+    pump.lose = die
+    pump.run_to_height(3, others(pump, victim))
+    assert len(pump.digests_at(3)) == 1
+    assert victim not in pump.nodes[first_of(pump)].machine.tip.contributors
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"peer {victim} left out" in said
+    assert pump.count_sent(Prepare) < 60  # no takeover was needed
+    assert all(not n.said(Topic.TAKEOVER) for p, n in pump.nodes.items() if p != victim)
+
+
+def test_a_contributor_whose_values_nobody_can_fetch_is_left_out() -> None:
+    pump = in_training("ABCD")
+    mute = last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: source == mute
+    pump.run_to_height(3)
+    tip = pump.nodes[first_of(pump)].machine.tip
+    assert mute not in tip.contributors
+    assert len(tip.contributors) >= 2
+    assert "cannot fetch from it: refused" in "".join(
+        node.said(Topic.ROUND) for node in pump.nodes.values()
+    )
+
+
+def test_a_reducer_that_cannot_reach_the_convener_is_left_out_itself() -> None:
+    pump = in_training("ABC")
+    convener, deaf = first_of(pump), last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: peer == deaf and source == convener
+    pump.run_to_height(3)
+    assert convener in pump.nodes[convener].machine.tip.contributors
+
+
+def test_results_of_an_older_roster_are_ignored() -> None:
+    pump = in_training("ABCD")
+    convener = first_of(pump)
+    node = pump.nodes[convener]
+    stale = ReducedUnit(name("forged"), 100)
+
+    def forge(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if isinstance(message, Roster) and message.offers and source == convener:
+            for unit in ("shared.0", "shared.1"):
+                forged = Reduced(message.ballot, name("older"), {unit: stale}, {})
+                pump.nodes[destination].machine._post(convener, forged)  # noqa: SLF001
+        return False
+
+    pump.lose = forge
+    pump.run_to_height(3)
+    assert stale.digest not in {e.digest for e in node.machine.tip.entries.values()}
+
+
+def accept_of(pump: Pump, manifest_of: PeerId) -> Callable[[PeerId, PeerId, Message], bool]:
+    """Loses every ACCEPT of this peer."""
+    return lambda source, destination, message: (
+        source == manifest_of and isinstance(message, Accept)
+    )
+
+
+def test_half_with_the_tie_breaker_decides_only_after_the_grace() -> None:
+    pump = in_training("AB")
+    second = last_of(pump)
+    times: dict[str, float] = {}
+
+    def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if isinstance(message, Propose | Commit) and message.manifest.height == 3:
+            times.setdefault(type(message).__name__, pump.now)
+        return accept_of(pump, second)(source, destination, message)
+
+    pump.lose = watch
+    pump.run_to_height(3)
+    waited_s = times["Commit"] - times["Propose"]
+    assert pump.timers.vote_s / 2 <= waited_s < pump.timers.vote_s / 2 + 1
+
+
+def test_half_without_the_tie_breaker_never_decides() -> None:
+    pump = in_training("AB")
+    first, second = pump.nodes["A"].machine.tip.order
+    pump.kill(first)
+    pump.run(pump.now + 50)
+    assert pump.nodes[second].machine.tip.height == 2
+    assert pump.nodes[second].said(Topic.TAKEOVER) == ""  # it hears nobody, so it does not even try
+
+
+def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sources() -> None:
+    pump = in_training("ABC")
+    convener = first_of(pump)
+    owner = last_of(pump)
+    # The owner's experts can be had by nobody; its shared parts were averaged before.
+    pump.refuse_fetch = lambda peer, source, unit: source == owner and unit.startswith("expert")
+    pump.run_to_height(3)
+    tip = pump.nodes[convener].machine.tip
+    assert owner not in tip.contributors
+    assert "given up" in pump.nodes[convener].said(Topic.TAKEOVER)
+    assert len(pump.digests_at(3)) == 1
+
+
+def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
+    pump = in_training("ABC")
+    voter = last_of(pump)
+    pump.lose = accept_of(pump, voter)
+    pump.run(pump.now + 0.9)
+    pump.run(pump.now + 20, lambda: pump.nodes[voter].machine.record.accepted is not None)
+    pump.lose = lambda source, destination, message: False
+    machine = pump.nodes[voter].machine
+    accepted = machine.record.accepted
+    assert accepted is not None
+    before = machine.record
+    convener = accepted.ballot.convener
+    pump.nodes[convener].machine._post(  # noqa: SLF001
+        voter, Propose(accepted.ballot, accepted.manifest, ())
+    )
+    assert machine.record is before
+
+
+def test_an_expert_is_verbatim_with_one_owner_and_averaged_with_two() -> None:
+    for copies in (1, 2):
+        pump = start_swarm("ABC", make_rules(owners_per_expert=copies))
+        pump.run_to_height(1)
+        tip = pump.nodes["A"].machine.tip
+        for expert in range(4):
+            values = tip.sources[f"expert.{expert}"]
+            assert len(values) == copies
+            digests = {digest for _, digest in values}
+            assert (tip.entries[f"expert.{expert}"].digest in digests) == (copies == 1)
+
+
+def test_experts_travel_only_in_the_rounds_in_which_they_are_due() -> None:
+    pump = start_swarm("AB", make_rules(experts_every=3))
+    pump.run_to_height(6)
+    for manifest in pump.nodes["A"].applied:
+        units = {unit.split(".")[0] for unit in manifest.sources}
+        assert units == ({"shared", "expert"} if manifest.round % 3 == 0 else {"shared"})
+
+
+def test_the_results_of_a_busy_reducer_come_in_messages_of_bounded_size() -> None:
+    pump = start_swarm("AB", make_rules(parts=450))
+    pump.run_to_height(1)
+    sizes = [
+        len(message.results)
+        for node in pump.nodes.values()
+        for *_, message in node.sent
+        if isinstance(message, Reduced)
+    ]
+    assert max(sizes) <= 200
+    assert sum(sizes) >= 225
+
+
+def test_a_fetch_is_cancelled_when_its_round_is_over() -> None:
+    pump = in_training("ABC")
+    slow = last_of(pump)
+    pump.refuse_fetch = lambda peer, source, unit: peer == slow
+    pump.run_to_height(3, others(pump, slow))
+    pump.refuse_fetch = lambda peer, source, unit: False
+    pump.run_to_height(3)
+    cancelled = [
+        effect.purpose
+        for effect in pump.nodes[slow].effects
+        if type(effect).__name__ == "CancelFetch"
+    ]
+    assert Purpose.PROPOSAL in cancelled
+
+
+def test_commits_go_to_everybody_and_carry_a_quorum_of_votes() -> None:
+    pump = in_training("ABCDE")
+    pump.run_to_height(4)
+    commits = [
+        (destination, message)
+        for node in pump.nodes.values()
+        for _, destination, message in node.sent
+        if isinstance(message, Commit) and message.certificate
+    ]
+    assert commits
+    for _, commit in commits:
+        assert commit.certificate is not None
+        assert commit.parent is not None
+        assert len(commit.certificate.signatures) == 3
+        assert commit.parent.is_quorum(commit.certificate.signatures)
+
+
+def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
+    pump = in_training("ABC")
+    impostor, victim = last_of(pump), pump.nodes["A"].machine.tip.order[1]
+    machine = pump.nodes[impostor].machine
+    for ballot in (Ballot(0, impostor), Ballot(1, victim), Ballot(-1, impostor)):
+        pump.nodes[impostor].machine._post(victim, Prepare(ballot))  # noqa: SLF001
+        pump._carry_out(impostor, machine._finish())  # noqa: SLF001
+    pump.run(pump.now + 0.2)
+    assert pump.nodes[victim].said(Topic.REFUSED).count("refused") == 3
+    assert not any(
+        isinstance(message, Ready) and destination == impostor
+        for _, destination, message in pump.nodes[victim].sent[-3:]
+    )
