@@ -151,6 +151,7 @@ OPTIONS = {
     "client_mode": option(
         "--client-mode/--no-client-mode", default=None, help="Only dial out, do not listen."
     ),
+    "run_id": option("--run-id", help="Which run to join, where several are announced."),
     "name": option("--name", help="For people only."),
     "capacity": option("--capacity", type=float, help="Relative share of experts to own."),
     "data_index": option("--data-index", type=int, help="Which stream of the corpus."),
@@ -200,6 +201,7 @@ class Options:
     announce_maddrs: tuple[str, ...] = ()
     identity_path: str | None = None
     client_mode: bool | None = None
+    run_id: str | None = None
     name: str | None = None
     capacity: float | None = None
     data_index: int | None = None

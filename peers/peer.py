@@ -42,7 +42,7 @@ from swarm.errors import RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
-from swarm.network.joining import TIP_QUESTION
+from swarm.network.joining import TIP_QUESTION, announced_runs
 from swarm.network.node import Handlers, Node
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
@@ -150,17 +150,31 @@ class Peer:
         starter = Starter(
             self.node, self.state, self.config, self.stop, self.serve, self._status, self._held_out
         )
-        current = self.state.current_run
+        current = self._run_to_resume(wanted, options.run_id)
         if current and (started := starter.resume(current)):
-            if wanted is None or started.run.fingerprint() == wanted.fingerprint():
-                return self._checked(started, wanted, options)
-            logger.info("run=%s on disk differs from --run; it is left as it is", current)
+            return self._checked(started, wanted, options)
         if self.config.network.initial_peers or wanted is None:
-            joined = starter.join(wanted, None)
+            joined = starter.join(wanted, options.run_id)
             if joined:
                 return self._checked(joined, wanted, options)
         assert wanted is not None
         return starter.found(wanted)
+
+    def _run_to_resume(self, wanted: RunConfig | None, run_id: str | None) -> str | None:
+        """The run on disk, unless the person, or the swarm they named, means another one."""
+        current = run_id or self.state.current_run
+        if current is None or not self.state.run(current).config_path.exists():
+            return None
+        if wanted:
+            run = self.state.run(current).read_config()
+            return current if run.fingerprint() == wanted.fingerprint() else None
+        if run_id or not self.config.network.initial_peers:
+            return current
+        announced = {run.record.run for run in self.node.run(announced_runs(self.node), 30)}
+        if announced and current not in announced:
+            logger.info("run=%s is not announced here; joining what is", current)
+            return None
+        return current
 
     def _checked(self, started: Started, wanted: RunConfig | None, options: Options) -> Started:
         if wanted is None:
@@ -301,8 +315,8 @@ def _validation(started: Started) -> torch.Tensor:
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "state_dir", "rounds", "peers", "settings", "host_maddrs",
-    "announce_maddrs", "identity_path", "client_mode", "name", "capacity", "data_index",
+    "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
+    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "name", "capacity", "data_index",
     "wait_for_peers", "linger", "device", "threads", "corpus", "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:

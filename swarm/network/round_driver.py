@@ -335,11 +335,16 @@ class RoundDriver:
     # ------------------------------------------------ for others
 
     def commit_of_tip(self) -> bytes:
-        """The tip as a COMMIT with its certificate, for strangers that ask."""
+        """The tip as a COMMIT with its certificate, for strangers that ask.
+
+        Whoever asks is about to fetch it, so its blobs stay for a while [GC].
+        """
         record = self.machine.record
-        header = Header(record.tip.code, record.tip.digest, record.tip.generation)
-        commit = Commit(record.tip, record.certificate, record.parent)
-        return self._encode(header, commit)
+        tip = record.tip
+        blobs = (entry.digest for entry in tip.entries.values())
+        self.store.lease(tip.digest, [tip.digest, *blobs], time.monotonic())
+        header = Header(tip.code, tip.digest, tip.generation)
+        return self._encode(header, Commit(tip, record.certificate, record.parent))
 
     def _encode(self, header: Header, message: Message) -> bytes:
         """The message's payload, with what it refers to put into the store."""
