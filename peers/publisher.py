@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
@@ -13,7 +13,7 @@ from swarm.errors import SwarmError
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
 from swarm.network.records import publish
-from swarm.protocol.manifest import Manifest
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (
     HEARTBEAT_S,
@@ -38,9 +38,17 @@ class Publisher:
     """One named thread; what it publishes is for people and newcomers, never for decisions."""
 
     def __init__(
-        self, node: Node, status: PeerStatus, run: RunRecord, state: StateDirectory
+        self,
+        node: Node,
+        status: PeerStatus,
+        run: RunRecord,
+        state: StateDirectory,
+        *,
+        on_present: Callable[[list[PeerId]], None],
     ) -> None:
+        """Publishes nothing yet; `on_present` is told who else is in the run, now and then."""
         self.node, self.status, self.run, self.state = node, status, run, state
+        self._on_present = on_present
         self._merge: MergeRecord | None = None
         self._looked_s = 0.0
         self._stopping = threading.Event()
@@ -103,6 +111,7 @@ class Publisher:
             self._looked_s = time.monotonic()
             present = await present_peers(self.node, run)
             self.node.remember([a for record in present.values() for a in record.addresses])
+            self._on_present(sorted(present))
 
 
 def _tip_record(manifest: Manifest) -> TipRecord:

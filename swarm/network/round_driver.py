@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from swarm.protocol.events import (
     Apply,
     CancelFetch,
     ComputeMerge,
+    Discovered,
     Effect,
     Event,
     Fetch,
@@ -143,6 +144,10 @@ class RoundDriver:
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
         self._send_in(Offered(offer))
+
+    def discovered(self, peers: Sequence[PeerId]) -> None:
+        """Tells the machine who is in the run by the DHT, on whatever chain."""
+        self._send_in(Discovered(tuple(peers)))
 
     def leave(self) -> None:
         """Asks to leave the run; `left` is set once the others know."""
