@@ -322,8 +322,9 @@ def _validation(started: Started) -> torch.Tensor:
 @program("swarm-peer")
 @options(
     "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
-    "host_maddrs", "data_index", "announce_maddrs", "identity_path", "client_mode", "name",
-    "capacity", "wait_for_peers", "linger", "device", "threads", "corpus", "print_config", "log_format",
+    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "name", "capacity",
+    "data_index", "wait_for_peers", "linger", "device", "threads", "corpus",
+    "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:
     r"""Trains one peer of a swarm.
