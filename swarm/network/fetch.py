@@ -6,16 +6,25 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
-from swarm.network.flow import INLINE_BYTES, Flow, FlowFailed, Incoming, Piece
+from swarm.network.flow import INLINE_BYTES, Flow, FlowFailed
+from swarm.network.incoming import (
+    Caller,
+    Check,
+    Incoming,
+    OnBlob,
+    OnFailure,
+    Piece,
+    fault_of,
+)
 from swarm.network.node import Node
-from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
+from swarm.protocol.digests import PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure, Limits, Sourcing
 
 logger = logging.getLogger(__name__)
@@ -26,9 +35,6 @@ YIELD_EVERY = 32
 """Small blobs that have all arrived are read without a pause; others get a turn after so many."""
 
 Result = TypeVar("Result")
-Check = Callable[[str, memoryview], None]
-OnBlob = Callable[[str], None]
-OnFailure = Callable[[str, str, str], None]
 
 
 @dataclass(frozen=True)
@@ -46,44 +52,6 @@ class Want:
     num_bytes: int
     sources: tuple[str, ...]
     at_most: bool = False
-
-
-@dataclass(eq=False)
-class _Caller:
-    """One call of `fetch` and what it still waits for."""
-
-    check: Check | None
-    on_blob: OnBlob
-    on_failure: OnFailure
-    finished: asyncio.Future[None]
-    waits_for: set[str] = field(default_factory=set)
-
-    def arrived(self, digest: str) -> None:
-        self.waits_for.discard(digest)
-        self.on_blob(digest)
-        if not self.waits_for and not self.finished.done():
-            self.finished.set_result(None)
-
-
-@dataclass(eq=False)
-class _Download(Incoming):
-    """An incoming blob, who wants it, and which of its pieces are still to come."""
-
-    sources: list[str] = field(default_factory=list)
-    callers: list[_Caller] = field(default_factory=list)
-    last_check: Check | None = None
-    """Of the caller that left last: what nobody waits for any more is checked all the same."""
-    pieces: list[Piece] = field(default_factory=list)
-    """Still to come."""
-
-    @property
-    def key(self) -> tuple[str, int, bool]:
-        """Two callers share a download if they agree on this."""
-        return (self.digest, self.num_bytes, self.exact)
-
-    def checks(self) -> list[Check | None]:
-        """Of all who wait for it."""
-        return [caller.check for caller in self.callers] or [self.last_check]
 
 
 class Downloads:
@@ -106,7 +74,7 @@ class Downloads:
         self._ahead_bytes = limits.bytes_per_peer // (2 * flows_per_peer)
         """Asked ahead on one stream; as much again waits for a stream to have room."""
         self._sourcing: Sourcing[Piece] = Sourcing(limits)
-        self._downloads: dict[tuple[str, int, bool], _Download] = {}
+        self._downloads: dict[tuple[str, int, bool], Incoming] = {}
         self._queues: dict[str, deque[Piece]] = {}
         self._flows: dict[str, list[Flow]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,7 +103,7 @@ class Downloads:
             on_failure: called with digest, peer and a short word for each failed attempt.
         """
         finished = asyncio.get_running_loop().create_future()
-        caller = _Caller(check, on_blob, on_failure, finished)
+        caller = Caller(check, on_blob, on_failure, finished)
         digests = sorted({want.digest for want in wants})
         self._store.pin(digests)
         try:
@@ -177,13 +145,13 @@ class Downloads:
         assert content is not None, "collected while it was pinned"
         return content
 
-    def _join(self, want: Want, caller: _Caller) -> None:
+    def _join(self, want: Want, caller: Caller) -> None:
         assert not want.at_most or want.num_bytes <= PIECE_BYTES
         caller.waits_for.add(want.digest)
         key = (want.digest, want.num_bytes, not want.at_most)
         download = self._downloads.get(key)
         if download is None:
-            download = self._downloads[key] = _Download(*key)
+            download = self._downloads[key] = Incoming(*key)
             self._store.pin([want.digest])
             self._prepare(download)
         if caller not in download.callers:
@@ -192,32 +160,36 @@ class Downloads:
         download.sources += [peer for peer in others if peer not in download.sources]
         self._want_pieces(download)
 
-    def _prepare(self, download: _Download) -> None:
+    def _prepare(self, download: Incoming) -> None:
         count = max(1, num_pieces(download.num_bytes))
         if count > 1:
-            arriving = download.partial = self._store.writer(download.digest, download.num_bytes)
+            arriving = self._store.writer(download.digest, download.num_bytes)
+            if arriving.complete:  # an earlier download could not keep it
+                self._store.discard(arriving)
+                arriving = self._store.writer(download.digest, download.num_bytes)
+            download.partial = arriving
             numbers = [number for number in range(count) if not arriving.has_piece(number)]
         else:
             numbers = [0]
         download.pieces = [Piece(download, number) for number in numbers]
 
-    def _want_pieces(self, download: _Download) -> None:
+    def _want_pieces(self, download: Incoming) -> None:
         for piece in download.pieces:
             self._sourcing.want(piece, piece.num_bytes, download.sources)
 
-    def _leave(self, caller: _Caller) -> None:
+    def _leave(self, caller: Caller) -> None:
         left = [download for download in self._downloads.values() if caller in download.callers]
         for download in left:
             download.callers.remove(caller)
             download.last_check = caller.check
         for queue in self._queues.values():
-            for piece in [piece for piece in queue if not _download(piece).callers]:
+            for piece in [piece for piece in queue if not piece.blob.callers]:
                 queue.remove(piece)
                 self._sourcing.released(piece)
         for download in left:
             self._tidy(download)
 
-    def _tidy(self, download: _Download) -> None:
+    def _tidy(self, download: Incoming) -> None:
         """Gives up what nobody waits for; what has been asked for comes in all the same.
 
         So a caller that cancels and asks again at once does not fetch anything twice.
@@ -230,7 +202,7 @@ class Downloads:
         if not any(self._sourcing.knows(piece) for piece in download.pieces):
             self._remove(download)
 
-    def _remove(self, download: _Download) -> None:
+    def _remove(self, download: Incoming) -> None:
         if self._downloads.pop(download.key, None):
             self._store.unpin([download.digest])
 
@@ -273,8 +245,10 @@ class Downloads:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception():
-            logger.error("a download stream failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error:  # a bug, ours or a check's: it must not look like a peer that is slow
+            for download in list(self._downloads.values()):
+                self._give_up(download, error)
 
     async def _run_flow(self, flow: Flow) -> None:
         try:
@@ -306,10 +280,10 @@ class Downloads:
             self._piece_failed(abandoned.pop(0), kind, reason, flow.peer)
         for piece in abandoned:
             self._sourcing.released(piece)
-            self._tidy(_download(piece))
+            self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        download = _download(piece)
+        download = piece.blob
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
         if kind is Failure.WRONG:
             self._node.traffic.refuse(reason)
@@ -331,9 +305,9 @@ class Downloads:
 
     async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
         """See `FlowOwner`."""
-        download = _download(piece)
+        download = piece.blob
         try:
-            await _off_loop(len(content), partial(_verify, piece, content))
+            await _off_loop(len(content), partial(piece.verify, content))
             self._sourcing.done(piece)
             download.pieces.remove(piece)
             if not download.pieces:
@@ -349,7 +323,7 @@ class Downloads:
         self._pump_soon()
         return True
 
-    async def _finish(self, download: _Download, content: bytearray) -> None:
+    async def _finish(self, download: Incoming, content: bytearray) -> None:
         """All pieces are there: keeps the blob unless all who want it refuse its content."""
         view = memoryview(content)
         if download.partial:
@@ -359,7 +333,7 @@ class Downloads:
         while True:  # others may join while something is awaited
             unjudged = [check for check in download.checks() if check not in verdicts]
             if unjudged:
-                judge = partial(_fault, unjudged[0], download.digest, view)
+                judge = partial(fault_of, unjudged[0], download.digest, view)
                 verdicts[unjudged[0]] = await _off_loop(len(view), judge)
             elif not kept and None in verdicts.values():
                 await _off_loop(len(view), partial(self._keep, download, view))
@@ -370,58 +344,23 @@ class Downloads:
         for reason in verdicts.values():
             if reason:
                 self._node.traffic.refuse(reason)
-        for caller in list(download.callers):
-            _tell(caller, download, verdicts[caller.check])
+        download.tell(verdicts)
         if download.partial and not kept:
             self._store.discard(download.partial)
 
-    def _keep(self, download: _Download, content: memoryview) -> None:
+    def _keep(self, download: Incoming, content: memoryview) -> None:
         if download.partial:
             self._store.keep(download.partial)
         else:
             self._store.put(content, download.digest)
 
-    def _give_up(self, download: _Download, error: Exception) -> None:
-        """The store failed: whoever waits hears of it."""
+    def _give_up(self, download: Incoming, error: BaseException) -> None:
+        """It cannot be had here: whoever waits hears of it."""
         for piece in download.pieces:
             self._sourcing.forget(piece)
         self._remove(download)
         for caller in list(download.callers):
-            if not caller.finished.done():
-                caller.finished.set_exception(error)
-
-
-def _tell(caller: _Caller, download: _Download, fault: str | None) -> None:
-    if fault is None:
-        caller.arrived(download.digest)
-    else:
-        # The digest fixes the content, so every other source would send the same.
-        for peer in download.sources:
-            caller.on_failure(download.digest, peer, fault)
-
-
-def _fault(check: Check | None, digest: str, content: memoryview) -> str | None:
-    """Why this check refuses the content; None if it does not."""
-    try:
-        if check:
-            check(digest, content)
-    except BadBlob as error:
-        logger.warning("blob %s refused: %s", digest, error)
-        return error.reason
-    return None
-
-
-def _verify(piece: Piece, content: bytearray) -> None:
-    blob = piece.blob
-    if blob.partial:
-        blob.partial.write_piece(piece.number, memoryview(content))
-    elif digest_of(content) != blob.digest:
-        raise BadBlob("blob_digest", f"{blob.digest}: the content has another digest")
-
-
-def _download(piece: Piece) -> _Download:
-    assert isinstance(piece.blob, _Download)
-    return piece.blob
+            caller.fail(error)
 
 
 async def _off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:

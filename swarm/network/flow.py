@@ -6,12 +6,11 @@ import asyncio
 import socket
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.errors import BadBlob
 from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
-from swarm.network.partial import Partial
+from swarm.network.incoming import Incoming, Piece
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
@@ -23,48 +22,6 @@ BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
 PROGRESS_BYTES = 64 * 1024
 """What must arrive within one progress deadline: a byte now and then is no progress."""
-
-
-@dataclass(eq=False)
-class Incoming:
-    """A blob that is being downloaded.
-
-    Attributes:
-        digest: what it must be.
-        num_bytes: its size, or the largest acceptable one.
-        exact: whether `num_bytes` is the size.
-        partial: where the pieces of a blob of several go.
-    """
-
-    digest: str
-    num_bytes: int
-    exact: bool
-    partial: Partial | None = None
-
-    def piece_bytes(self, number: int) -> int:
-        """Size of one piece."""
-        return max(0, min(PIECE_BYTES, self.num_bytes - number * PIECE_BYTES))
-
-    @property
-    def needs_index(self) -> bool:
-        """Whether the next ask must bring the piece index."""
-        return self.partial is not None and self.partial.index is None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is asked for in one go; the key of all sourcing."""
-
-    blob: Incoming
-    number: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size, as far as the blob's is known."""
-        return self.blob.piece_bytes(self.number)
-
-    def __str__(self) -> str:
-        return f"{self.blob.digest}[{self.number}]"
 
 
 class FlowFailed(Exception):

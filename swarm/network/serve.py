@@ -16,7 +16,7 @@ from swarm.protocol.digests import num_pieces
 logger = logging.getLogger(__name__)
 
 FLOWS_PER_PEER = 8
-FLOWS = 64
+FLOWS = 256
 IDLE_S = 60.0
 """A stream without an ask, or whose reader takes nothing, is ended after this long."""
 STREAM_S = 1800.0

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -188,7 +187,7 @@ def test_wrong_bytes_are_not_asked_of_the_same_peer_again(nodes):
 
 
 def test_one_bad_blob_does_not_spoil_the_others_of_the_same_stream(nodes):
-    liar, lying, honest, client = nodes
+    liar, lying, _, client = nodes
     blobs = [SMALL[start : start + 1000] for start in range(0, 100_000, 1000)]
     by_digest = {digest_of(blob): blob for blob in blobs}
     bad = digest_of(blobs[50])
@@ -293,25 +292,29 @@ NUM_BYTES = 12 * PIECE_BYTES
 BLOB_SEED = 7
 
 
-@contextmanager
-def child_serving(folder: Path, seconds_per_part: float) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A process that serves a known blob of twelve pieces; yields it and its address."""
+@pytest.fixture(scope="module")
+def children(tmp_path_factory) -> Iterator[dict[signal.Signals, tuple[subprocess.Popen, str]]]:
+    """For each fault a process that slowly serves a known blob of twelve pieces; its address."""
     program = Path(__file__).with_name("serving_peer.py")
-    arguments = [str(folder), str(BLOB_SEED), str(NUM_BYTES), str(seconds_per_part)]
-    root = Path(__file__).parents[2]
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(program), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
+    started = {}
+    for fault in (signal.SIGKILL, signal.SIGSTOP):
+        folder = tmp_path_factory.mktemp("child")
+        arguments = [str(folder), str(BLOB_SEED), str(NUM_BYTES), "0.02"]
+        started[fault] = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
     try:
-        assert select.select([child.stdout], [], [], WAIT_S)[0], "the child did not start"
-        yield child, child.stdout.readline().strip()
+        for child in started.values():
+            assert select.select([child.stdout], [], [], WAIT_S)[0], "the child did not start"
+        yield {f: (child, child.stdout.readline().strip()) for f, child in started.items()}
     finally:
-        child.kill()
-        child.wait(10)
-        child.stdout.close()
+        for child in started.values():
+            child.kill()
+            child.wait(10)
+            child.stdout.close()
 
 
 def num_verified(store: BlobStore, digest: str) -> int:
@@ -329,42 +332,43 @@ def wait_until(condition, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_freezes_is_replaced_without_fetching_pieces_again(
-    peers, tmp_path, fault
+    peers, children, tmp_path, fault
 ):
     blob = random.Random(BLOB_SEED).randbytes(NUM_BYTES)
     digest = digest_of(blob)
-    with child_serving(tmp_path, seconds_per_part=0.02) as (child, address):
-        child_id = address.rsplit("/", 1)[1]
-        client = peers.node(known_peers=(address,))
-        source = BlobStore()
-        second = peers.serving(source)
-        store = BlobStore(tmp_path / "client")
-        limits = Limits(bytes_per_peer=NUM_BYTES, rest_s=60, longest_rest_s=60)
-        downloads = Downloads(client, store, progress_s=1.0, limits=limits)
-        wants = [Want(digest, NUM_BYTES, (child_id, second.peer_id))]
-        failures = []
+    child, address = children[fault]
+    child_id = address.rsplit("/", 1)[1]
+    client = peers.node(known_peers=(address,))
+    source = BlobStore()
+    source.put(blob)
+    second = peers.serving(source)
+    store = BlobStore(tmp_path / "client")
+    # All of it is asked of the child, so that only its end brings the second peer in.
+    limits = Limits(bytes_per_peer=NUM_BYTES, rest_s=60, longest_rest_s=60)
+    downloads = Downloads(client, store, progress_s=1.0, limits=limits)
+    wants = [Want(digest, NUM_BYTES, (child_id, second.peer_id))]
+    failures = []
 
-        async def begin() -> asyncio.Task[None]:
-            return asyncio.create_task(
-                downloads.fetch(
-                    wants,
-                    check=None,
-                    on_blob=lambda _: None,
-                    on_failure=lambda *failure: failures.append(failure),
-                )
+    async def begin() -> asyncio.Task[None]:
+        return asyncio.create_task(
+            downloads.fetch(
+                wants,
+                check=None,
+                on_blob=lambda _: None,
+                on_failure=lambda *failure: failures.append(failure),
             )
+        )
 
-        fetch = client.run(begin(), WAIT_S)
-        wait_until(lambda: num_verified(store, digest) >= 2, "no piece came")
-        child.send_signal(fault)
-        source.put(blob)  # only now can anybody else help
-        begin_s = time.monotonic()
+    fetch = client.run(begin(), WAIT_S)
+    wait_until(lambda: num_verified(store, digest) >= 2, "no piece came")
+    child.send_signal(fault)
+    begin_s = time.monotonic()
 
-        async def end() -> None:
-            await fetch
+    async def end() -> None:
+        await fetch
 
-        client.run(end(), WAIT_S)
-        took_s = time.monotonic() - begin_s
+    client.run(end(), WAIT_S)
+    took_s = time.monotonic() - begin_s
     assert store.get(digest) == blob
     store.sync([digest])
     assert store.verify([digest]) == []

@@ -1,0 +1,127 @@
+"""A blob on its way in: who waits for it, which pieces are to come, and whether it is right."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.errors import BadBlob
+from swarm.network.partial import Partial
+from swarm.protocol.digests import PIECE_BYTES, digest_of
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[str, memoryview], None]
+OnBlob = Callable[[str], None]
+OnFailure = Callable[[str, str, str], None]
+
+
+@dataclass(eq=False)
+class Caller:
+    """One call of `fetch` and the digests that it still waits for."""
+
+    check: Check | None
+    on_blob: OnBlob
+    on_failure: OnFailure
+    finished: asyncio.Future[None]
+    waits_for: set[str] = field(default_factory=set)
+
+    def arrived(self, digest: str) -> None:
+        """The blob is in the store."""
+        self.waits_for.discard(digest)
+        self.on_blob(digest)
+        if not self.waits_for and not self.finished.done():
+            self.finished.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with an error."""
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A blob that is being downloaded.
+
+    Attributes:
+        digest: what it must be.
+        num_bytes: its size, or the largest acceptable one.
+        exact: whether `num_bytes` is the size.
+        partial: where the pieces of a blob of several go.
+        sources: who may have it, in order of preference.
+        callers: who waits for it.
+        last_check: of the caller that left last; what nobody waits for any more but has been asked
+            for is checked all the same.
+        pieces: still to come.
+    """
+
+    digest: str
+    num_bytes: int
+    exact: bool
+    partial: Partial | None = None
+    sources: list[str] = field(default_factory=list)
+    callers: list[Caller] = field(default_factory=list)
+    last_check: Check | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """Two callers share a download if they agree on this."""
+        return (self.digest, self.num_bytes, self.exact)
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether the next ask must bring the piece index."""
+        return self.partial is not None and self.partial.index is None
+
+    def checks(self) -> list[Check | None]:
+        """Of all who wait for it."""
+        return [caller.check for caller in self.callers] or [self.last_check]
+
+    def tell(self, verdicts: dict[Check | None, str | None]) -> None:
+        """Tells each caller what its check said: None, or why the content is refused."""
+        for caller in list(self.callers):
+            fault = verdicts[caller.check]
+            if fault is None:
+                caller.arrived(self.digest)
+                continue
+            # The digest fixes the content, so every other source would send the same.
+            for peer in self.sources:
+                caller.on_failure(self.digest, peer, fault)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is asked for in one go; the key of all sourcing."""
+
+    blob: Incoming
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, as far as the blob's is known."""
+        return max(0, min(PIECE_BYTES, self.blob.num_bytes - self.number * PIECE_BYTES))
+
+    def __str__(self) -> str:
+        return f"{self.blob.digest}[{self.number}]"
+
+    def verify(self, content: bytearray) -> None:
+        """Raises BadBlob for wrong bytes; keeps right ones if the blob has several pieces."""
+        blob = self.blob
+        if blob.partial:
+            blob.partial.write_piece(self.number, memoryview(content))
+        elif digest_of(content) != blob.digest:
+            raise BadBlob("blob_digest", f"{blob.digest}: the content has another digest")
+
+
+def fault_of(check: Check | None, digest: str, content: memoryview) -> str | None:
+    """Why this check refuses the content, in a short word; None if it does not."""
+    try:
+        if check:
+            check(digest, content)
+    except BadBlob as error:
+        logger.warning("blob %s refused: %s", digest, error)
+        return error.reason
+    return None
