@@ -6,6 +6,7 @@ markup, and records admit no control characters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
@@ -24,6 +25,8 @@ AGREEMENT_STYLES = {
     Agreement.DIFFERENT: "bold white on red",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+PEER_ID = re.compile(r"(\b(?:Qm|12D3Koo)[1-9A-HJ-NP-Za-km-z]{44,45}\b)")
+"""A libp2p peer id in base58, of an RSA or Ed25519 key."""
 MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
 UNKNOWN_OWNER = "?"
@@ -98,7 +101,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
     loss = "" if record.loss is None else f"{record.loss:.3f}"
     cells = [
         keys[record.peer_id],
-        Text(record.name or record.peer_id[-8:]),
+        Text(_name(record.name or record.peer_id, 24 if wide else 10)),
         Text(record.state.value.replace("_", " ")),
         Text(str(record.round)),
         Text(record.manifest_digest[:digits], style=style),
@@ -111,6 +114,11 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
     if wide:
         cells += [Text(str(record.steps_skipped)), Text(str(sum(record.refused.values())))]
     return cells
+
+
+def _name(name: str, width: int) -> str:
+    """Cut in the middle, since names begin alike and end with a piece of the peer id."""
+    return name if len(name) <= width else f"{name[: width - 6]}…{name[-5:]}"
 
 
 def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
@@ -220,8 +228,21 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
     for row in sorted(snapshot.peers, key=lambda row: -row.record.height):
         if row.record.reason:
             said.setdefault(row.record.reason, []).append(keys[row.record.peer_id])
-    lines = [Text.assemble(("why ", "dim"), _who(who), reason) for reason, who in said.items()]
+    lines = [
+        Text.assemble(("why ", "dim"), _who(who), *_with_keys(reason, keys))
+        for reason, who in said.items()
+    ]
     return [cut(line, width) for line in lines[:max_lines]]
+
+
+def _with_keys(reason: str, keys: Keys) -> list[Text]:
+    """The sentence with each peer's key in place of its long id."""
+    parts = PEER_ID.split(reason)
+    return [keys.get(part, Text(_short(part))) for part in parts]
+
+
+def _short(part: str) -> str:
+    return f"…{part[-6:]}" if PEER_ID.fullmatch(part) else part
 
 
 def _who(who: Sequence[Text]) -> Text:

@@ -1,0 +1,164 @@
+"""swarm-monitor: watches a run without taking part in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from peers.options import Options, option, options, program
+from swarm.errors import ConfigError, NobodyReachable
+from swarm.monitor.metrics import glossary
+from swarm.monitor.snapshot import Sighting, Snapshot, as_json, snapshot_of, with_history
+from swarm.monitor.terminal import render, waiting
+from swarm.network.blobs import BlobStore
+from swarm.network.joining import Announced
+from swarm.network.observer import Observer, Seen
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import RunState
+
+START_S = 8.0
+LOOK_S = 4.0
+"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
+TIP_S = 2.5
+REFRESH_S = 2.0
+
+
+@dataclass
+class Watch:
+    """Looks at one run again and again; remembers what records forget."""
+
+    observer: Observer
+    wanted: str | None
+    announced: Announced | None = None
+    tip: Manifest | None = None
+    before: Snapshot | None = None
+
+    def look(self) -> Snapshot:
+        """The swarm now.
+
+        Raises:
+            NobodyReachable: no run is announced, or none of its peers is present.
+        """
+        if self.announced is None or self.announced.record.state is RunState.GATHERING:
+            self.announced = self.observer.find(self.wanted, LOOK_S)
+        run = self.announced.record.run
+        seen = self.observer.look(run, LOOK_S)
+        if self._is_stale(seen):
+            self._renew_tip(seen)
+        snapshot = snapshot_of(Sighting(run, seen.peers, seen.merges, seen.validations, self.tip))
+        if snapshot is None:
+            self.announced = None
+            raise NobodyReachable(f"no peer of {run} is present")
+        self.before = with_history(snapshot, self.before)
+        return self.before
+
+    def _is_stale(self, seen: Seen) -> bool:
+        """Whether any peer has a tip other than the one known here."""
+        digest = self.tip.digest if self.tip else None
+        return any(record.manifest_digest != digest for record in seen.peers.values())
+
+    def _renew_tip(self, seen: Seen) -> None:
+        """Without an answer the one known before is shown; peers' own rows are always new."""
+        assert self.announced is not None
+        if self.announced.record.state is RunState.GATHERING:
+            return
+        try:
+            tip = self.observer.tip(self.announced, seen.peers, TIP_S)
+        except NobodyReachable:
+            return
+        if self.tip is None or tip.code > self.tip.code:
+            self.tip = tip
+
+
+@program("swarm-monitor")
+@options("initial_peers", "as_json", "log_format")
+@option("--once", is_flag=True, help="Shows the swarm once and ends.")
+@option("--run-id", help="Which run, where several are announced.")
+@option("--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends.")
+def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) -> None:
+    """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
+
+    Reads signed records only; it publishes nothing and takes no part. Off a terminal it prints a
+    line per change, with --json one object per look.
+    """
+    if show_glossary:
+        click.echo(glossary())
+        return
+    if not given.initial_peers:
+        raise ConfigError(
+            "--initial-peers is missing", hint="every peer prints its address when it starts"
+        )
+    # What one look misses the next one sees; lines on stderr would tear the view.
+    logging.getLogger().setLevel(logging.ERROR)
+    observer = Observer.start(given.initial_peers, BlobStore(None), START_S)
+    try:
+        watch = Watch(observer, run_id)
+        if once:
+            _show(watch.look(), given.as_json)
+        elif given.as_json or not Console().is_terminal:
+            _follow(watch, given.as_json)
+        else:
+            _live(watch)
+    except KeyboardInterrupt:
+        return
+    finally:
+        observer.stop()
+
+
+def _show(snapshot: Snapshot, in_json: bool) -> None:
+    if in_json:
+        click.echo(json.dumps(as_json(snapshot)))
+        return
+    console = Console(highlight=False)
+    console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
+
+
+def _follow(watch: Watch, in_json: bool) -> None:
+    """One line per look (JSON) or per change; ends only with an interrupt."""
+    said = ""
+    while True:
+        try:
+            snapshot = watch.look()
+        except NobodyReachable as error:
+            line = f"unreachable reason={str(error)!r}"
+        else:
+            line = json.dumps(as_json(snapshot)) if in_json else _line(snapshot)
+        if in_json or line != said:
+            click.echo(line)
+        said = line
+        time.sleep(REFRESH_S)
+
+
+def _line(snapshot: Snapshot) -> str:
+    loss = f"{snapshot.losses[-1][1]:.4f}" if snapshot.losses else "none"
+    equal = sum(row.record.manifest_digest == snapshot.manifest_digest for row in snapshot.peers)
+    return (
+        f"run={snapshot.run_id} generation={snapshot.generation} "
+        f"round={snapshot.round}/{snapshot.rounds_total} digest={snapshot.manifest_digest[:12]} "
+        f"peers={len(snapshot.peers)} equal={equal} val_loss={loss}"
+    )
+
+
+def _live(watch: Watch) -> None:
+    """Fills the terminal until it is interrupted."""
+    console = Console(highlight=False)
+    with Live(waiting("looking for the run ..."), console=console, screen=True) as live:
+        while True:
+            try:
+                snapshot = watch.look()
+            except NobodyReachable as error:
+                live.update(waiting(f"{error}; trying again"), refresh=True)
+            else:
+                height, width = console.height, console.width
+                live.update(render(snapshot, width=width, height=height), refresh=True)
+            time.sleep(REFRESH_S)
+
+
+if __name__ == "__main__":
+    main()

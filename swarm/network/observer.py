@@ -1,0 +1,203 @@
+"""A guest who only reads: finds a run, looks at its records, fetches its newest model.
+
+It dials out, publishes nothing and forgets its identity, so it disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swarm.config import NetworkSection, RunConfig
+from swarm.errors import NobodyReachable
+from swarm.network.blobs import BlobStore
+from swarm.network.fetch import Downloads
+from swarm.network.joining import (
+    Announced,
+    check_run_id,
+    fetch_config,
+    fetch_state,
+    find_run,
+    newest_tip,
+    present_peers,
+)
+from swarm.network.node import Node
+from swarm.network.records import fetch_records
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.records import (
+    MergeRecord,
+    PeerRecord,
+    RunState,
+    ValidationRecord,
+    merges_key,
+    validation_key,
+)
+
+NEWEST_ASKED = 4
+"""Peers asked for the tip that claim the newest ones; as many others are asked beside them."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Records of one run that have not expired, by the peer that signed them."""
+
+    peers: Mapping[PeerId, PeerRecord]
+    merges: Mapping[PeerId, MergeRecord]
+    validations: Mapping[PeerId, ValidationRecord]
+
+
+class Observer:
+    """See the module; every call has a deadline and may come from any thread but the node's."""
+
+    def __init__(self, node: Node, store: BlobStore) -> None:
+        self._node, self._store = node, store
+        self._downloads = Downloads(node, store)
+
+    @classmethod
+    def start(cls, known_peers: Sequence[str], store: BlobStore, deadline_s: float) -> Observer:
+        """Enters the network by any of these addresses; fetched blobs go into the store.
+
+        Raises:
+            NobodyReachable: none of them answers.
+            NetworkDown: libp2p's daemon did not start.
+            ConfigError: an address is malformed.
+        """
+        node = Node.start(
+            identity_path=None,
+            network=NetworkSection(client_mode=True),
+            known_peers=known_peers,
+            deadline_s=deadline_s,
+        )
+        return cls(node, store)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Leaves."""
+        self._node.stop(timeout_s)
+
+    def find(self, wanted: str | None, deadline_s: float) -> Announced:
+        """The run with this id, or the only one.
+
+        Raises:
+            NobodyReachable: no such run is announced, or the network does not answer.
+            RunMismatch: several are, and none was named; or the announcement contradicts itself.
+        """
+        found = self._within(
+            deadline_s,
+            "runs",
+            lambda: find_run(
+                self._node, fingerprint=None, wanted=wanted, deadline_s=deadline_s / 2
+            ),
+        )
+        if found is None:
+            raise NobodyReachable(
+                f"no peer announces {wanted or 'a run'}", hint="is a peer of it running?"
+            )
+        if found.record.state is RunState.RUNNING:
+            check_run_id(found.record)
+        return found
+
+    def look(self, run: str, deadline_s: float) -> Seen:
+        """All records of a run.
+
+        Raises:
+            NobodyReachable: the network does not answer.
+        """
+
+        async def read() -> Seen:
+            node = self._node
+            peers, merges, validations = await asyncio.gather(
+                present_peers(node, run),
+                fetch_records(node, MergeRecord, [merges_key(run)]),
+                fetch_records(node, ValidationRecord, [validation_key(run)]),
+            )
+            return Seen(peers, merges, validations)
+
+        return self._within(deadline_s, "records", read)
+
+    def tip(
+        self, announced: Announced, peers: Mapping[PeerId, PeerRecord], deadline_s: float
+    ) -> Manifest:
+        """The newest manifest that a member shows with its quorum's certificate.
+
+        Reforms and manifest 0 have none: they are as trustworthy as the peer that shows them.
+
+        Raises:
+            NobodyReachable: nobody showed one in time.
+        """
+        asked = _whom_to_ask(announced, peers)
+
+        async def ask() -> Manifest:
+            record = await newest_tip(self._node, self._store, self._downloads, announced, asked)
+            return record.tip
+
+        return self._within(deadline_s, "the newest manifest", ask)
+
+    def config(self, announced: Announced, deadline_s: float) -> RunConfig:
+        """The run's configuration.
+
+        Raises:
+            NobodyReachable: no member gave it in time.
+            RunMismatch: what came is not what was announced.
+        """
+        return self._within(
+            deadline_s, "the run configuration", lambda: fetch_config(announced, self._downloads)
+        )
+
+    def fetch_model(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        *,
+        sources: Sequence[PeerId],
+        on_blob: Callable[[int, int], None],
+        deadline_s: float,
+    ) -> None:
+        """Brings every blob of a manifest into the store, checked.
+
+        Args:
+            manifest: the state to fetch.
+            layout: what its values must look like.
+            sources: peers that may have it.
+            on_blob: told how many of how many bytes are here, in the node's thread.
+            deadline_s: for all of it.
+
+        Raises:
+            NobodyReachable: not all was here in time.
+        """
+        self._within(
+            deadline_s,
+            "the model",
+            lambda: fetch_state(
+                self._downloads,
+                self._store,
+                layout,
+                manifest,
+                sources=sources,
+                on_blob=on_blob,
+            ),
+        )
+
+    def _within(
+        self, deadline_s: float, what: str, work: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        async def bounded() -> Result:
+            async with asyncio.timeout(deadline_s):
+                return await work()
+
+        try:
+            # The outer limit only matters when the loop itself hangs.
+            return self._node.run(bounded(), deadline_s + 2)
+        except TimeoutError as error:
+            raise NobodyReachable(f"{what}: no answer within {deadline_s:.0f} s") from error
+
+
+def _whom_to_ask(announced: Announced, peers: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
+    """Some that claim the newest tips and some others, since a claim may be a lie."""
+    newest = sorted(peers, key=lambda peer: (-peers[peer].height, peer))[:NEWEST_ASKED]
+    others = sorted({*announced.publishers, *peers} - set(newest))[:NEWEST_ASKED]
+    return [*newest, *others]
