@@ -113,7 +113,8 @@ def _nearest(kind: type[BaseModel], path: list[str]) -> str:
         close = difflib.get_close_matches(path[0], sections, n=1)
         return f"; did you mean {close[0]}?" if close else f"; valid keys: {', '.join(sections)}"
     by_field = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
-    close = difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.5)
+    close = [by_field[path[-1]]] if path[-1] in by_field else []
+    close += difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.5)
     close += [by_field[name] for name in difflib.get_close_matches(path[-1], by_field, n=1)]
     if close:
         return f"; did you mean {close[0]}?"

@@ -1,0 +1,47 @@
+"""The tree of errors: distinct exit codes, drawn as it is."""
+
+import inspect
+import re
+
+import pytest
+
+from swarm import errors
+
+
+def kinds(root: type[errors.SwarmError] = errors.SwarmError) -> list[type[errors.SwarmError]]:
+    below = [kind for child in root.__subclasses__() for kind in kinds(child)]
+    ours = [kind for kind in below if kind.__module__ == errors.__name__]
+    return [root, *ours]
+
+
+def test_each_branch_has_its_own_exit_code_and_its_leaves_share_it() -> None:
+    branches = [kind for kind in kinds() if kind.__base__ is errors.SwarmError]
+    codes = [kind.exit_code for kind in branches]
+    assert len(set(codes)) == len(codes)
+    # 0 is success, 1 any other error, 2 also click's own; shells use 126 and up.
+    assert all(2 <= code < 126 for code in codes)
+    for branch in branches:
+        assert {kind.exit_code for kind in kinds(branch)} == {branch.exit_code}
+
+
+def test_the_drawing_names_every_error_with_its_exit_code() -> None:
+    drawn = inspect.getdoc(errors) or ""
+    for kind in kinds():
+        line = next((n for n in drawn.splitlines() if re.search(rf"\b{kind.__name__}\b", n)), "")
+        assert line, kind.__name__
+        code = re.search(r"\((\d+)\)", line)
+        if code:
+            assert int(code[1]) == kind.exit_code, kind.__name__
+
+
+def test_an_error_says_what_to_do_next() -> None:
+    assert str(errors.ConfigError("x is wrong")) == "x is wrong"
+    assert str(errors.ConfigError("x is wrong", hint="use y")) == "x is wrong (use y)"
+
+
+@pytest.mark.parametrize("kind", kinds(errors.HostileInput))
+def test_refused_input_carries_the_word_under_which_it_is_counted(
+    kind: type[errors.HostileInput],
+) -> None:
+    refused = kind("size", "12 bytes")
+    assert refused.reason == "size" and str(refused) == "12 bytes"
