@@ -1,0 +1,111 @@
+"""Records of a small swarm, as peers would have published them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swarm.monitor.snapshot import Sighting
+from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
+from swarm.protocol.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
+
+EQUAL, OLD, OTHER = "ab12cd34" * 8, "99" * 32, "cd" * 32
+
+
+def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
+    record = PeerRecord(
+        peer_id=peer_id,
+        name=f"name-of-{peer_id}",
+        addresses=(),
+        state=PeerState.TRAINING,
+        capacity=1.0,
+        generation="0",
+        height=6,
+        round=5,
+        rounds_total=8,
+        manifest_digest=EQUAL,
+        owned_experts=(0, 1),
+        step=270,
+        tokens=9000,
+        loss=2.345,
+        val_loss=2.4,
+        tokens_per_s=4100.0,
+        blob_bytes_sent=12_345_678,
+        blob_bytes_received=23_456_789,
+        round_blob_bytes_sent=2_200_000,
+        round_blob_bytes_received=2_300_000,
+        control_bytes_sent=45_000,
+        control_bytes_received=43_000,
+        steps_skipped=0,
+        refused={},
+        data_index=0,
+        reason="round 5 decided by 4 of 4 members",
+        version="0.1.0",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def manifest(**changes: Any) -> Manifest:
+    whole = Manifest(
+        run="demo-1",
+        generation="0",
+        height=7,
+        round=6,
+        kind=Kind.QUORUM,
+        parent=OLD,
+        founding=Founding("QmA", "nonce", OLD, 10, OLD, 10),
+        step=300,
+        tokens=10_000,
+        merged=2,
+        members={peer: Member(0, 1.0) for peer in ("QmA", "QmB", "QmGone")},
+        contributors=("QmA", "QmB"),
+        sources={},
+        owners={0: ("QmA",), 1: ("QmA", "QmB"), 2: ("QmGone",)},
+        entries={f"expert.{e}": Entry(OLD, 10, 4 + e, "QmA", "bf16") for e in range(3)},
+        reasons=("expert 1: QmB joined",),
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def sighting(**changes: Any) -> Sighting:
+    peers = {
+        "QmA": peer_record("QmA"),
+        "QmB": peer_record(
+            "QmB",
+            owned_experts=(2,),
+            manifest_digest=OLD,
+            height=5,
+            round=4,
+            state=PeerState.CATCHING_UP,
+            steps_skipped=2,
+            refused={"non_finite": 1, "size": 3},
+            reason="asks QmA for 3 blobs",
+        ),
+        "QmC": peer_record("QmC", owned_experts=(3, 4, 5, 7), name="", loss=None),
+    }
+    merges = {
+        "QmA": MergeRecord("0", 4, 2, 200, 0.0333, {0: ((1, 2), (2, 1)), 1: ((0, 2), (2, 0))}),
+        "QmB": MergeRecord("0", 4, 2, 200, 0.0333, {2: ((1, 0), (0, 1))}),
+        "QmC": MergeRecord("0", 2, 1, 100, 0.0667, {3: ((1, 0), (0, 1))}),
+    }
+    validations = {
+        "QmA": ValidationRecord(3, OLD, 2.9, 100, ((1, 4.5), (2, 3.5))),
+        "QmB": ValidationRecord(5, EQUAL, 2.31, 100, ((2, 3.4), (4, 2.5))),
+    }
+    return dataclasses.replace(Sighting("demo-1", peers, merges, validations, None), **changes)
+
+
+@pytest.fixture
+def make_peer() -> Callable[..., PeerRecord]:
+    return peer_record
+
+
+@pytest.fixture
+def make_manifest() -> Callable[..., Manifest]:
+    return manifest
+
+
+@pytest.fixture
+def make_sighting() -> Callable[..., Sighting]:
+    return sighting

@@ -1,0 +1,145 @@
+"""The projection of records: what belongs together stays together."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+from swarm.monitor.snapshot import (
+    Agreement,
+    Sighting,
+    Snapshot,
+    as_json,
+    snapshot_of,
+    with_history,
+)
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import PeerRecord, ValidationRecord
+
+Sightings = Callable[..., Sighting]
+
+
+def project(seen: Sighting) -> Snapshot:
+    snapshot = snapshot_of(seen)
+    assert snapshot is not None
+    return snapshot
+
+
+def test_a_row_is_one_record_and_nothing_else(make_sighting: Sightings) -> None:
+    seen = make_sighting()
+    snapshot = project(seen)
+    assert [row.record for row in snapshot.peers] == [seen.peers[p] for p in sorted(seen.peers)]
+
+
+def test_without_present_peers_there_is_nothing_to_show(make_sighting: Sightings) -> None:
+    assert snapshot_of(make_sighting(peers={})) is None
+
+
+def test_without_a_manifest_the_tip_is_what_most_peers_say(make_sighting: Sightings) -> None:
+    seen = make_sighting()
+    snapshot = project(seen)
+    tip = seen.peers["QmA"]
+    assert snapshot.manifest_digest == tip.manifest_digest
+    assert (snapshot.generation, snapshot.height, snapshot.round) == ("0", 6, 5)
+
+
+def test_one_liar_does_not_choose_the_tip(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    seen = make_sighting()
+    liar = make_peer("QmZ", height=2**40, round=2**40, manifest_digest="ff" * 32)
+    snapshot = project(dataclasses.replace(seen, peers={**seen.peers, "QmZ": liar}))
+    assert snapshot.round == 5
+
+
+def test_a_fetched_manifest_gives_tip_owners_versions_and_reasons(
+    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
+) -> None:
+    tip = make_manifest()
+    snapshot = project(make_sighting(tip=tip))
+    assert (snapshot.manifest_digest, snapshot.height, snapshot.round) == (tip.digest, 7, 6)
+    found = [(row.expert, row.owners, row.version) for row in snapshot.experts]
+    assert found == [(0, ("QmA",), 4), (1, ("QmA", "QmB"), 5), (2, ("QmGone",), 6)]
+    assert snapshot.reasons == ("expert 1: QmB joined",)
+
+
+def test_without_a_manifest_owners_come_from_the_peers_and_versions_are_unknown(
+    make_sighting: Sightings,
+) -> None:
+    snapshot = project(make_sighting())
+    owners = {row.expert: row.owners for row in snapshot.experts}
+    assert owners[0] == ("QmA",) and owners[2] == ("QmB",) and owners[7] == ("QmC",)
+    assert 6 not in owners
+    assert {row.version for row in snapshot.experts} == {None}
+
+
+def test_each_peer_is_compared_with_the_tip(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    other = "cd" * 32
+    peers = {
+        "QmA": make_peer("QmA"),
+        "QmB": make_peer("QmB"),
+        "QmC": make_peer("QmC", height=5, manifest_digest=other),
+        "QmD": make_peer("QmD", height=7, manifest_digest=other),
+        "QmE": make_peer("QmE", manifest_digest=other),
+        "QmF": make_peer("QmF", height=5, generation="f00", manifest_digest=other),
+    }
+    snapshot = project(make_sighting(peers=peers))
+    assert [row.agreement for row in snapshot.peers] == [
+        Agreement.EQUAL,
+        Agreement.EQUAL,
+        Agreement.BEHIND,
+        Agreement.AHEAD,
+        Agreement.DIFFERENT,
+        Agreement.DIFFERENT,
+    ]
+
+
+def test_announcements_of_one_merge_are_one_merge(make_sighting: Sightings) -> None:
+    first, second = project(make_sighting()).merges
+    assert (first.merged, first.step, list(first.donors)) == (1, 100, [3])
+    assert (second.merged, second.step, list(second.donors)) == (2, 200, [0, 1, 2])
+    assert second.donors[2] == ((1, 0), (0, 1))
+
+
+def test_losses_are_joined_and_later_publishers_override(make_sighting: Sightings) -> None:
+    losses = project(make_sighting()).losses
+    assert losses == ((1, 4.5), (2, 3.4), (3, 2.9), (4, 2.5), (5, 2.31))
+
+
+def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> None:
+    before = project(make_sighting())
+    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100)}
+    now = project(make_sighting(merges={}, validations=newer))
+    shown = with_history(now, before)
+    assert shown.losses == (*before.losses, (6, 2.2))
+    assert shown.merges == before.merges
+    assert shown.peers == now.peers
+    assert with_history(now, None) == now
+    other_run = dataclasses.replace(before, run_id="another")
+    assert with_history(now, other_run) == now
+
+
+def test_json_has_exactly_the_promised_keys(
+    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
+) -> None:
+    shown = json.loads(json.dumps(as_json(project(make_sighting(tip=make_manifest())))))
+    assert list(shown) == [
+        "run_id",
+        "generation",
+        "round",
+        "manifest_digest",
+        "peers",
+        "experts",
+    ]
+    assert shown["peers"][1] == {
+        "peer_id": "QmB",
+        "name": "name-of-QmB",
+        "state": "catching_up",
+        "generation": "0",
+        "round": 4,
+        "manifest_digest": "99" * 32,
+        "owned_experts": [2],
+        "tokens_per_s": 4100.0,
+    }
+    assert shown["experts"][1] == {"expert": 1, "owners": ["QmA", "QmB"], "version": 5}

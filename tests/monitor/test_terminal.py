@@ -1,0 +1,196 @@
+"""The live view shows the facts, in the space there is, and parses nothing foreign."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from swarm.monitor import panels
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.terminal import render
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import PeerRecord, PeerState
+
+Sightings = Callable[..., Sighting]
+SIZES = [(80, 24), (140, 40), (200, 60)]
+
+
+def shown(snapshot: Snapshot, width: int = 80, height: int = 24, *, styled: bool = False) -> str:
+    console = Console(
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system="standard",
+        record=True,
+        file=io.StringIO(),
+        legacy_windows=False,
+    )
+    console.print(render(snapshot, width=width, height=height))
+    return console.export_text(styles=styled)
+
+
+@pytest.fixture
+def snapshot(make_sighting: Sightings, make_manifest: Callable[..., Manifest]) -> Snapshot:
+    found = snapshot_of(make_sighting(tip=make_manifest()))
+    assert found
+    return found
+
+
+@pytest.fixture
+def crowd(make_sighting: Sightings, make_peer: Callable[..., PeerRecord]) -> Snapshot:
+    peers = {
+        f"Qm{k:03}": make_peer(f"Qm{k:03}", owned_experts=(3 * k, 3 * k + 1, 3 * k + 2))
+        for k in range(60)
+    }
+    found = snapshot_of(make_sighting(peers=peers))
+    assert found
+    return found
+
+
+def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
+    screen = shown(snapshot)
+    for fact in (
+        "demo-1",
+        "generation 0",
+        "round 6/8",
+        f"tip {snapshot.manifest_digest[:8]}",
+        "0 of 3 equal",
+        "name…f-QmA",
+        "catching up",
+        "99999999",
+        "2.345",
+        "4.1k",
+        "12.3M",
+        "23.5M",
+        "held-out loss  2.310 nats per token, round 5",
+        "a round  2.2MB out, 2.3MB in, mean",
+        "merge 2  step 200, alpha 0.0333",
+        "layer 0: 0<1,2 1<0,2 2<1,0",
+        "2 steps skipped",
+        "refused: non_finite 1, size 3",
+        "why expert 1: QmB joined",
+        "round 5 decided by 4 of 4 members",
+    ):
+        assert fact in screen, fact
+
+
+def test_the_map_says_who_owns_which_expert_in_which_version(snapshot: Snapshot) -> None:
+    lines = shown(snapshot).splitlines()
+    row = next(k for k, line in enumerate(lines) if line.startswith("experts  "))
+    assert [line.rstrip() for line in lines[row : row + 3]] == [
+        "experts  0  1  2",
+        "owner    A  AB ?",
+        "version  4  5  6",
+    ]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_view_fits_the_screen(
+    snapshot: Snapshot, crowd: Snapshot, width: int, height: int
+) -> None:
+    for some in (snapshot, crowd):
+        lines = shown(some, width, height).splitlines()
+        assert len(lines) <= height
+        assert max(len(line) for line in lines) <= width
+
+
+def test_peers_that_do_not_fit_are_counted(crowd: Snapshot) -> None:
+    screen = shown(crowd)
+    visible = sum("training" in line for line in screen.splitlines())
+    assert 3 <= visible < 60
+    assert f"and {60 - visible} more peers" in screen
+    assert "why 60 peers: round 5 decided" in screen
+
+
+def test_too_many_experts_for_a_map_are_ranges(crowd: Snapshot) -> None:
+    assert "experts  A 0-2  B 3-5  C 6-8" in shown(crowd)
+
+
+def test_a_different_digest_is_alarming_and_an_equal_one_is_not(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    peers = {peer: make_peer(peer) for peer in ("QmA", "QmB", "QmC")}
+    found = snapshot_of(make_sighting(peers=peers))
+    assert (
+        found
+        and "DIFFERENT" not in shown(found)
+        and "\x1b[1;37;41m" not in shown(found, styled=True)
+    )
+    peers["QmC"] = make_peer("QmC", manifest_digest="cd" * 32)
+    found = snapshot_of(make_sighting(peers=peers))
+    assert found and "2 of 3 equal, 1 DIFFERENT" in shown(found)
+    assert "\x1b[1;37;41mcdcdcdcd" in shown(found, styled=True)
+
+
+def test_markup_in_a_name_or_reason_is_shown_and_not_obeyed(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    hostile = make_peer("QmA", name="[red]x[/]", reason="[link=http://x]click[/link] me")
+    found = snapshot_of(make_sighting(peers={"QmA": hostile}))
+    assert found
+    screen = shown(found)
+    assert "[red]x[/]" in screen and "[link=http://x]click[/link] me" in screen
+
+
+def test_long_peer_ids_in_reasons_become_keys(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    known, gone = "Qm" + "a" * 44, "Qm" + "b" * 38 + "cdefgh"
+    reason = f"expert 7: {gone} left, adopted by {known}, load 3/4"
+    found = snapshot_of(make_sighting(peers={known: make_peer(known, reason=reason)}))
+    assert found
+    assert "why A expert 7: …cdefgh left, adopted by A, load 3/4" in shown(found)
+
+
+def test_a_run_that_has_not_begun_is_shown_too(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    fresh = make_peer(
+        "QmA", height=0, round=0, owned_experts=(), loss=None, val_loss=None,
+        state=PeerState.STARTING, tokens_per_s=0.0, reason="",
+    )  # fmt: skip
+    found = snapshot_of(make_sighting(peers={"QmA": fresh}, merges={}, validations={}))
+    assert found
+    screen = shown(found)
+    assert "round 0/8" in screen and "held-out loss: none yet" in screen
+    assert "no experts are known yet" in screen
+
+
+def test_one_loss_is_a_curve_of_one_point() -> None:
+    lines = panels.loss_plot(((1, 2.5),), 40, 5)
+    assert len(lines) == 5 and "2.500" in lines[0].plain
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (812, "812"),
+        (999, "999"),
+        (999.6, "1.0k"),
+        (1000, "1.0k"),
+        (16_240, "16.2k"),
+        (99_949, "99.9k"),
+        (99_960, "100k"),
+        (999_600, "1.0M"),
+        (3.1e6, "3.1M"),
+        (2.5e9, "2.5G"),
+        (7e12, "7.0T"),
+        (7e15, "7P"),
+    ],
+)
+def test_amounts_have_at_most_five_characters(value: float, text: str) -> None:
+    assert panels.amount(value) == text and len(text) <= 5
+
+
+def test_ranges_are_short() -> None:
+    assert panels.ranges([]) == ""
+    assert panels.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_keys_stay_distinct_beyond_the_alphabet(crowd: Snapshot) -> None:
+    keys = panels.keys_of(crowd.peers)
+    assert len({key.plain for key in keys.values()}) == 60
+    assert isinstance(keys["Qm000"], Text) and keys["Qm000"].plain == "A"
