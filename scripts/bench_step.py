@@ -9,9 +9,10 @@ A step is forward, backward, clipping and AdamW. Three variants, whose first los
          and run the eager loop; fused AdamW
   stock  Transformers as it comes: grouped_mm, every expert trained, default AdamW
 
-Ratios are medians over repeats in which the variants take turns, each repeat in another order.
-Memory is the training state after a step (weights, gradients, moments) and, from a process per
-variant, how far its resident memory rose above that of the libraries.
+Time is CPU time of the process with one thread, so that other programs count less, and wall time
+with more. Ratios are medians over repeats in which the variants take turns, each repeat in
+another order. Memory is the training state after a step (weights, gradients, moments) and, from
+a process per variant, how far its resident memory rose above that of the libraries.
 
     .venv/bin/python scripts/bench_step.py --dtype bf16 --vocab 32k --repeats 10
 """
@@ -25,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -195,6 +195,7 @@ def batches(run: RunConfig, count: int) -> list[Tensor]:
 def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each variant's step in each repeat."""
     run = run_of(args.vocab)
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     weights = weights_of(run)
     variants = {name: Variant(name, args.dtype, run, weights) for name in args.variants}
     del weights
@@ -208,10 +209,10 @@ def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
     for repeat, batch in enumerate(tokens[1:]):
         turn = repeat % len(args.variants)
         for name in [*args.variants[turn:], *args.variants[:turn]]:
-            start = time.perf_counter()
+            start = clock()
             variants[name].step(batch)
             if repeat >= WARM_UP - 1:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

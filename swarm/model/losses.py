@@ -16,8 +16,8 @@ from torch import Tensor
 from swarm.config import LossConfig
 from swarm.model.moe import Routing
 
-SLICE_LOGITS = 2**23
-"""Logits that exist at once, at most (32 MiB in fp32), unless 128 tokens have more."""
+SLICE_LOGITS = 2**24
+"""Logits that exist at once, at most (64 MiB in fp32), unless 128 tokens have more."""
 
 
 class Losses(NamedTuple):
@@ -42,7 +42,8 @@ class Losses(NamedTuple):
 
 def slice_tokens(num_tokens: int, vocab_size: int) -> int:
     """Tokens per slice: always less than all of them, so their logits never exist at once."""
-    return max(1, min(max(128, SLICE_LOGITS // vocab_size), (num_tokens + 1) // 2))
+    fitting = max(128, SLICE_LOGITS // vocab_size // 64 * 64)
+    return max(1, min(fitting, (num_tokens + 1) // 2))
 
 
 def output_losses(
@@ -87,14 +88,19 @@ class _Output(torch.autograd.Function):
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
             logits_nV = F.linear(hidden_ND[part], weight_VD).float()
-            z_n = logits_nV.logsumexp(-1)
             label_n1 = labels_N[part, None]
-            sums[0] += (z_n - logits_nV.gather(1, label_n1)[:, 0]).sum()
+            chosen_n = logits_nV.gather(1, label_n1)[:, 0]
+            # Log-sum-exp in place, since the same exponentials are needed for the gradient.
+            largest_n = logits_nV.amax(-1)
+            exponent_nV = logits_nV.sub_(largest_n[:, None]).exp_()
+            sum_n = exponent_nV.sum(-1)
+            z_n = largest_n + sum_n.log()
+            sums[0] += (z_n - chosen_n).sum()
             sums[1] += z_n.square().sum()
             if dhidden_ND is None or dhead_VD is None:
                 continue
-            dlogits_nV = logits_nV.sub_(z_n[:, None]).exp_()
-            dlogits_nV.mul_((1 + 2 * z_weight * z_n)[:, None] / num_tokens)
+            scale_n = (1 + 2 * z_weight * z_n) / (num_tokens * sum_n)
+            dlogits_nV = exponent_nV.mul_(scale_n[:, None])
             dlogits_nV.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / num_tokens)[:, None])
             dlogits_nV = dlogits_nV.to(hidden_ND.dtype)
             dhidden_ND[part] = dlogits_nV @ weight_VD

@@ -111,11 +111,31 @@ def _ends(plan: Plan, first: int, last: int) -> Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=plan.token_M.device)
 
 
+def write_times(x_m: Tensor, matrices_E: Tensor, block: Block, out_M: Tensor) -> Tensor:
+    """Writes each group's rows [m, in] times its matrix [E, in, out] to the block's rows.
+
+    Returns:
+        These rows of `out_M`, [m, out].
+    """
+    out_m = out_M[block.rows]
+    if block.ends is None:
+        return torch.mm(x_m, matrices_E[0], out=out_m)
+    return out_m.copy_(F.grouped_mm(x_m, matrices_E, offs=block.ends))
+
+
 def times(x_m: Tensor, matrices_E: Tensor, block: Block) -> Tensor:
     """Each group's rows [m, in] times its matrix [E, in, out]: [m, out]."""
     if block.ends is None:
         return torch.mm(x_m, matrices_E[0])
     return F.grouped_mm(x_m, matrices_E, offs=block.ends)
+
+
+def add_times(total_m: Tensor, x_m: Tensor, matrices_E: Tensor, block: Block) -> None:
+    """Adds each group's rows [m, in] times its matrix [E, in, out] to [m, out]."""
+    if block.ends is None:
+        total_m.addmm_(x_m, matrices_E[0])
+    else:
+        total_m.add_(F.grouped_mm(x_m, matrices_E, offs=block.ends))
 
 
 def write_outer(left_m: Tensor, right_m: Tensor, block: Block, gradient_E: Tensor) -> None:
