@@ -132,7 +132,7 @@ def test_results_of_an_older_roster_are_ignored() -> None:
         if isinstance(message, Roster) and message.offers and source == convener:
             for unit in ("shared.0", "shared.1"):
                 forged = Reduced(message.ballot, name("older"), {unit: stale}, {})
-                pump.nodes[destination].machine._post(convener, forged)  # noqa: SLF001
+                pump.nodes[destination].machine._post(convener, forged)
         return False
 
     pump.lose = forge
@@ -197,9 +197,7 @@ def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
     assert accepted is not None
     before = machine.record
     convener = accepted.ballot.convener
-    pump.nodes[convener].machine._post(  # noqa: SLF001
-        voter, Propose(accepted.ballot, accepted.manifest, ())
-    )
+    pump.nodes[convener].machine._post(voter, Propose(accepted.ballot, accepted.manifest, ()))
     assert machine.record is before
 
 
@@ -273,8 +271,8 @@ def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
     impostor, victim = last_of(pump), pump.nodes["A"].machine.tip.order[1]
     machine = pump.nodes[impostor].machine
     for ballot in (Ballot(0, impostor), Ballot(1, victim), Ballot(-1, impostor)):
-        pump.nodes[impostor].machine._post(victim, Prepare(ballot))  # noqa: SLF001
-        pump._carry_out(impostor, machine._finish())  # noqa: SLF001
+        pump.nodes[impostor].machine._post(victim, Prepare(ballot))
+        pump._carry_out(impostor, machine._finish())
     pump.run(pump.now + 0.2)
     assert pump.nodes[victim].said(Topic.REFUSED).count("refused") == 3
     assert not any(

@@ -128,13 +128,13 @@ def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() ->
         Accepted(Ballot(1, second), candidates[0]),
         Accepted(Ballot(2, third), candidates[1]),
     )
-    assert machine._choose_accepted([high, low]) == high  # noqa: SLF001
-    assert machine._choose_accepted([low, high]) == high  # noqa: SLF001
+    assert machine._choose_accepted([high, low]) == high
+    assert machine._choose_accepted([low, high]) == high
 
 
 def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None:
     pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    _first, second, third = order_of(pump)
     node = pump.nodes[third]
     effects = node.machine.handle(
         Received(second, header_of(node), Prepare(Ballot(4, second))), pump.now
@@ -155,7 +155,7 @@ def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None
 
 def test_a_convener_steps_down_when_it_is_refused() -> None:
     pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    first, _second, third = order_of(pump)
     node = pump.nodes[first]
     assert node.machine.campaign.stage == "collect"
     nack = Ready(Ballot(7, third), None, None, 1.0)
@@ -167,7 +167,7 @@ def test_a_convener_steps_down_when_it_is_refused() -> None:
 
 def test_a_ballot_is_durable_before_its_first_message() -> None:
     pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    first, second, _third = order_of(pump)
     pump.kill(first)
     campaigning(pump, second, Prepare)
     effects = pump.nodes[second].effects
@@ -256,7 +256,7 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
 
 def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:
     pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    _first, second, third = order_of(pump)
     node = pump.nodes[third]
     before = node.machine.record
     old_tip = node.applied[0]
@@ -272,7 +272,7 @@ def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:
 
 def test_what_comes_before_the_tip_it_belongs_to_is_kept_for_it() -> None:
     pump = ready_for_round_3("ABC")
-    first, second, third = order_of(pump)
+    _first, _second, third = order_of(pump)
     late: list[Message] = []
 
     def hold_back(source: PeerId, destination: PeerId, message: Message) -> bool:

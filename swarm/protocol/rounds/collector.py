@@ -176,7 +176,7 @@ class Collector(Merger):
         if campaign.quorum_offered_at is None or self.me in missing:
             return None  # a convener that has not offered yet is slow, not silent
         limit_s = self.timers.silence_s
-        seen = {**campaign.seen, self.me: self._now}
+        seen = campaign.seen
         silences = [(self._now - seen.get(peer, campaign.started_at), peer) for peer in missing]
         if min(silences)[0] < limit_s:
             return None

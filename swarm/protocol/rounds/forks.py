@@ -32,13 +32,22 @@ class Forks(Adopter):
 
     def _tick_listening(self) -> None:
         assert self._listen_until is not None
-        if self._now >= self._listen_until or self._have_spoken():
+        is_over = self._now >= self._listen_until and not self._is_changing_generation()
+        if is_over or self._have_spoken():
             self._end_listening()
         elif self._now >= self._next_hello:
             self._next_hello = self._now + self.timers.hello_s
             for peer in dict.fromkeys([*sorted(self.tip.members), *self._known]):
                 if peer != self.me:
                     self._post(peer, Hello(ask=True))
+
+    def _is_changing_generation(self) -> bool:
+        """Whether survivors' chain, found while listening, is still on its way here [B1].
+
+        It may take longer than T_disc; to act in the old generation meanwhile could roll the
+        survivors back. A fetch without progress is dropped as always [X2].
+        """
+        return self._catch_up is not None and self._leaves_my_generation(self._catch_up.manifest)
 
     def _end_listening(self) -> None:
         self._listen_until = None
