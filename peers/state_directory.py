@@ -92,10 +92,11 @@ class RunDirectory:
         write_whole(self.path / "founding", manifest.encoded)
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Adds one line to the run's history."""
+        """Adds one line to the run's history; a line that a kill tore off stays a line of its own."""
         line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
-        with self.events_path.open("a") as file:
-            file.write(line + "\n")
+        with self.events_path.open("ab+") as file:
+            is_torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
+            file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
 
 
 class StateDirectory:
@@ -179,6 +180,11 @@ def write_whole(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def _last_byte(file: IO[bytes]) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
 
 
 def _read_text(path: Path) -> str:

@@ -27,14 +27,27 @@ Event = dict[str, Any]
 
 @dataclass
 class LocalPeer:
-    """One process; it may be killed and started again with the same state."""
+    """One process; it may be killed and started again with the same state.
+
+    Attributes:
+        index: its number in the swarm.
+        folder: its state directory.
+        arguments: for the next start; they may be replaced while it does not run.
+        environment: added to this process's own.
+        program: module that is run.
+        process: the present or the last life.
+    """
 
     index: int
     folder: Path
     arguments: list[str]
     environment: Mapping[str, str]
+    program: str = "peers.peer"
     process: subprocess.Popen[bytes] | None = None
     _log_start: int = 0
+    _events: list[Event] = field(default_factory=list)
+    _events_read: tuple[Path, int] | None = None
+    """Whose first bytes are in `_events`."""
 
     @property
     def log_path(self) -> Path:
@@ -48,7 +61,7 @@ class LocalPeer:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "peers.peer", *self.arguments],
+                [sys.executable, "-m", self.program, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -111,15 +124,34 @@ class LocalPeer:
             raise SwarmError(f"peer {self.index} still runs after {timeout_s:.0f} s") from error
 
     def events(self) -> list[Event]:
-        """The peer's history of its present run, oldest first; a line being written is left out."""
+        """The peer's history of its present run over all its lives, oldest first.
+
+        Only what was added since the last call is read. A line being written, or torn by a kill,
+        is left out.
+        """
         current = self.folder / "current_run"
         if not current.exists():
             return []
         path = self.folder / "runs" / current.read_text().strip() / "events.jsonl"
         if not path.exists():
             return []
-        lines = path.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in lines]
+        if self._events_read is None or self._events_read[0] != path:
+            self._events, self._events_read = [], (path, 0)
+        with path.open("rb") as file:
+            file.seek(self._events_read[1])
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._events_read = (path, self._events_read[1] + len(whole) + 1)
+            self._events += [e for line in whole.split(b"\n") if (e := _event(line))]
+        return list(self._events)
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
 
 
 @dataclass
@@ -130,7 +162,12 @@ class LocalSwarm:
         folder: holds peer-0, peer-1, ... and their logs.
         run_file: configuration of the run.
         num_peers: peers at the founding.
-        options: further arguments of every peer, such as `--set`.
+        options: further arguments of every peer.
+        founder_options: further arguments of the founder, such as `--set`.
+        environment: added to that of every peer.
+        program: module that every peer runs.
+        peers: those started so far.
+        started_s: of the founding, by the monotonic clock.
     """
 
     folder: Path
@@ -139,6 +176,7 @@ class LocalSwarm:
     options: Sequence[str] = ()
     founder_options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
+    program: str = "peers.peer"
     peers: list[LocalPeer] = field(default_factory=list)
     started_s: float = 0.0
 
@@ -164,13 +202,17 @@ class LocalSwarm:
     def add(self, arguments: Sequence[str]) -> LocalPeer:
         """Starts one more peer with these arguments beside the common ones."""
         index = len(self.peers)
-        folder = self.folder / f"peer-{index}"
-        common = ["--state-dir", str(folder), "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
-        common += ["--name", f"peer-{index}", "--data-index", str(index), *self.options]
-        peer = LocalPeer(index, folder, [*arguments, *common], self.environment)
+        peer = LocalPeer(index, self.folder / f"peer-{index}", [], self.environment, self.program)
         self.peers.append(peer)
-        peer.start()
+        self.restart(peer, arguments)
         return peer
+
+    def restart(self, peer: LocalPeer, arguments: Sequence[str]) -> None:
+        """Starts a peer on its old state with these arguments beside the common ones."""
+        common = ["--state-dir", str(peer.folder), "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+        common += ["--name", f"peer-{peer.index}", "--data-index", str(peer.index), *self.options]
+        peer.arguments = [*arguments, *common]
+        peer.start()
 
     def stop(self) -> None:
         """Ends all peers: first politely, then for certain."""
@@ -228,6 +270,17 @@ def applied(events: Sequence[Event], *kinds: str) -> list[Event]:
     return [e for e in events if e["event"] == "applied" and (not kinds or e["kind"] in kinds)]
 
 
+def tokens_lost(events: Sequence[Event]) -> int:
+    """Tokens whose shared result entered no manifest; a peer counts anew in each of its lives."""
+    lost, counted = 0, 0
+    for event in events:
+        if event["event"] == "started":
+            lost, counted = lost + counted, 0
+        elif event["event"] == "applied":
+            counted = event["tokens_lost"]
+    return lost + counted
+
+
 def summary(swarm: LocalSwarm) -> dict[str, Any]:
     """What a script wants to know of a finished swarm; call it after `stop`.
 
@@ -255,18 +308,18 @@ def summary(swarm: LocalSwarm) -> dict[str, Any]:
         "val_loss_last": losses.get(max(losses)) if losses else None,
         "manifest_digests": sorted(chain),
         "tokens_total": max((event["tokens"] for event in last), default=0),
-        "tokens_lost": sum(event["tokens_lost"] for event in last),
+        "tokens_lost": sum(tokens_lost(events) for events in histories),
         "bytes_sent_per_peer_per_round": round(sum(sent) / max(len(sent) * rounds, 1)),
         "merges": max((len(applied(events, "merge")) for events in histories), default=0),
-        "digests_per_round": _digests_per_height(histories),
+        "digests_per_round": [len(found) for found in digests_by_height(histories).values()],
         "seconds": round(time.monotonic() - swarm.started_s, 1),
     }
 
 
-def _digests_per_height(histories: Sequence[Sequence[Event]]) -> list[int]:
-    """How many different digests peers had at each height; all ones if they agreed."""
+def digests_by_height(histories: Sequence[Sequence[Event]]) -> dict[int, set[str]]:
+    """The different digests that peers had at each height; one each if they agreed."""
     by_height: dict[int, set[str]] = {}
     for events in histories:
         for event in applied(events):
             by_height.setdefault(event["height"], set()).add(event["digest"])
-    return [len(by_height[height]) for height in sorted(by_height)]
+    return dict(sorted(by_height.items()))

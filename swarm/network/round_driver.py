@@ -68,6 +68,8 @@ from swarm.protocol.wire import encode
 logger = logging.getLogger(__name__)
 
 POST_DEADLINE_S = 5.0
+SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK)
+"""Rare, and what a person wants to read of a round that took long."""
 
 Merger = Callable[[Manifest], Mapping[Unit, memoryview]]
 """Computes the merged experts of a due tip from its agreed values."""
@@ -321,7 +323,8 @@ class RoundDriver:
         self.reasons.append(effect)
         if effect.topic is Topic.REFUSED:
             self.refused["protocol"] += 1
-        logger.debug("topic=%s %s", effect.topic.value, effect.text)
+        level = logging.INFO if effect.topic in SAID_ALOUD else logging.DEBUG
+        logger.log(level, "topic=%s %s", effect.topic.value, effect.text)
 
     _actions: Mapping[type[Any], Callable[[RoundDriver, Any], Coroutine[Any, Any, None]]] = {
         Persist: _persist,
