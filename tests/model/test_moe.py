@@ -134,6 +134,27 @@ def test_grouped_products_equal_the_loop_bit_for_bit() -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("num_owned", [0, 2, 6])
+def test_a_grouped_layer_computes_what_the_loop_does(
+    num_owned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = mixture()
+    stacks = [case[name].detach() for name in ("gate", "up", "down")]
+    plan = plan_rows(case["expert"], 6, num_owned, 1)
+    gate, up, down = (DenseStack(stack[num_owned:].bfloat16()) for stack in stacks)
+    setting = Setting(plan, (gate, up, down), torch.float32)
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr(Setting, "grouped", lambda *_, grouped=grouped: grouped)
+        owned = [stack[:num_owned].clone().requires_grad_() for stack in stacks]
+        out = mix_experts(case["x"], case["weight"], owned, setting)
+        inputs = [case["x"], case["weight"], *owned]
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for loop, grouped_layer in zip(*results, strict=True):
+        # Sums over gate and up meet in another order, one rounding apart.
+        assert torch.allclose(loop, grouped_layer, rtol=1e-5, atol=1e-5)
+
+
 def test_padded_rows_in_bf16_change_no_gradient() -> None:
     case = mixture()
     stacks = [case[name].detach() for name in ("gate", "up", "down")]

@@ -228,6 +228,26 @@ def test_frozen_bf16_computes_as_its_fp32_copy_does() -> None:
     assert torch.equal(*logits)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_gpu_computes_what_the_cpu_does(compute: str) -> None:
+    run = tiny_run()
+    tokens = random_tokens(run)
+    results = []
+    for device in ("cpu", "cuda"):
+        model = Transformer(run.model, owned=[1, 3], frozen="bf16", compute=compute, device=device)
+        model.write(random_weights(run))
+        total = model.losses(tokens.to(device), run.loss).total
+        total.backward()
+        gradients = [p.grad for p in model.trained_parameters().values() if p.grad is not None]
+        results.append((total.item(), torch.cat([g.flatten().cpu() for g in gradients])))
+    (loss, gradient), (other_loss, other_gradient) = results
+    # fp32 products in another order; bf16 rounds each of them to 8 bits.
+    assert other_loss == pytest.approx(loss, rel=1e-5 if compute == "fp32" else 2e-3)
+    error = (other_gradient - gradient).norm() / gradient.norm()
+    assert error < (1e-4 if compute == "fp32" else 0.1)
+
+
 def test_losses_are_those_of_the_logits() -> None:
     run = tiny_run()
     tokens = random_tokens(run)
