@@ -43,8 +43,8 @@ def similarities(gates: Sequence[Tensor]) -> Tensor:
 
     A projection of zeros is similar to nothing (0).
 
-    Cost: 2 * E^2 * X operations in fp64 and E * COLUMNS * 8 bytes; for the 7B model of SPES 51 s
-    over all layers on one thread.
+    Cost: 2 * E^2 * X operations in fp64 and E * COLUMNS * 8 bytes; about 1 s for one layer of
+    the 7B model of SPES (32 experts of 2048 x 2048) on one thread.
     """
     gates_X = [gate.detach().reshape(-1) for gate in gates]
     dots_EE = torch.zeros(len(gates), len(gates), dtype=torch.float64)
@@ -77,6 +77,8 @@ def merge_experts(
 
     The update is elementwise in fp32 with separate multiplications and additions, donors in
     ascending order, and so carries the same bits whatever the number of threads.
+
+    Cost: besides `similarities`, about 19 ms for a matrix of 2048 x 2048 with 4 donors.
 
     Args:
         named: agreed values of every expert's tensors; anything else in it is ignored.
