@@ -29,6 +29,8 @@ from swarm.protocol.rounds import Rules
 NUM_EXPERTS = 4
 NUM_PARTS = 2
 LOCAL_STEPS = 2
+CALM_TIMERS = Timers(tick_s=1.0)
+"""The model's values; a coarser tick makes schedules cheaper and changes nothing else."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Mix:
     """Chance that the run merges experts."""
     slow: float = 0.25
     """Chance that a peer is slow at something."""
+    certificates: float = 0.5
+    """Chance that commits need certificates; agreement must not hang on them."""
 
 
 def _sends(kind: type) -> Callable[[Effect], bool]:
@@ -172,7 +176,7 @@ class _Draw:
     def scenario(self) -> Scenario:
         random, mix = self.random, self.mix
         founders = tuple(peer for peer in self.peers if peer not in self.strangers)
-        calm = Timers()
+        calm = CALM_TIMERS
         haste = random.uniform(*mix.haste)
         rules = self._rules()
         setup = Setup(
@@ -227,6 +231,7 @@ class _Draw:
             unit_codec=dict.fromkeys(units, "fp32"),
             experts_every=every,
             local_steps_at=lambda _: LOCAL_STEPS,
+            certificates=random.random() < self.mix.certificates,
         )
 
     def _character(self, peer: PeerId) -> Character:
@@ -333,6 +338,7 @@ class _Countdown:
 
 def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
     return timers.with_(
+        tick_s=0.5,
         heartbeat_s=timers.heartbeat_s * factor,
         silence_s=timers.silence_s * factor,
         roster_s=timers.roster_s * factor,

@@ -1,12 +1,30 @@
-"""The protocol with exactly one rule removed: what the simulator must be able to catch."""
+"""The protocol with one rule removed at a time: what the simulator must be able to catch.
+
+A mutant overrides the one method in which the rule sits. `merge_on_apply` alone needs two, since
+it moves a decision from the machine to the trainer.
+"""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from swarm.emulation.simulator.disk import Progress
 from swarm.emulation.simulator.faults import Mix
 from swarm.emulation.simulator.node import Cast
+from swarm.emulation.simulator.trainer import Trainer
+from swarm.emulation.simulator.values import Merged
+from swarm.experts import expert_unit
+from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import Accepted, Ballot, Header, Offer, Reduced
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.state import CatchUp, Proposal
 
 
 @dataclass(frozen=True)
@@ -20,4 +38,284 @@ class Mutant:
     """Faults of its own; None: those of the class that is run."""
 
 
-MUTANTS: Mapping[str, Mutant] = {}
+# ---------------------------------------------------------------- promises and votes
+
+
+class _AcceptBeforeFetch(RoundMachine):
+    def _may_accept(self, proposal: Proposal) -> bool:
+        return self._may_vote() and self._may_follow(proposal.ballot)
+
+
+class _AcceptedNotPersisted(RoundMachine):
+    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
+        self.record = replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest))
+
+
+class _AcceptSentBeforeWrite(RoundMachine):
+    def _vote(self, proposal: Proposal) -> None:
+        ballot, manifest = proposal.ballot, proposal.manifest
+        self._proposal = None
+        self._post(ballot.convener, self._signed_accept(ballot, manifest.digest))
+        self._persist_accepted(ballot, manifest)
+
+
+class _PromiseOnlyInMemory(RoundMachine):
+    def _persist_promise(self, ballot: Ballot) -> None:
+        if ballot.convener == self.me:
+            super()._persist_promise(ballot)  # its own ballot is still burnt [P3]
+        else:
+            self.record = replace(self.record, promised=ballot)
+
+
+class _PromiseNotRecorded(RoundMachine):
+    def _persist_promise(self, ballot: Ballot) -> None:
+        if ballot.convener == self.me:
+            super()._persist_promise(ballot)
+
+
+class _NoPhase1(RoundMachine):
+    def _phase1_required(self, ballot: Ballot) -> bool:
+        return False
+
+
+class _LowestAccepted(RoundMachine):
+    def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
+        return min(accepted, key=lambda vote: vote.ballot)
+
+
+class _BallotZeroReused(RoundMachine):
+    def _may_use_ballot_zero(self) -> bool:
+        return self.tip.order[0] == self.me and self._top is None
+
+
+class _AnyHalf(RoundMachine):
+    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+        return 2 * len(self.tip.members.keys() & set(peers)) >= len(self.tip.members)
+
+
+class _JoinersVote(RoundMachine):
+    def _electorate(self) -> Collection[PeerId]:
+        return {self.me, *self.tip.members, *self._known}
+
+
+class _OlderRoster(RoundMachine):
+    def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
+        return campaign.plan is not None and reduced.ballot == campaign.ballot
+
+
+# ---------------------------------------------------------------- applying
+
+
+class _ApplyBeforeBlobs(RoundMachine):
+    def _may_apply(self, pursuit: CatchUp) -> bool:
+        return True
+
+
+class _DuplicateCommitRestarts(RoundMachine):
+    def _is_being_fetched(self, manifest: Manifest) -> bool:
+        return False
+
+
+class _FetchNeverDropped(RoundMachine):
+    def _fetch_is_stuck(self) -> bool:
+        return False
+
+
+class _VotesCrossTips(RoundMachine):
+    def _may_handle(self, header: Header, message: object) -> bool:
+        return not self._is_listening
+
+
+class _NoBaseCheck(Trainer):
+    def _follow(self, expert: int, choice: ExpertDecision) -> None:
+        if choice.action is Action.RESTART and choice.base is not None:
+            self.progress[expert] = Progress(choice.base, self.progress[expert].value)
+        else:
+            super()._follow(expert, choice)
+
+
+class _NoBaseCheckAtMerge(Trainer):
+    def decide(
+        self, manifest: Manifest, previous: Digest, bases: dict[int, Digest], offer: Offer | None
+    ) -> Adoption:
+        adoption = super().decide(manifest, previous, bases, offer)
+        experts = {
+            expert: replace(choice, action=Action.REBASE, rebase_from=before)
+            if choice.action is Action.RESTART
+            and (before := manifest.entries[expert_unit(expert)].base) is not None
+            and before in self.shell.disk
+            else choice
+            for expert, choice in adoption.experts.items()
+        }
+        return replace(adoption, experts=experts)
+
+
+# ---------------------------------------------------------------- takeover and forks
+
+
+class _NoTakeover(RoundMachine):
+    def _why_take_over(self) -> str | None:
+        return None
+
+
+class _NoReform(RoundMachine):
+    def _reform_due(self) -> bool:
+        return False
+
+
+class _GenerationCounted(RoundMachine):
+    def _new_generation(self, nonce: int) -> str:
+        return f"{len(self.tip.lineage) + 1}"
+
+
+class _ReformAlthoughQuorum(RoundMachine):
+    def _hears_quorum(self, limit_s: float) -> bool:
+        return False
+
+
+class _MostTokensWin(RoundMachine):
+    def _is_better(self, manifest: Manifest) -> bool:
+        return (manifest.tokens, manifest.code) > (self.tip.tokens, self.tip.code)
+
+
+# ---------------------------------------------------------------- merges
+
+
+class _NeverDue(RoundMachine):
+    def _is_due(self, manifest: Manifest) -> bool:
+        return False
+
+
+class _MergesOnApply(Trainer):
+    def _swap(self, manifest: Manifest) -> None:
+        super()._swap(manifest)
+        if not merge_due(manifest, self.task.rules.merging):
+            return
+        experts = range(self.task.rules.num_experts)
+        inputs = tuple(self.model[expert_unit(expert)] for expert in experts)
+        for expert in experts:
+            self.model[expert_unit(expert)] = self.task.values.digest_of(Merged(inputs, expert, 0))
+
+
+class _DueByOwnCount(RoundMachine):
+    def _is_due(self, manifest: Manifest) -> bool:
+        seen = self.__dict__.setdefault("seen_rounds", set())
+        seen.add(manifest.round)
+        steps = self.rules.local_steps_at(0) * len(seen - {0})
+        return merge_due(replace(manifest, step=steps), self.rules.merging)
+
+
+class _DueByKind(RoundMachine):
+    def _is_due(self, manifest: Manifest) -> bool:
+        return manifest.kind is Kind.QUORUM and super()._is_due(manifest)
+
+
+class _DueByRise(RoundMachine):
+    def _is_due(self, manifest: Manifest) -> bool:
+        interval = self.rules.merging.interval_steps
+        before = self.record.parent.step // interval if self.record.parent else 0
+        return merge_due(replace(manifest, merged=before), self.rules.merging)
+
+
+class _NoPhase1AtMerge(RoundMachine):
+    def _phase1_required(self, ballot: Ballot) -> bool:
+        return not self._is_due(self.tip) and super()._phase1_required(ballot)
+
+
+class _AcceptedMergeNotPersisted(RoundMachine):
+    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
+        if manifest.kind is not Kind.MERGE:
+            super()._persist_accepted(ballot, manifest)
+        else:
+            self.record = replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest))
+
+
+class _AcceptMergeBeforeBlobs(RoundMachine):
+    def _may_accept(self, proposal: Proposal) -> bool:
+        if proposal.manifest.kind is not Kind.MERGE:
+            return super()._may_accept(proposal)
+        return self._may_vote() and self._may_follow(proposal.ballot)
+
+
+class _AcceptOnlyOwnMerge(RoundMachine):
+    def _proposal_problem(self, manifest: Manifest) -> str | None:
+        problem = super()._proposal_problem(manifest)
+        if problem or manifest.kind is not Kind.MERGE:
+            return problem
+        own = self._merged or {}
+        same = all(
+            unit in own and manifest.entries[unit].digest == own[unit].digest
+            for unit in self.rules.expert_units
+        )
+        return None if same else "it is not what was computed here"
+
+
+DUELS = Mix(
+    peers=(3, 5),
+    strangers=0.0,
+    haste=(0.05, 0.3),
+    kinds={"trap": 6.0, "cut": 4.0, "crash": 2.0},
+    traps={"promise": 4.0, "vote": 2.0, "any": 1.0, "propose": 1.0, "vote_written": 1.0},
+    faults=(10, 30),
+    window_s=(40.0, 100.0),
+    slow=0.5,
+    merging=0.3,
+)
+"""Conveners depose each other all the time while peers crash around their votes."""
+MERGE_DUELS = replace(DUELS, merging=1.0)
+
+
+def _of(machine: type[RoundMachine] = RoundMachine, trainer: type[Trainer] = Trainer) -> Cast:
+    return Cast(machine, trainer)
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    "accept_before_fetch": Mutant(
+        "A2: ACCEPT only with all blobs on disk", _of(_AcceptBeforeFetch)
+    ),
+    "accepted_not_persisted": Mutant("P2: the vote is durable", _of(_AcceptedNotPersisted)),
+    "accept_before_write": Mutant("P2: write, then send", _of(_AcceptSentBeforeWrite)),
+    "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), DUELS),
+    "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), DUELS),
+    "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", _of(_NoPhase1)),
+    "lowest_accepted": Mutant(
+        "C2: the highest vote is proposed again", _of(_LowestAccepted), DUELS
+    ),
+    "ballot_zero_reused": Mutant("P3, C1: ballot 0 is used once", _of(_BallotZeroReused), DUELS),
+    "any_half": Mutant("C5: half decides only with the tie-breaker", _of(_AnyHalf)),
+    "joiners_vote": Mutant("only members(tip) vote", _of(_JoinersVote)),
+    "older_roster": Mutant("C3: results of one roster only", _of(_OlderRoster)),
+    "apply_before_blobs": Mutant("X1: apply only complete manifests", _of(_ApplyBeforeBlobs)),
+    "duplicate_commit_restarts": Mutant(
+        "X1: a duplicate COMMIT does not restart the fetch", _of(_DuplicateCommitRestarts)
+    ),
+    "fetch_never_dropped": Mutant("X2: a stuck fetch is dropped", _of(_FetchNeverDropped)),
+    "no_base_check": Mutant("S2: compare and swap on the base", _of(trainer=_NoBaseCheck)),
+    "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
+    "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
+    "generation_counted": Mutant("F3: generations have unique ids", _of(_GenerationCounted)),
+    "reform_although_quorum": Mutant(
+        "F2: no reform while a quorum is heard", _of(_ReformAlthoughQuorum)
+    ),
+    "most_tokens_win": Mutant("F1: the total order of manifests", _of(_MostTokensWin)),
+    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, _MergesOnApply)),
+    "due_by_own_count": Mutant("M1: due by the manifest alone", _of(_DueByOwnCount)),
+    "round_while_due": Mutant("M2: no round while a merge is due", _of(_NeverDue)),
+    "due_by_kind": Mutant("M1: the kind of the tip plays no part", _of(_DueByKind)),
+    "due_by_rise": Mutant("M1: due by step and merged", _of(_DueByRise)),
+    "no_phase_1_at_merge": Mutant(
+        "M6: full phase 1 for merges", _of(_NoPhase1AtMerge), MERGE_DUELS
+    ),
+    "accepted_merge_not_persisted": Mutant(
+        "M6: a merge's vote is durable", _of(_AcceptedMergeNotPersisted)
+    ),
+    "accept_merge_before_blobs": Mutant(
+        "M6: ACCEPT a merge only with its blobs", _of(_AcceptMergeBeforeBlobs)
+    ),
+    "accept_only_own_merge": Mutant(
+        "M5: never compare with one's own result", _of(_AcceptOnlyOwnMerge)
+    ),
+    "no_base_check_at_merge": Mutant(
+        "M8: rebase only from the own base", _of(trainer=_NoBaseCheckAtMerge)
+    ),
+}

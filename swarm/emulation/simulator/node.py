@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from swarm.protocol.events import (
     Apply,
     CancelFetch,
     ComputeMerge,
+    Discovered,
     Effect,
     Event,
     Fetch,
@@ -36,7 +37,7 @@ from swarm.protocol.events import (
     UnitReduced,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Accept, Header, Message, ReducedUnit, Signature
+from swarm.protocol.messages import Header, Message, ReducedUnit
 from swarm.protocol.rounds import RoundMachine
 
 
@@ -80,8 +81,11 @@ class World(Protocol):
     timers: Timers
     cast: Cast
     invariants: Invariants
-    disks: Mapping[PeerId, Disk]
     trace: Callable[[str], None] | None
+
+    @property
+    def disks(self) -> Mapping[PeerId, Disk]:
+        """Every peer's disk."""
 
     def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls a function later."""
@@ -196,6 +200,11 @@ class Node:
             if self.is_up and self._boots == boots:
                 method(*arguments)
 
+    def discover(self, peers: tuple[PeerId, ...]) -> None:
+        """The DHT lists these peers."""
+        if self.is_up and not self.is_paused:
+            self.tell(Discovered(peers))
+
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
@@ -215,6 +224,10 @@ class Node:
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the process crashes first; a pause defers it."""
         self.world.at(delay_s, self._later, self._boots, method, arguments)
+
+    def merge_is_due(self, tip: Manifest) -> bool:
+        """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
+        return self.machine._is_due(tip)
 
     def local_steps_s(self) -> float:
         """How long the next local steps take."""
@@ -295,11 +308,7 @@ class Node:
             world.invariants.reformed(self.me, before.tip, new, heard)
 
     def _send(self, effect: Send) -> None:
-        message = effect.message
-        if isinstance(message, Accept) and message.signature is None:
-            signature = Signature(self.me.encode(), message.digest.encode())
-            message = replace(message, signature=signature)
-        self.world.post(self.me, effect.destination, Packet(effect.header, message))
+        self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
     def _synced(self, manifest: Manifest) -> None:
         self.disk.sync(entry.digest for entry in manifest.entries.values())

@@ -38,13 +38,18 @@ class Outcome:
 class _Judge:
     """Watches progress [I3] and, at the end, agreement [I5]."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self.world = world
         self.scenario = scenario
-        self.world: World
         self.done = False
         self.is_healed = False
         self._progress_s = 0.0
         self._highest: Manifest | None = None
+
+    def heal(self) -> None:
+        """Ends all faults."""
+        self.is_healed = True
+        self.world.heal(self.scenario.calm_timers)
 
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
@@ -113,45 +118,60 @@ def run_schedule(
     """
     random = Random(f"{fault_class}:{seed}")
     scenario = draw(mix or CLASSES[fault_class], random)
-    judge = _Judge(scenario)
+    world = build(scenario, random, cast=cast, trace=trace)
     violation = None
-    world = None
     try:
-        world = judge.world = World(
-            scenario.setup, random, cast=cast or Cast(), on_apply=judge.applied, trace=trace
-        )
-        _play(world, scenario, judge)
+        play(world, scenario)
     except Violation as found:
         violation = str(found)
+    except AssertionError as error:
+        violation = f"assertion: {error}"
+    except Exception as error:
+        error.add_note(f"in schedule {fault_class}:{seed}")
+        raise
     return _outcome(fault_class, seed, violation, world, scenario)
 
 
-def _play(world: World, scenario: Scenario, judge: _Judge) -> None:
+def build(
+    scenario: Scenario,
+    random: Random,
+    *,
+    cast: Cast | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> World:
+    """The scenario's swarm, before anything has happened."""
+    world = World(scenario.setup, random, cast=cast or Cast(), trace=trace)
     world.network.weather = scenario.weather
     world.network.rough = scenario.rough
     for time_s, method, arguments in scenario.script:
         world.at(time_s, method, world, *arguments)
+    return world
 
-    def heal() -> None:
-        world.heal(scenario.calm_timers)
-        judge.is_healed = True
 
-    world.at(scenario.heal_s, heal)
+def play(world: World, scenario: Scenario) -> None:
+    """Runs the scenario until all live peers have recovered from it.
+
+    Raises:
+        Violation: an invariant does not hold.
+    """
+    judge = _Judge(world, scenario)
+    world.on_apply = judge.applied
+    world.at(scenario.heal_s, judge.heal)
     world.run(judge.is_over)
 
 
 def _outcome(
-    fault_class: str, seed: int, violation: str | None, world: World | None, scenario: Scenario
+    fault_class: str, seed: int, violation: str | None, world: World, scenario: Scenario
 ) -> Outcome:
-    manifests = list(world.invariants.manifests.values()) if world else []
+    manifests = list(world.invariants.manifests.values())
     kinds = [manifest.kind for manifest in manifests]
     return Outcome(
         fault_class,
         seed,
         violation,
-        rounds=max((manifest.round for manifest in manifests), default=0),
+        rounds=max(manifest.round for manifest in manifests),
         merges=kinds.count(Kind.MERGE),
         reforms=kinds.count(Kind.REFORM),
         manifests=len(kinds),
-        recovery_s=world.now - scenario.heal_s if world else 0.0,
+        recovery_s=world.now - scenario.heal_s,
     )

@@ -13,7 +13,6 @@ from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
 from swarm.protocol.events import Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import Rules
 
@@ -29,6 +28,9 @@ class Shell(Protocol):
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the peer crashes first."""
+
+    def merge_is_due(self, tip: Manifest) -> bool:
+        """Whether the next manifest must be a merge [M2]."""
 
     def local_steps_s(self) -> float:
         """How long the next local steps take."""
@@ -99,9 +101,7 @@ class Trainer:
         self.model = {unit: entry.digest for unit, entry in manifest.entries.items()}
 
     def _may_train(self) -> bool:
-        return self.shell.me in self.tip.members and not merge_due(
-            self.tip, self.task.rules.merging
-        )
+        return self.shell.me in self.tip.members and not self.shell.merge_is_due(self.tip)
 
     def _go_on(self) -> None:
         """Offers what is finished, or starts the local steps [O1, M2]."""
@@ -149,9 +149,14 @@ class Trainer:
 
     def _advance(self) -> None:
         """Trains every owned expert a bit further."""
-        for expert, progress in sorted(self.progress.items()):
-            value = self._trained(expert_unit(expert), progress.base)
-            self.progress[expert] = Progress(progress.base, value)
+        for expert, (base, value) in sorted(self.progress.items()):
+            trained = self._trained(expert_unit(expert), self._origin(base, value))
+            self.progress[expert] = Progress(base, trained)
+
+    def _origin(self, base: Digest, value: Digest) -> Digest:
+        """The agreed value that a value really was trained from, whatever its base says."""
+        made = self.task.values[value]
+        return made.base if value != base and isinstance(made, Trained) else base
 
     def _trained(self, unit: Unit, base: Digest) -> Digest:
         return self.task.values.digest_of(
@@ -198,6 +203,10 @@ class Trainer:
         for digest in (choice.base, choice.rebase_from):
             if digest not in self.shell.disk:
                 raise Violation("M10", f"{self.shell.me} cannot rebase: {digest} is gone")
-        has_trained = self.progress[expert].value != choice.rebase_from
-        value = self._trained(expert_unit(expert), choice.base) if has_trained else choice.base
-        self.progress[expert] = Progress(choice.base, value)
+        base, value = self.progress[expert]
+        if value == choice.rebase_from:  # nothing was trained since, or my offer was merged
+            self.progress[expert] = Progress(choice.base, choice.base)
+            return
+        # Only a difference to the very value it was trained from makes it extend the merged one.
+        extends = choice.base if base == choice.rebase_from else base
+        self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))

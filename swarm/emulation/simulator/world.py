@@ -31,8 +31,10 @@ from swarm.protocol.rounds import Rules
 
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
-DOWN_S = 6.0
-"""Mean time until a peer that crashed by trap starts again."""
+DISCOVER_S = 20.0
+"""Each peer looks this often who else is in the DHT."""
+DOWN_S = (0.3, 3.0, 15.0)
+"""Times after which a peer that crashed by trap may start again."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,6 @@ class World:
         random: Random,
         *,
         cast: Cast,
-        on_apply: Callable[[Node], None],
         trace: Callable[[str], None] | None = None,
     ) -> None:
         self.now = 0.0
@@ -107,13 +108,14 @@ class World:
         self.invariants = Invariants(setup.rules, self.task.values, self.founding)
         self.nodes: dict[PeerId, Node] = {}
         self.disks: dict[PeerId, Disk] = {}
-        self.applied = on_apply
+        self.on_apply: Callable[[Node], None] | None = None
         self.dead: set[PeerId] = set()
         """Peers that will never start again."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
         for peer in setup.founders:
             self.start(peer, Record(tip=self.founding, certificate=None, parent=None))
+        self.at(DISCOVER_S, self.discover)
 
     # ------------------------------------------------------------ time
 
@@ -130,6 +132,12 @@ class World:
             if until():
                 return
         raise Violation("I3", f"{MAX_EVENTS} events in {self.now:.0f} s: a storm of messages")
+
+    def discover(self) -> None:
+        """Everybody looks who else is there; the DHT knows addresses and nothing more."""
+        self.at(DISCOVER_S, self.discover)
+        for node in list(self.nodes.values()):
+            node.discover(tuple(sorted(self.nodes)))
 
     def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
         """Hands a message to the network."""
@@ -150,6 +158,8 @@ class World:
 
     def join(self, peer: PeerId) -> None:
         """A stranger arrives; it has fetched the tip of a peer, or only manifest 0."""
+        if peer in self.dead:
+            return
         hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]
         if hosts and self.random.random() < 0.7:
             told = self.random.choice(hosts).disk.record
@@ -184,9 +194,14 @@ class World:
         if peer in self.nodes:
             self.nodes[peer].trap = trap
 
+    def applied(self, node: Node) -> None:
+        """Hears of a new tip."""
+        if self.on_apply:
+            self.on_apply(node)
+
     def fell(self, node: Node) -> None:
         """A trap has sprung; the peer starts again some time later."""
-        self.at(self.random.expovariate(1 / DOWN_S), self.reboot, node.me)
+        self.at(self.random.choice(DOWN_S), self.reboot, node.me)
 
     def pause(self, peer: PeerId) -> None:
         """Stops a process (SIGSTOP)."""
