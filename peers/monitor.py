@@ -34,6 +34,8 @@ class Watch:
     """Looks at one run again and again; remembers what records forget."""
 
     observer: Observer
+    store: BlobStore
+    """Where the observer's manifests go; emptied, since one a round adds up."""
     wanted: str | None
     announced: Announced | None = None
     tip: Manifest | None = None
@@ -72,6 +74,8 @@ class Watch:
             tip = self.observer.tip(self.announced, seen.peers, TIP_S)
         except NobodyReachable:
             return
+        finally:
+            self.store.collect(())
         if self.tip is None or tip.code > self.tip.code:
             self.tip = tip
 
@@ -80,7 +84,9 @@ class Watch:
 @options("initial_peers", "as_json", "log_format")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--run-id", help="Which run, where several are announced.")
-@option("--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends.")
+@option(
+    "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
+)
 def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
 
@@ -96,9 +102,10 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
         )
     # What one look misses the next one sees; lines on stderr would tear the view.
     logging.getLogger().setLevel(logging.ERROR)
-    observer = Observer.start(given.initial_peers, BlobStore(None), START_S)
+    store = BlobStore(None)
+    observer = Observer.start(given.initial_peers, store, START_S)
     try:
-        watch = Watch(observer, run_id)
+        watch = Watch(observer, store, run_id)
         if once:
             _show(watch.look(), given.as_json)
         elif given.as_json or not Console().is_terminal:

@@ -1,0 +1,243 @@
+"""A guest finds a run, reads its records and fetches its model, and believes no forgery."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from swarm.codecs import encode_unit
+from swarm.config import RunConfig, validate_config
+from swarm.errors import NobodyReachable, RunMismatch
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.founding import founding_manifest
+from swarm.network.joining import TIP_QUESTION, publish_peer
+from swarm.network.node import Handlers, Node
+from swarm.network.observer import NEWEST_ASKED, Observer, _whom_to_ask
+from swarm.network.records import publish
+from swarm.network.serve import BlobServer
+from swarm.protocol.digests import digest_of
+from swarm.protocol.layout import Layout, layout_of
+from swarm.protocol.manifest import Founding, Kind, Manifest, run_id
+from swarm.protocol.messages import Commit, Header
+from swarm.protocol.records import (
+    PeerRecord,
+    PeerState,
+    RunRecord,
+    RunState,
+    ValidationRecord,
+    runs_key,
+    validation_key,
+)
+from swarm.protocol.wire import encode
+
+WAIT_S = 20.0
+SHORT_S = 2.0
+
+
+def tiny_run() -> RunConfig:
+    values = {
+        "run": {"name": "tiny", "rounds": 2},
+        "model": {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+        },
+        "data": {"sequence_length": 8, "validation_tokens": 64},
+        "train": {"batch_tokens": 8, "micro_batch_sequences": 1},
+        "optimizer": {"lr": 1e-3},
+        "round": {"local_steps": 2},
+    }
+    return validate_config(RunConfig, values, source="test")
+
+
+@dataclass
+class Lonely:
+    """A run of one peer, as far as a guest can see."""
+
+    run: RunConfig = field(default_factory=tiny_run)
+    store: BlobStore = field(default_factory=BlobStore)
+    shown: Manifest | None = None
+    """What it shows as its tip."""
+
+    def start(self, peers) -> Node:
+        server = BlobServer()
+        server.attach(self.store)
+        handlers = Handlers(on_request=self._answer, streams={PROTOCOL: server.serve})
+        self.node = peers.node(handlers)
+        self.layout = layout_of(self.run)
+        self.manifest = self.shown = self._found()
+        self.id = run_id("tiny", self.run.fingerprint(), self.manifest.digest)
+        return self.node
+
+    def _found(self) -> Manifest:
+        zeros = _zeros(self.layout)
+        initial = {}
+        for unit in self.layout.units:
+            blob = encode_unit(unit, zeros)
+            initial[unit.unit] = (self.store.put(blob), len(blob))
+        config, held_out = self.run.canonical_json(), bytes(256)
+        founding = Founding(
+            self.node.peer_id, "nonce", self.store.put(config), len(config),
+            self.store.put(held_out), len(held_out),
+        )  # fmt: skip
+        manifest = founding_manifest(
+            founding, self.run, self.layout, initial, {self.node.peer_id: 1.0}
+        )
+        self.store.put(manifest.encoded)
+        return manifest
+
+    async def _answer(self, _source: str, question: bytes) -> bytes:
+        if question != TIP_QUESTION + self.id.encode() or self.shown is None:
+            return b""
+        tip = self.shown
+        header = Header(tip.code, tip.digest, tip.generation)
+        payload, attachments = encode(header, Commit(tip, None, None))
+        for blob in attachments.values():
+            self.store.put(blob)
+        return payload
+
+    def announce(self, **changes) -> None:
+        manifest = self.manifest
+        record = RunRecord(
+            run=self.id, name="tiny", fingerprint=self.run.fingerprint(),
+            founder=self.node.peer_id, founding=manifest.digest,
+            founding_bytes=len(manifest.encoded), config=manifest.founding.config,
+            config_bytes=manifest.founding.config_bytes, state=RunState.RUNNING,
+            wait_for_peers=1,
+        )  # fmt: skip
+        record = dataclasses.replace(record, **changes)
+        node = self.node
+        loss = ValidationRecord(0, manifest.digest, 5.5, 64)
+        node.run(publish(node, runs_key(), record), WAIT_S)
+        node.run(publish(node, validation_key(record.run), loss), WAIT_S)
+        node.run(publish_peer(node, record.run, peer_record(node.peer_id)), WAIT_S)
+
+
+def _zeros(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
+
+
+def peer_record(peer_id: str, height: int = 0) -> PeerRecord:
+    return PeerRecord(
+        peer_id=peer_id, name="lonely", addresses=(), state=PeerState.TRAINING, capacity=1.0,
+        generation="0", height=height, round=0, rounds_total=2, manifest_digest="0" * 64,
+        owned_experts=(0, 1), step=0, tokens=0, loss=None, val_loss=None, tokens_per_s=0.0,
+        blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
+        round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
+        steps_skipped=0, refused={}, data_index=0, reason="", version="0",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def lonely(peers) -> Lonely:
+    found = Lonely()
+    found.start(peers)
+    return found
+
+
+@pytest.fixture
+def store() -> BlobStore:
+    return BlobStore()
+
+
+@pytest.fixture
+def guest(lonely: Lonely, store: BlobStore):
+    observer = Observer.start(lonely.node.addresses, store, WAIT_S)
+    yield observer
+    observer.stop()
+
+
+def test_a_guest_sees_and_fetches_all_of_a_run(
+    lonely: Lonely, guest: Observer, store: BlobStore
+) -> None:
+    lonely.announce()
+    announced = guest.find(None, WAIT_S)
+    assert announced.record.run == lonely.id
+    assert announced.publishers == (lonely.node.peer_id,)
+    seen = guest.look(lonely.id, WAIT_S)
+    assert seen.peers == {lonely.node.peer_id: peer_record(lonely.node.peer_id)}
+    assert seen.validations[lonely.node.peer_id].val_loss == 5.5 and seen.merges == {}
+    assert guest.config(announced, WAIT_S) == lonely.run
+    tip = guest.tip(announced, seen.peers, WAIT_S)
+    assert tip == lonely.manifest
+    progress: list[tuple[int, int]] = []
+    guest.fetch_model(
+        tip,
+        lonely.layout,
+        sources=[lonely.node.peer_id],
+        on_blob=lambda here, total: progress.append((here, total)),
+        deadline_s=WAIT_S,
+    )
+    assert progress[-1][0] == progress[-1][1]
+    for entry in tip.entries.values():
+        blob = store.get(entry.digest)
+        assert blob is not None and digest_of(blob) == entry.digest
+
+
+def test_a_guest_leaves_no_record_and_no_address(lonely: Lonely, guest: Observer) -> None:
+    lonely.announce()
+    guest.find(None, WAIT_S)
+    assert list(guest.look(lonely.id, WAIT_S).peers) == [lonely.node.peer_id]
+    assert guest._node.addresses == ()
+
+
+def test_without_a_run_the_guest_says_so_in_time(lonely: Lonely, guest: Observer) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(NobodyReachable, match="no peer announces a run"):
+        guest.find(None, SHORT_S)
+    assert time.monotonic() - began_s < SHORT_S + 2
+    lonely.announce()
+    with pytest.raises(NobodyReachable, match="no peer announces another-run"):
+        guest.find("another-run", SHORT_S)
+
+
+def test_an_announcement_that_contradicts_its_id_is_not_followed(
+    lonely: Lonely, guest: Observer
+) -> None:
+    lonely.announce(fingerprint="ab" * 32)
+    with pytest.raises(RunMismatch, match="contradicts its own id"):
+        guest.find(None, WAIT_S)
+
+
+def test_a_manifest_without_its_quorums_certificate_is_not_the_tip(
+    lonely: Lonely, guest: Observer
+) -> None:
+    lonely.announce()
+    lonely.shown = dataclasses.replace(
+        lonely.manifest, run=lonely.id, height=9, round=9, kind=Kind.QUORUM,
+        parent=lonely.manifest.digest,
+    )  # fmt: skip
+    announced = guest.find(None, WAIT_S)
+    seen = guest.look(lonely.id, WAIT_S)
+    with pytest.raises(NobodyReachable, match="showed a valid tip"):
+        guest.tip(announced, seen.peers, WAIT_S)
+    assert guest._node.traffic.refused["no_certificate"] == 1
+
+
+def test_nobody_at_the_address_is_said_within_seconds() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(NobodyReachable, match="no known peer answers"):
+        Observer.start(
+            ["/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"],
+            BlobStore(),
+            WAIT_S,
+        )
+    assert time.monotonic() - began_s < 10
+
+
+def test_those_who_claim_the_newest_tip_are_asked_beside_others() -> None:
+    records = {f"Qm{k:02}": peer_record(f"Qm{k:02}", height=k) for k in range(20)}
+    announced = type("Announced", (), {"publishers": ("Qm00", "QmX")})()
+    asked = _whom_to_ask(announced, records)
+    assert asked[:NEWEST_ASKED] == ["Qm19", "Qm18", "Qm17", "Qm16"]
+    assert asked[NEWEST_ASKED:] == ["Qm00", "Qm01", "Qm02", "Qm03"]
+    assert _whom_to_ask(announced, {}) == ["Qm00", "QmX"]

@@ -1,0 +1,212 @@
+"""Flags, environment, files and defaults: which wins, and what an error looks like."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from peers.options import OPTIONS, Options, Program, as_toml, options, program, read_text
+from swarm.config import PeerConfig, RunConfig, parse_config
+from swarm.errors import ConfigError, NobodyReachable
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+DEMO = str(RUNS / "demo.toml")
+
+Call = Callable[..., Options]
+
+
+@pytest.fixture
+def given() -> Call:
+    """Runs a program that takes every option and returns what it was given."""
+
+    def call(*args: str, **environment: str) -> Options:
+        found: list[Options] = []
+
+        @program("swarm-test")
+        @options(*OPTIONS)
+        def main(common: Options) -> None:
+            found.append(common)
+
+        result = CliRunner().invoke(main, args, env=environment)
+        assert result.exit_code == 0, result.output
+        return found[0]
+
+    return call
+
+
+def failing(error: Exception) -> Program:
+    @program("swarm-test")
+    @options("rounds", "settings", "run", "initial_peers")
+    def main(common: Options) -> None:
+        if common.run:
+            common.run_config()
+        raise error
+
+    return main
+
+
+def run_failing(*args: str, error: Exception | None = None) -> Result:
+    return CliRunner().invoke(failing(error or NobodyReachable("no peer answers")), args)
+
+
+# ---------------------------------------------------------------- precedence
+
+
+def test_a_flag_wins_over_the_environment_that_wins_over_the_file_that_wins_over_the_default(
+    given: Call, tmp_path: Path
+) -> None:
+    file = tmp_path / "peer.toml"
+    file.write_text("[peer]\ncapacity = 3.0\nname = 'from-file'\n")
+    config = ["--config", str(file)]
+    assert given().peer_config().peer.capacity == 1.0
+    assert given(*config).peer_config().peer.capacity == 3.0
+    assert given(*config, SWARM_CAPACITY="4").peer_config().peer.capacity == 4.0
+    chosen = given(*config, "--capacity", "5", SWARM_CAPACITY="4").peer_config()
+    assert (chosen.peer.capacity, chosen.peer.name) == (5.0, "from-file")
+
+
+def test_set_wins_over_the_environment_and_the_named_flag_over_set(given: Call) -> None:
+    run = ("--run", DEMO)
+    assert given(*run, "--set", "run.rounds=3", SWARM_ROUNDS="4").run_config().run.rounds == 3
+    assert given(*run, "--set", "run.rounds=3", "--rounds", "5").run_config().run.rounds == 5
+    assert given(*run, "--rounds", "5", SWARM_SET="run.rounds=3").run_config().run.rounds == 5
+    both = given(*run, SWARM_SET="run.seed=7;run.rounds=3", SWARM_ROUNDS="4").run_config()
+    assert (both.run.seed, both.run.rounds) == (7, 4)
+
+
+@pytest.mark.parametrize("field", sorted(OPTIONS))
+def test_every_option_has_its_environment_twin(field: str) -> None:
+    @click.command()
+    @OPTIONS[field]
+    def main() -> None:
+        """Takes one option."""
+
+    (parameter,) = main.params
+    flag = max(parameter.opts, key=len)
+    assert parameter.envvar == "SWARM_" + flag.removeprefix("--").replace("-", "_").upper()
+    assert parameter.name == field
+
+
+def test_dash_and_underscore_are_the_same(given: Call) -> None:
+    assert given("--state_dir", "x").state_dir == given("--state-dir", "x").state_dir
+    both = given("--initial_peers", "a_b", "c_d")
+    assert both.initial_peers == ("a_b", "c_d")
+
+
+def test_rounds_is_a_setting_of_the_run(given: Call) -> None:
+    asked = given("--rounds", "5", "--set", "peer.capacity=2", "--set", "run.seed=1")
+    assert asked.run_settings() == ("run.seed=1", "run.rounds=5")
+    assert asked.asked_of_run() == {"run.seed": 1, "run.rounds": 5}
+    assert asked.peer_config().peer.capacity == 2.0
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--initial-peers", "A", "B", "C"),
+        ("--initial-peers", "A,B", "C"),
+        ("--initial-peers", "A B C"),
+        ("--initial-peers=A", "B", "--initial-peers", "C"),
+        ("--initial-peers", "A", "--rounds", "3", "--initial-peers", "B", "C"),
+    ],
+)
+def test_several_addresses_are_given_in_any_common_way(given: Call, args: tuple[str, ...]) -> None:
+    assert given(*args).initial_peers == ("A", "B", "C")
+
+
+def test_addresses_come_from_a_file_or_the_environment(given: Call, tmp_path: Path) -> None:
+    file = tmp_path / "peers.txt"
+    file.write_text("A # the first\n\n# none here\nB C\n")
+    assert given("--initial-peers", f"@{file}", "D").initial_peers == ("A", "B", "C", "D")
+    assert given(SWARM_INITIAL_PEERS="A,B C").initial_peers == ("A", "B", "C")
+    network = given("--host-maddrs", "/ip4/1.2.3.4/tcp/5", "--client-mode").peer_config().network
+    assert network.host_maddrs == ("/ip4/1.2.3.4/tcp/5",) and network.client_mode
+
+
+def test_a_flag_without_its_address_is_an_error() -> None:
+    result = run_failing("--initial-peers", "--rounds", "3")
+    assert result.exit_code == 2
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_an_error_is_one_line_on_stderr_with_its_exit_code() -> None:
+    result = run_failing(error=NobodyReachable("no peer\nanswers", hint="wait"))
+    assert result.exit_code == NobodyReachable.exit_code
+    assert result.stdout == ""
+    assert result.stderr == "swarm-test: error: no peer answers (wait)\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--rouns", "3"), "--rounds"),
+        (("--rounds", "0"), "0 is not in the range x>=1"),
+        (("--set", "rounds=3", "--run", DEMO), "expected section.field=value"),
+        (("--set", "rnd.local_steps=3", "--run", DEMO), "did you mean round.local_steps?"),
+        (("--set", "run.round=3", "--run", DEMO), "did you mean run.rounds?"),
+        (("--run", str(RUNS / "dmeo.toml")), f"did you mean {DEMO}?"),
+        (("--run", "/no/such/file.toml"), "/no/such/file.toml: No such file"),
+        (("--run", str(RUNS)), "Is a directory"),
+        (("--initial-peers", "@/no/such"), "/no/such: No such file"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_and_one_helpful_line(
+    args: tuple[str, ...], words: str
+) -> None:
+    result = run_failing(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("swarm-test: error: ") and result.stderr.count("\n") == 1
+    assert words in result.stderr
+
+
+def test_a_bug_is_not_disguised_as_an_error_of_the_user() -> None:
+    result = run_failing(error=ZeroDivisionError("bug"))
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_an_interrupt_ends_with_130() -> None:
+    interrupted = KeyboardInterrupt()
+
+    @program("swarm-test")
+    def main() -> None:
+        """Is interrupted."""
+        raise interrupted
+
+    assert CliRunner().invoke(main).exit_code == 130
+
+
+def test_a_missing_run_file_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"--run is missing .*demo\.toml"):
+        Options().run_config()
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file"):
+        read_text(file)
+
+
+# ---------------------------------------------------------------- printing
+
+
+@pytest.mark.parametrize("path", sorted(RUNS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_printed_run_configuration_reads_back_as_itself(path: Path) -> None:
+    run = parse_config(RunConfig, path.read_text(), source=str(path))
+    assert parse_config(RunConfig, as_toml(run), source="printed") == run
+
+
+def test_a_printed_machine_reads_back_as_itself() -> None:
+    values = {"network": {"initial_peers": ['a"b', "c\\d"]}, "corpus": {"folder": "/x y\n"}}
+    config = PeerConfig.model_validate_json(json.dumps(values))
+    assert parse_config(PeerConfig, as_toml(config), source="printed") == config
+    with_run = as_toml(parse_config(RunConfig, Path(DEMO).read_text(), source="x"), config)
+    assert "[run]" in with_run and "[network]" in with_run

@@ -1,0 +1,83 @@
+"""swarm-plan: the promised keys and the paper's figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from peers.plan import main, seconds
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+
+
+def plan(name: str, *args: str) -> dict[str, Any]:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / f"{name}.toml"), "--json", *args])
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return figures
+
+
+# Source: SPES.md, "Sizes": total, shared, trained per peer (millions), state with bf16 frozen (GB).
+PAPER = {
+    "spes_1b": (1167, 261, 488, 9.2),
+    "spes_2b": (2127, 617, 712, 14.2),
+    "spes_7b": (7333, 891, 2501, 49.7),
+    "spes_9b": (9431, 975, 3089, 62.1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PAPER))
+def test_the_papers_models_have_the_papers_sizes(name: str) -> None:
+    total, shared, trained, state_gb = PAPER[name]
+    figures = plan(name)
+    assert round(figures["parameters_total"] / 1e6) == total
+    assert round(figures["parameters_shared"] / 1e6) == shared
+    assert round(figures["parameters_trained_per_peer"] / 1e6) == trained
+    assert figures["state_bytes_per_peer"] / 1e9 == pytest.approx(state_gb, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["spes_2b", "spes_7b"])
+def test_a_peer_needs_at_most_45_percent_of_full_trainings_state(name: str) -> None:
+    figures = plan(name)
+    assert figures["state_bytes_per_peer"] <= 0.45 * 16 * figures["parameters_total"]
+
+
+def test_json_has_exactly_the_promised_keys() -> None:
+    assert list(plan("demo")) == [
+        "parameters_total",
+        "parameters_shared",
+        "parameters_per_expert",
+        "parameters_trained_per_peer",
+        "state_bytes_per_peer",
+        "disk_bytes",
+        "bytes_sent_per_peer_per_round",
+    ]
+
+
+def test_the_number_of_peers_may_differ_from_the_files() -> None:
+    four, eight = plan("spes_7b"), plan("spes_7b", "--peers", "8")
+    expert = four["parameters_per_expert"]
+    # 32 experts: 8 each of 4 peers, 4 each of 8.
+    assert four["parameters_trained_per_peer"] - eight["parameters_trained_per_peer"] == 4 * expert
+    assert plan("spes_7b", "--set", "run.peers=8") == eight
+
+
+def test_an_fp32_wire_sends_the_papers_bytes() -> None:
+    figures = plan("spes_7b", "--set", "wire.experts=fp32")
+    # Source: SPES.md, "Sizes": 24.7 GB up = down.
+    assert figures["bytes_sent_per_peer_per_round"] / 1e9 == pytest.approx(24.7, abs=0.05)
+
+
+def test_people_get_a_table() -> None:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml")])
+    for fact in ("each of 4 peers", "7,333 M", "2,501 M", "49.7 GB", "42% of training all"):
+        assert fact in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(1e6, "0.1 s"), (1e9, "80.0 s"), (1e10, "13 min"), (1e11, "2.2 h")]
+)
+def test_durations_are_said_in_fitting_units(num_bytes: float, words: str) -> None:
+    assert seconds(num_bytes, 100) == words
