@@ -1,0 +1,66 @@
+"""Timers: the model's values, and how they follow a run's sizes and rates."""
+
+from math import inf
+
+from swarm.protocol.deadlines import FIRST_ROUND_S, Measured, Timers, production_timers
+
+SMALL = Measured(reduce_bytes=10**6, proposal_bytes=2 * 10**6, rate_bytes_per_s=10**8)
+
+
+def test_the_defaults_are_those_of_the_model() -> None:
+    timers = Timers()
+    assert (timers.poll_s, timers.heartbeat_s, timers.hello_s) == (1.5, 5.0, 3.0)
+    assert (timers.roster_s, timers.roster_late_s) == (6.0, 14.0)
+    assert (timers.reduce_s, timers.vote_s, timers.discover_s) == (5.0, 6.0, 6.0)
+    assert [timers.attempt_limit_s(attempt) for attempt in range(4)] == [25, 50, 75, 75]
+    assert timers.patience_s == timers.reform_s / 2 == 30.0
+
+
+def test_replaced_timers_leave_the_others_as_they_were() -> None:
+    timers = Timers().with_(reform_s=inf, vote_s=200.0)
+    assert (timers.reform_s, timers.vote_s, timers.reduce_s) == (inf, 200.0, 5.0)
+    # A fetch is given up even where the generation never is.
+    assert timers.patience_s == 600.0
+
+
+def test_a_small_run_keeps_the_smallest_values() -> None:
+    adapted = production_timers(SMALL, roster_after_s=6.0, reform_after_s=45.0)
+    timers = adapted.timers
+    assert (timers.reduce_s, timers.vote_s) == (5.0, 6.0)
+    assert timers.reform_s == 45.0
+    assert "set by the run" in adapted.reasons[-1]
+
+
+def test_transfers_may_take_three_times_what_the_rate_says() -> None:
+    measured = Measured(reduce_bytes=10**9, proposal_bytes=3 * 10**9, rate_bytes_per_s=10**7)
+    adapted = production_timers(measured, roster_after_s=6.0, reform_after_s=None)
+    assert adapted.timers.reduce_s == 300.0
+    assert adapted.timers.vote_s == 900.0
+    assert adapted.timers.attempt_s >= 3 * 300 + 2 * 900
+    assert "3 x 1000.0 MB at 10.0 MB/s" in adapted.reasons[0]
+
+
+def test_a_roster_waits_one_and_a_half_times_the_median_and_never_under_six_seconds() -> None:
+    slow = Measured(0, 0, 0.0, ready_s=(40.0, 60.0, 90.0), round_s=(100.0,))
+    timers = production_timers(slow, roster_after_s=6.0, reform_after_s=None).timers
+    assert timers.roster_s == 90.0
+    assert timers.roster_late_s >= 180.0
+    fast = Measured(0, 0, 0.0, ready_s=(1.0, 2.0))
+    assert production_timers(fast, roster_after_s=1.0, reform_after_s=None).timers.roster_s == 6.0
+
+
+def test_before_the_first_round_slow_peers_get_all_the_time_they_need() -> None:
+    timers = production_timers(SMALL, roster_after_s=6.0, reform_after_s=None).timers
+    assert timers.roster_late_s == FIRST_ROUND_S
+    assert timers.attempt_s > FIRST_ROUND_S
+    assert timers.silence_s == 6.0
+
+
+def test_a_lost_majority_is_given_up_after_ten_rounds_and_at_least_ten_minutes() -> None:
+    def reform_s(*round_s: float) -> float:
+        measured = Measured(0, 0, 0.0, round_s=round_s)
+        return production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers.reform_s
+
+    assert reform_s() == 600.0
+    assert reform_s(10.0, 20.0) == 600.0
+    assert reform_s(100.0, 300.0, 50.0) == 3000.0

@@ -1,0 +1,323 @@
+"""What is believed of others: offers, rosters, successors, certificates; and hostile events."""
+
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.protocol import events
+from swarm.protocol.events import Event, Received, Topic
+from swarm.protocol.manifest import Entry, Kind, Manifest, Member
+from swarm.protocol.messages import (
+    Accept,
+    Accepted,
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Offer,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    Roster,
+    Signature,
+)
+from swarm.protocol.rounds.checks import commit_problem, reform_problem, successor_problem
+from swarm.protocol.rounds.rosters import assign_reducers, offer_problem, plan_roster, sources_of
+from tests.protocol.round_pump import Pump, found, make_offer, make_rules, name, start_swarm
+
+RULES = make_rules()
+
+
+def run_of_three() -> Pump:
+    pump = start_swarm("ABC", RULES)
+    pump.run_to_height(3)
+    return pump
+
+
+PUMP = run_of_three()
+PARENT, TIP = PUMP.nodes["A"].applied[1:3]
+RECORD = PUMP.nodes["A"].record
+SIGNED = Signature(b"key", b"signature")
+
+
+# ---------------------------------------------------------------- offers and rosters
+
+
+def test_an_offer_counts_only_when_trained_from_the_tip_and_complete() -> None:
+    good = make_offer(RULES, "A", TIP)
+    mine = next(unit for unit in good.units if unit.startswith("expert"))
+    foreign = next(f"expert.{e}" for e, owners in TIP.owners.items() if "A" not in owners)
+    assert offer_problem(good, "A", TIP, RULES) is None
+    without = {unit: offered for unit, offered in good.units.items() if unit != "shared.1"}
+    late = {unit: offered for unit, offered in good.units.items() if unit != mine}
+    assert offer_problem(replace(good, units=late), "A", TIP, RULES) is None
+    wrong = {
+        "is missing": replace(good, units=without),
+        "starts from": replace(good, tip=PARENT.digest),
+        "was trained from": replace(
+            good, units={**good.units, mine: replace(good.units[mine], base=name("old"))}
+        ),
+        "bytes instead of": replace(
+            good, units={**good.units, mine: replace(good.units[mine], num_bytes=7)}
+        ),
+        "does not own": replace(good, units={**good.units, foreign: good.units[mine]}),
+        "has no unit": replace(good, units={**good.units, "shared.99": good.units[mine]}),
+        "tokens": replace(good, tokens=-1),
+    }
+    wrong["does not own"] = replace(
+        good,
+        units={
+            **good.units,
+            foreign: replace(good.units[mine], base=TIP.entries[foreign].digest),
+        },
+    )
+    for text, offer in wrong.items():
+        assert text in (offer_problem(offer, "A", TIP, RULES) or "")
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize("parts", [4, 8])
+def test_traffic_of_a_round_is_what_the_formula_says(copies: int, parts: int) -> None:
+    peers = list("ABCD")
+    rules = make_rules(experts=8, parts=parts, owners_per_expert=copies)
+    tip = found(rules, peers)
+    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    plan = plan_roster(tip, offers, rules)
+    sent = dict.fromkeys(peers, 0)
+    for unit, values in plan.sources.items():
+        reducer = plan.reducers.get(unit, values[0][0])
+        for peer, _ in values:
+            if peer != reducer:
+                sent[peer] += 100
+        sent[reducer] += 100 * (len(peers) - 1)
+    shared, experts, count = 100 * parts, 100 * 8, len(peers)
+    total = 2 * shared * (count - 1) + experts * (count + copies - 2)
+    assert sum(sent.values()) == total
+    # Uploads are even up to one unit.
+    assert max(sent.values()) - min(sent.values()) <= 100 * count
+
+
+def test_reducers_are_sources_and_everybody_derives_the_same() -> None:
+    peers = list("ABCDE")
+    rules = make_rules(experts=10, parts=6, owners_per_expert=2)
+    tip = found(rules, peers)
+    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    reducers = assign_reducers(offers, peers, rules.unit_bytes)
+    shuffled = {peer: offers[peer] for peer in reversed(peers)}
+    assert assign_reducers(shuffled, peers[::-1], rules.unit_bytes) == reducers
+    sources = sources_of(offers)
+    for unit, peer in reducers.items():
+        assert peer in {source for source, _ in sources[unit]}
+    assert set(reducers) == {unit for unit, values in sources.items() if len(values) > 1}
+
+
+def test_a_roster_of_other_offers_has_another_id() -> None:
+    offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
+    ids = {
+        plan_roster(TIP, {p: offers[p] for p in chosen}, RULES).roster_id
+        for chosen in ("ABC", "AB", "AC", "A")
+    }
+    assert len(ids) == 4
+
+
+# ---------------------------------------------------------------- successors
+
+
+def changed_entry(**changes: object) -> Manifest:
+    entry: Entry = replace(TIP.entries["shared.0"], **changes)  # type: ignore[arg-type]
+    return replace(TIP, entries={**TIP.entries, "shared.0": entry})
+
+
+WRONG = {
+    "another parent": replace(TIP, parent=name("other")),
+    "another run": replace(TIP, run="run-2"),
+    "another generation": replace(TIP, generation="ab"),
+    "another lineage": replace(TIP, lineage=((0, (1, "ab")),)),
+    "a jump": replace(TIP, height=TIP.height + 1),
+    "a round too far": replace(TIP, round=TIP.round + 1),
+    "steps of its own": replace(TIP, step=TIP.step + 1),
+    "fewer tokens": replace(TIP, tokens=PARENT.tokens - 1),
+    "merges": replace(TIP, merged=1),
+    "a chosen order": replace(TIP, seed=name("seed")),
+    "a founding": replace(TIP, kind=Kind.FOUNDING),
+    "a merge that is not due": replace(TIP, kind=Kind.MERGE),
+    "no contributors": replace(TIP, contributors=()),
+    "strange contributors": replace(TIP, contributors=("A", "B", "C", "X")),
+    "contributors out of order": replace(TIP, contributors=("C", "B", "A")),
+    "no members": replace(TIP, members={}),
+    "no capacity": replace(TIP, members={**TIP.members, "A": Member(0, 0.0)}),
+    "endless capacity": replace(TIP, members={**TIP.members, "A": Member(0, inf)}),
+    "no number": replace(TIP, members={**TIP.members, "A": Member(0, nan)}),
+    "no owner": replace(TIP, owners={**TIP.owners, 0: ()}),
+    "a strange owner": replace(TIP, owners={**TIP.owners, 0: ("X",)}),
+    "a forgotten expert": replace(TIP, owners={0: ("A",)}),
+    "no sources": replace(TIP, sources={}),
+    "a part of fewer": replace(
+        TIP, sources={**TIP.sources, "shared.0": TIP.sources["shared.0"][:1]}
+    ),
+    "a strange unit": replace(TIP, sources={**TIP.sources, "shared.9": TIP.sources["shared.0"]}),
+    "an expert of nobody": replace(TIP, sources={**TIP.sources, "expert.0": ()}),
+    "an old version": changed_entry(version=0),
+    "another size": changed_entry(num_bytes=1),
+    "another codec": changed_entry(codec="bf16"),
+    "a base": changed_entry(base=name("base")),
+}
+
+
+@pytest.mark.parametrize("what", sorted(WRONG))
+def test_a_manifest_that_cannot_follow_is_refused(what: str) -> None:
+    assert successor_problem(TIP, PARENT, RULES, due=False) is None
+    assert successor_problem(WRONG[what], PARENT, RULES, due=False)
+
+
+def test_an_entry_changes_only_with_an_offer() -> None:
+    without = {unit: values for unit, values in TIP.sources.items() if unit != "expert.0"}
+    stale = replace(
+        TIP, sources=without, entries={**TIP.entries, "expert.0": PARENT.entries["expert.0"]}
+    )
+    assert successor_problem(stale, PARENT, RULES, due=False) is None
+    assert successor_problem(replace(TIP, sources=without), PARENT, RULES, due=False)
+
+
+# ---------------------------------------------------------------- certificates
+
+
+def commit_of(*signers: str, **changes: object) -> Commit:
+    certificate = Certificate(Ballot(0, "A"), dict.fromkeys(signers, SIGNED))
+    return replace(Commit(TIP, certificate, PARENT), **changes)  # type: ignore[arg-type]
+
+
+def test_a_decided_manifest_needs_a_quorum_of_its_parents_members() -> None:
+    for tip in (PARENT, PUMP.nodes["A"].applied[0]):
+        assert commit_problem(commit_of("A", "B"), tip, RULES) is None
+        assert "1 of the parent's 3" in (commit_problem(commit_of("A"), tip, RULES) or "")
+        strangers = commit_of("X", "Y", "Z")
+        assert "0 of the parent's 3" in (commit_problem(strangers, tip, RULES) or "")
+        unsigned = commit_of(certificate=None)
+        assert "no certificate" in (commit_problem(unsigned, tip, RULES) or "")
+    far = PUMP.nodes["A"].applied[0]
+    alone = commit_of("A", "B", parent=None)
+    assert "parent is missing" in (commit_problem(alone, far, RULES) or "")
+    assert (
+        commit_problem(commit_of(certificate=None), PARENT, make_rules(certificates=False)) is None
+    )
+
+
+def test_a_manifest_without_certificate_is_refused_and_counted_and_changes_nothing() -> None:
+    pump = start_swarm("ABC", RULES)
+    pump.run_to_height(2)
+    machine = pump.nodes["A"].machine
+    before = machine.record
+    forged = replace(machine.tip, height=99, round=99, parent=machine.tip.digest)
+    for commit in (
+        Commit(forged, None, machine.tip),
+        Commit(forged, Certificate(Ballot(0, "X"), {"X": SIGNED}), machine.tip),
+        Commit(replace(forged, run="other"), None, None),
+        Commit(replace(forged, kind=Kind.FOUNDING), None, None),
+    ):
+        header = Header(forged.code, forged.digest, "0")
+        effects = machine.handle(Received("X", header, commit), pump.now)
+        reasons = [e for e in effects if isinstance(e, events.Reason)]
+        assert [reason.topic for reason in reasons] == [Topic.REFUSED]
+        assert not any(isinstance(effect, events.Fetch | events.Persist) for effect in effects)
+    assert machine.record is before
+
+
+def test_a_reform_must_at_least_agree_with_itself() -> None:
+    generation = "ab" * 16
+    reform = replace(
+        TIP,
+        generation=generation,
+        kind=Kind.REFORM,
+        parent=TIP.digest,
+        members={"A": TIP.members["A"]},
+        contributors=("A",),
+        sources={},
+        owners=dict.fromkeys(TIP.owners, ("A",)),
+        lineage=((TIP.height, (1, generation)),),
+    )
+    assert reform_problem(reform, RULES) is None
+    for wrong in (
+        replace(reform, lineage=()),
+        replace(reform, lineage=((TIP.height, (3, generation)),)),
+        replace(reform, lineage=((TIP.height + 5, (1, generation)),)),
+        replace(reform, seed=name("seed")),
+        replace(reform, members={"A": Member(0, 0.0)}),
+        replace(reform, owners={}),
+        replace(reform, run="other"),
+    ):
+        assert reform_problem(wrong, RULES)
+
+
+# ---------------------------------------------------------------- hostile events
+
+peers = st.sampled_from(["A", "B", "C", "X"])
+ballots = st.builds(Ballot, st.integers(0, 3), peers)
+digests = st.sampled_from([TIP.digest, PARENT.digest, name("unknown")])
+manifests = st.sampled_from([TIP, PARENT, *WRONG.values()])
+offers = st.sampled_from(
+    [make_offer(RULES, "A", TIP), make_offer(RULES, "B", PARENT), Offer(TIP.digest, 1, 1, {})]
+)
+units = st.sampled_from(["shared.0", "expert.0", "expert.77"])
+results = st.dictionaries(units, st.builds(ReducedUnit, digests, st.integers(0, 200)), max_size=2)
+certificates = st.none() | st.builds(
+    Certificate, ballots, st.dictionaries(peers, st.just(SIGNED), max_size=4)
+)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Hello, st.booleans()),
+    st.builds(Prepare, ballots),
+    st.builds(
+        Ready,
+        ballots,
+        st.none() | offers,
+        st.none() | st.builds(Accepted, ballots, manifests),
+        st.just(1.0),
+        st.booleans(),
+    ),
+    st.builds(
+        Roster,
+        ballots,
+        digests,
+        st.dictionaries(peers, offers, max_size=3),
+        st.lists(peers, max_size=3).map(tuple),
+    ),
+    st.builds(Reduced, ballots, digests, results, st.dictionaries(peers, st.just("no"))),
+    st.builds(Propose, ballots, manifests, st.lists(peers, max_size=3).map(tuple)),
+    st.builds(Accept, ballots, digests, st.just(SIGNED)),
+    st.builds(Commit, manifests, certificates, st.none() | manifests),
+)
+headers = st.sampled_from(
+    [Header(m.code, m.digest, m.generation) for m in (TIP, PARENT, replace(TIP, height=9))]
+)
+hostile: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Received, peers, headers, messages),
+    st.builds(events.Stored, digests),
+    st.builds(events.Unobtainable, digests, peers, st.just("no")),
+    st.builds(events.Synced, digests),
+    st.builds(events.UnitReduced, digests, units, st.builds(ReducedUnit, digests, st.just(100))),
+    st.builds(events.MergeComputed, digests, results),
+    st.just(events.Tick()),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(hostile, st.floats(0.0, 9.0)), max_size=25))
+def test_no_sequence_of_events_raises_and_the_tip_never_moves_down(
+    sequence: list[tuple[Event, float]],
+) -> None:
+    machine = PUMP._machine("A", RECORD, set(PUMP.nodes["A"].disk))
+    now = PUMP.now
+    machine.start(now)
+    for event, pause_s in sequence:
+        before = machine.tip.code
+        now += pause_s
+        machine.handle(event, now)
+        assert machine.tip.code >= before
+        assert machine.phase
