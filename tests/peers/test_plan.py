@@ -8,6 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from peers.plan import main, seconds
+from swarm.config import RunConfig, parse_config
+from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
+from swarm.protocol.layout import layout_of
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 
@@ -81,3 +84,12 @@ def test_people_get_a_table() -> None:
 )
 def test_durations_are_said_in_fitting_units(num_bytes: float, words: str) -> None:
     assert seconds(num_bytes, 100) == words
+
+
+@pytest.mark.parametrize("name", ["demo", *sorted(PAPER)])
+def test_the_plan_counts_the_bytes_that_the_layout_cuts(name: str) -> None:
+    path = RUNS / f"{name}.toml"
+    for wire in ([], ["wire.shared=bf16"], ["wire.experts=fp32"]):
+        run = parse_config(RunConfig, path.read_text(), source=name, overrides=wire)
+        layout = layout_of(run)
+        assert layout.num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)

@@ -4,20 +4,10 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from peers.program_log import JsonFormatter, PlainFormatter, configure_logging
-
-
-@pytest.fixture(autouse=True)
-def _root_logger_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def record(message: str, *args: object) -> logging.LogRecord:

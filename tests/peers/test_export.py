@@ -1,0 +1,185 @@
+"""swarm-export: what is written is what was agreed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from peers.export import Found, export, main, named_tensors
+from peers.live_model import initial_blobs
+from peers.state_directory import StateDirectory
+from swarm.codecs import encode_unit
+from swarm.config import RunConfig, parse_config
+from swarm.errors import CorruptState, StateError
+from swarm.model.huggingface import load_named
+from swarm.model.initialise import initial_tensors
+from swarm.network.blobs import BlobStore
+from swarm.network.founding import founding_manifest
+from swarm.network.record_file import RecordFile
+from swarm.protocol.events import Record
+from swarm.protocol.layout import Layout, layout_of
+from swarm.protocol.manifest import Founding, Manifest
+
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
+OVERRIDES = ["model.hidden_size=32", "model.moe_intermediate_size=16", "wire.part_bytes=4096"]
+
+
+@pytest.fixture
+def run() -> RunConfig:
+    return parse_config(RunConfig, DEMO.read_text(), source="demo", overrides=OVERRIDES)
+
+
+@pytest.fixture
+def layout(run: RunConfig) -> Layout:
+    return layout_of(run)
+
+
+def fill_store(store: BlobStore, run: RunConfig, layout: Layout) -> Manifest:
+    initial = {unit: (store.put(blob), len(blob)) for unit, blob in initial_blobs(run, layout)}
+    config = run.canonical_json()
+    founding = Founding("QmA", "nonce", store.put(config), len(config), store.put(b"x"), 1)
+    manifest = founding_manifest(founding, run, layout, initial, {"QmA": 1.0})
+    store.put(manifest.encoded)
+    return manifest
+
+
+@pytest.fixture
+def found(run: RunConfig, layout: Layout) -> Found:
+    store = BlobStore()
+    return Found(run, fill_store(store, run, layout), store.get)
+
+
+def test_every_tensor_comes_once_with_its_agreed_value(
+    found: Found, run: RunConfig, layout: Layout
+) -> None:
+    named = list(named_tensors(layout, found.manifest, found.read))
+    assert sorted(name for name, _ in named) == sorted(layout.shapes)
+    wanted = initial_tensors(run, layout.shapes)
+    for name, tensor in named:
+        codec = layout.by_unit[layout.by_name[name][0][0]].codec
+        dtype = torch.float32 if codec == "fp32" else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, wanted[name].to(dtype)), name
+
+
+def test_few_tensors_wait_for_their_other_parts(found: Found, layout: Layout) -> None:
+    # The first tensor is cut into several parts; it leaves as soon as its last part is read, so
+    # that no more than one part's tensors are ever in memory.
+    reads: list[str] = []
+
+    def read(digest: str) -> memoryview | None:
+        reads.append(digest)
+        return found.read(digest)
+
+    stream = named_tensors(layout, found.manifest, read)
+    first, _ = next(stream)
+    assert len(reads) == len(layout.by_name[first]) > 2
+
+
+def test_a_missing_blob_is_named(found: Found, layout: Layout) -> None:
+    gone = found.manifest.entries["expert.3"].digest
+    with pytest.raises(CorruptState, match=r"expert\.3 in round 0 is missing"):
+        list(named_tensors(layout, found.manifest, lambda d: None if d == gone else found.read(d)))
+
+
+def test_an_export_holds_model_configuration_and_tokenizer(
+    found: Found, run: RunConfig, layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(found, tmp_path / "out")
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["max_position_embeddings"] == run.data.sequence_length
+    assert config["eos_token_id"] == 256
+    tensors = dict(load_named(folder))
+    for unit in layout.units:
+        blob = found.read(found.manifest.entries[unit.unit].digest)
+        assert blob is not None and bytes(encode_unit(unit, tensors)) == bytes(blob)
+    said = capsys.readouterr().out
+    assert f"lm_eval --model hf --model_args pretrained={folder} --tasks" in said
+
+
+def on_disk(path: Path, run: RunConfig, layout: Layout) -> Manifest:
+    state = StateDirectory(path)
+    directory = state.run("demo-1")
+    directory.write_config(run)
+    store = BlobStore(directory.path)
+    manifest = fill_store(store, run, layout)
+    store.sync(store.digests())
+    RecordFile(directory.record_path).write(Record(manifest, None, None))
+    state.current_run = "demo-1"
+    state.close()
+    return manifest
+
+
+def invoke(*args: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    return result.exit_code, result.output
+
+
+def test_a_stopped_peers_directory_is_exported(
+    run: RunConfig, layout: Layout, tmp_path: Path
+) -> None:
+    manifest = on_disk(tmp_path / "state", run, layout)
+    code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    assert code == 0, said
+    assert f"exported round 0 (manifest {manifest.digest[:12]})" in said
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_running_peers_directory_is_left_alone(
+    run: RunConfig, layout: Layout, tmp_path: Path
+) -> None:
+    on_disk(tmp_path / "state", run, layout)
+    holder = StateDirectory(tmp_path / "state")
+    code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    holder.close()
+    assert code == StateError.exit_code
+    assert "its peer is running (export with --initial-peers ADDRESS)" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    code, said = invoke("--state-dir", tmp_path / "no", "--out", tmp_path / "out")
+    assert code == StateError.exit_code and "no such state directory" in said
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_directory_without_a_run_is_said_to_have_none(tmp_path: Path) -> None:
+    StateDirectory(tmp_path / "state").close()
+    code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
+    assert code == StateError.exit_code and "there is no run in it" in said
+    code, said = invoke(
+        "--state-dir", tmp_path / "state", "--out", tmp_path / "out", "--run-id", "x"
+    )
+    assert code == StateError.exit_code and "no state of x" in said
+
+
+def test_the_newest_of_two_manifests_is_what_the_record_names(
+    run: RunConfig, layout: Layout, tmp_path: Path
+) -> None:
+    manifest = on_disk(tmp_path / "state", run, layout)
+    state = StateDirectory(tmp_path / "state")
+    directory = state.run("demo-1")
+    store = BlobStore(directory.path)
+    unit = layout.by_unit["expert.0"]
+    ones = {piece.name: torch.ones(layout.shapes[piece.name]) for piece in unit.slices}
+    digest = store.put(encode_unit(unit, ones))
+    entry = dataclasses.replace(manifest.entries["expert.0"], digest=digest, version=1)
+    newer = dataclasses.replace(
+        manifest, run="demo-1", height=1, round=1, parent=manifest.digest,
+        entries={**manifest.entries, "expert.0": entry},
+    )  # fmt: skip
+    store.sync(store.digests())
+    RecordFile(directory.record_path).write(Record(newer, None, manifest))
+    state.close()
+    assert invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")[0] == 0
+    tensors = dict(load_named(tmp_path / "out"))
+    assert all(bool((tensors[piece.name] == 1).all()) for piece in unit.slices)

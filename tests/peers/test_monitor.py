@@ -1,0 +1,172 @@
+"""swarm-monitor: when it asks for what, what it remembers, and how it ends."""
+
+from typing import cast
+
+import pytest
+from click.testing import CliRunner
+
+from peers.monitor import Watch, main
+from swarm.errors import ConfigError, NobodyReachable
+from swarm.network.blobs import BlobStore
+from swarm.network.joining import Announced
+from swarm.network.observer import Observer, Seen
+from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
+from swarm.protocol.records import PeerRecord, PeerState, RunRecord, RunState, ValidationRecord
+
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+
+
+def peer_record(digest: str, round_: int = 1) -> PeerRecord:
+    return PeerRecord(
+        peer_id="QmA", name="a", addresses=(), state=PeerState.TRAINING, capacity=1.0,
+        generation="0", height=round_, round=round_, rounds_total=8, manifest_digest=digest,
+        owned_experts=(0,), step=0, tokens=0, loss=None, val_loss=None, tokens_per_s=0.0,
+        blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
+        round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
+        steps_skipped=0, refused={}, data_index=0, reason="", version="0",
+    )  # fmt: skip
+
+
+def manifest(round_: int) -> Manifest:
+    return Manifest(
+        run="demo-1", generation="0", height=round_, round=round_, kind=Kind.QUORUM, parent=None,
+        founding=Founding("QmA", "n", "0" * 64, 1, "0" * 64, 1), step=0, tokens=0, merged=0,
+        members={"QmA": Member(0, 1.0)}, contributors=("QmA",), sources={}, owners={0: ("QmA",)},
+        entries={"expert.0": Entry("0" * 64, 1, round_, "QmA", "bf16")},
+    )  # fmt: skip
+
+
+def run_record(state: RunState) -> RunRecord:
+    digest = "0" * 64
+    return RunRecord(
+        "demo-1", "demo", digest, "QmA", digest, 1, digest, 1, state=state, wait_for_peers=1
+    )
+
+
+class Guest:
+    """Stands in for an Observer; says what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.state = RunState.RUNNING
+        self.tip_now: Manifest | None = manifest(1)
+        self.seen = Seen({"QmA": peer_record(manifest(1).digest)}, {}, {})
+
+    def find(self, wanted: str | None, deadline_s: float) -> Announced:
+        self.asked.append(f"find {wanted}")
+        return Announced(run_record(self.state), ("QmA",))
+
+    def look(self, run: str, deadline_s: float) -> Seen:
+        self.asked.append("look")
+        return self.seen
+
+    def tip(self, announced: Announced, peers: object, deadline_s: float) -> Manifest:
+        self.asked.append("tip")
+        if self.tip_now is None:
+            raise NobodyReachable("nobody")
+        return self.tip_now
+
+    def show(self, round_: int) -> None:
+        self.tip_now = manifest(round_)
+        losses = {"QmA": ValidationRecord(round_, "0" * 64, 5.0 - round_, 64)}
+        self.seen = Seen({"QmA": peer_record(manifest(round_).digest, round_)}, {}, losses)
+
+
+@pytest.fixture
+def guest() -> Guest:
+    return Guest()
+
+
+@pytest.fixture
+def watch(guest: Guest) -> Watch:
+    return Watch(cast(Observer, guest), BlobStore(), None)
+
+
+def test_the_manifest_is_fetched_only_when_a_peer_shows_another_one(
+    guest: Guest, watch: Watch
+) -> None:
+    watch.look()
+    watch.look()
+    assert guest.asked == ["find None", "look", "tip", "look"]
+    guest.show(2)
+    assert watch.look().experts[0].version == 2
+    assert guest.asked[-2:] == ["look", "tip"]
+
+
+def test_without_an_answer_the_last_manifest_and_the_peers_own_rows_are_shown(
+    guest: Guest, watch: Watch
+) -> None:
+    watch.look()
+    guest.show(2)
+    guest.tip_now = None
+    shown = watch.look()
+    assert shown.round == 1 and shown.peers[0].record.round == 2
+
+
+def test_an_older_manifest_never_replaces_a_newer_one(guest: Guest, watch: Watch) -> None:
+    guest.show(3)
+    watch.look()
+    guest.show(2)
+    assert watch.look().round == 3
+
+
+def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> None:
+    for round_ in (1, 2, 3):
+        guest.show(round_)
+        watch.look()
+    assert watch.look().losses == ((1, 4.0), (2, 3.0), (3, 2.0))
+
+
+def test_a_gathering_run_is_looked_for_again_until_it_runs(guest: Guest, watch: Watch) -> None:
+    guest.state = RunState.GATHERING
+    watch.look()
+    assert "tip" not in guest.asked
+    guest.state = RunState.RUNNING
+    watch.look()
+    assert guest.asked == ["find None", "look", "find None", "look", "tip"]
+
+
+def test_when_all_records_expired_the_run_is_looked_for_anew(guest: Guest, watch: Watch) -> None:
+    watch.look()
+    guest.seen = Seen({}, {}, {})
+    with pytest.raises(NobodyReachable, match="no peer of demo-1 is present"):
+        watch.look()
+    guest.show(2)
+    watch.look()
+    assert guest.asked.count("find None") == 2
+
+
+# ---------------------------------------------------------------- the program
+
+
+def run_program(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, args)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_nobody_reachable_is_one_error_line_and_status_3(extra: tuple[str, ...]) -> None:
+    code, out, err = run_program("--initial-peers", DEAD, "--once", *extra)
+    assert code == 3 and out == ""
+    assert err.startswith("swarm-monitor: error: ") and err.count("\n") == 1
+
+
+def test_an_address_is_needed() -> None:
+    code, _, err = run_program("--once")
+    assert code == ConfigError.exit_code and "--initial-peers is missing" in err
+
+
+def test_the_glossary_needs_no_network() -> None:
+    code, out, _ = run_program("--glossary")
+    assert code == 0 and "tokens/s (tokens per second): " in out
+
+
+def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    stopped: list[bool] = []
+    guest.stop = lambda: stopped.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setattr("peers.monitor.Observer.start", lambda *_: guest)
+    code, out, err = run_program("--initial-peers", DEAD, "--once", "--json")
+    assert (code, err) == (0, "") and stopped == [True]
+    assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "generation": "0"')
+    code, out, _ = run_program("--initial-peers", DEAD, "--once")
+    assert code == 0 and "round 1/8" in out
