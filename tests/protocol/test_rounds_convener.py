@@ -169,7 +169,9 @@ def test_half_without_the_tie_breaker_never_decides() -> None:
     pump.kill(first)
     pump.run(pump.now + 50)
     assert pump.nodes[second].machine.tip.height == 2
-    assert pump.nodes[second].said(Topic.TAKEOVER) == ""  # it hears nobody, so it does not even try
+    # It hears nobody, so it does not even try, and says so once.
+    assert pump.nodes[second].said(Topic.TAKEOVER).startswith(f"waits: convener {first} silent")
+    assert "\n" not in pump.nodes[second].said(Topic.TAKEOVER)
 
 
 def test_a_proposal_that_its_convener_cannot_fetch_is_given_up_without_its_sources() -> None:

@@ -19,6 +19,7 @@ see the simulator catch it:
 | P3 | `_burn_ballot` | a convener's ballot is durable before its first message |
 | C1, P3 | `_may_use_ballot_zero` | attempt 0 is used once, by rank 0 |
 | C2 | `_phase1_required` | higher attempts need a quorum's promises |
+| C2, C6 | `_promises` | whose promises count; any quorum, at first without excluded sources |
 | C2 | `_choose_accepted` | the vote with the highest ballot is proposed again |
 | C3 | `_is_result_of_roster` | results of one roster only |
 | C5 | `_has_quorum` | a majority, or half with the tie-breaker |

@@ -118,7 +118,7 @@ class Adopter(MachineState):
         self._asked.clear()
         self._applied_at = self._top_since = self._convener_at = self._now
         self._top = None
-        self._was_deaf = False
+        self._was_deaf = self._has_told_wait = False
         self._somebody_is_ahead = False
         if self.tip.generation != old.tip.generation:
             self._heard.clear()

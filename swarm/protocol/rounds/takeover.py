@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarm.protocol.events import Topic
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Ballot
 from swarm.protocol.rounds.convener import Convener
 
@@ -50,12 +51,26 @@ class Takeover(Convener):
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * rank
         if silent_s <= silence_limit_s and age_s <= age_limit_s:
             return None
-        if not self._hears_somebody() or self._is_busy_catching_up():
-            return None
         convener = self._convener()
+        if self._is_busy_catching_up():
+            return None
+        if not self._hears_somebody():
+            self._tell_wait(convener, silent_s)
+            return None
         if silent_s > silence_limit_s:
             return f"convener {convener} silent for {silent_s:.1f} s (limit {silence_limit_s:.1f})"
         return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
+
+    def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
+        """Says once a height why nothing happens."""
+        if not self._has_told_wait:
+            self._has_told_wait = True
+            self._explain(
+                Topic.TAKEOVER,
+                f"waits: convener {convener} silent for {silent_s:.1f} s, and no other of the "
+                f"{len(self.tip.members)} members was heard for "
+                f"{2 * self.timers.heartbeat_s:.1f} s",
+            )
 
     def _hears_somebody(self) -> bool:
         """Whether a campaign could find anybody: a member was heard, or this peer is enough."""
