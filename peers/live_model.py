@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from swarm.experts import UnitLayout, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Merged, merge_experts
 from swarm.network.blobs import BlobStore
-from swarm.protocol.adoption import Action, Adoption, adopt, due_units
+from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
@@ -48,8 +49,25 @@ class Agreed:
         """
         blob = self.store.get(digest)
         if blob is None:
-            raise BlobGone(f"the blob {digest[:12]} was collected: a newer manifest has come")
+            raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
         return blob
+
+    @contextmanager
+    def held(self, digests: Iterable[Digest]) -> Iterator[None]:
+        """Keeps the blobs with these digests for as long as the context lasts.
+
+        Raises:
+            BlobGone: one of them is not here.
+        """
+        wanted = sorted(set(digests))
+        self.store.pin(wanted)  # before the look, so that no collection falls between
+        try:
+            for digest in wanted:
+                if not self.store.has(digest):
+                    raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
+            yield
+        finally:
+            self.store.unpin(wanted)
 
     def expert(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
         """The tensors of an expert in an agreed value; raises like `blob`."""
@@ -89,34 +107,43 @@ class LiveModel:
         """Moves the engine to an agreed state, keeping what local progress may be kept.
 
         Raises:
-            BlobGone: the manifest is no longer the newest; nothing was promised about the engine.
+            BlobGone: the manifest is no longer the newest; the engine is as it was.
         """
         decision = adopt(self.me, manifest, previous=previous, bases=self.bases, offer=offer)
         mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
-        self._read_ahead(manifest)
-        self.engine.own(mine)
-        for expert, choice in decision.experts.items():
-            unit = expert_unit(expert)
-            self.held.pop(unit, None)
-            if choice.action in (Action.RESTART, Action.TAKE_UP):
-                self._write(manifest, unit)
-            elif choice.action is Action.REBASE:
-                assert choice.rebase_from is not None
-                self._rebase(manifest, unit, choice.rebase_from)
-            logger.debug("%s: %s", choice.action.value, choice.reason)
-        self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
+        with self.agreed.held(_digests(manifest)):
+            self.engine.own(mine)
+            for expert, choice in decision.experts.items():
+                self._adopt_expert(manifest, expert, choice)
+            self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
         self.bases = {e: d.base for e, d in decision.experts.items() if d.base is not None}
         return decision
 
-    def adopt_frozen(self, tip: Manifest) -> None:
-        """Fills in the foreign experts beside masters that were loaded from this peer's disk."""
-        self.held = {}
-        self._write_others(tip, set(self.engine.owned), keep_shared=True)
+    def _adopt_expert(self, manifest: Manifest, expert: int, choice: ExpertDecision) -> None:
+        unit = expert_unit(expert)
+        self.held.pop(unit, None)
+        logger.debug("%s: %s", choice.action.value, choice.reason)
+        if choice.action is Action.REBASE:
+            assert choice.rebase_from is not None
+            try:
+                with self.agreed.held([choice.rebase_from]):
+                    self._rebase(manifest, unit, choice.rebase_from)
+            except BlobGone as error:
+                # As when two merges were jumped: without the old value nothing can be carried over.
+                logger.info("expert %d restarts from its merged value: %s", expert, error)
+                self._write(manifest, unit)
+        elif choice.action in (Action.RESTART, Action.TAKE_UP):
+            self._write(manifest, unit)
 
-    def _read_ahead(self, manifest: Manifest) -> None:
-        for unit, entry in manifest.entries.items():
-            if not self.agreed.store.has(entry.digest):
-                raise BlobGone(f"the blob of {unit} in {manifest.digest[:12]} is gone")
+    def adopt_frozen(self, tip: Manifest) -> None:
+        """Fills in the foreign experts beside masters that were loaded from this peer's disk.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest.
+        """
+        self.held = {}
+        with self.agreed.held(_digests(tip)):
+            self._write_others(tip, set(self.engine.owned), keep_shared=True)
 
     def _write_others(self, manifest: Manifest, mine: set[int], *, keep_shared: bool) -> None:
         for unit, entry in manifest.entries.items():
@@ -152,7 +179,11 @@ class LiveModel:
     # ------------------------------------------------ looking at agreed states
 
     def evaluate(self, manifest: Manifest, tokens_BT1: Tensor) -> float:
-        """Held-out loss of the agreed state in nats per token, right after it was adopted."""
+        """Held-out loss of the agreed state in nats per token, right after it was adopted.
+
+        Raises:
+            BlobGone: the manifest is no longer the newest.
+        """
         replace: dict[str, Tensor] = {}
         for expert in self.bases:
             unit = expert_unit(expert)
@@ -182,6 +213,10 @@ def initial_blobs(run: RunConfig, layout: Layout) -> Iterator[tuple[Unit, memory
         cached = {name: cached[name] for name in names if name in cached}
         cached |= initial_tensors(run, _missing(names, cached))
         yield unit.unit, encode_unit(unit, cached)
+
+
+def _digests(manifest: Manifest) -> list[Digest]:
+    return [entry.digest for entry in manifest.entries.values()]
 
 
 def _missing(names: Sequence[str], there: Iterable[str]) -> list[str]:

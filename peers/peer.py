@@ -20,6 +20,7 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from peers.agreement import explain_difference, require_settings
 from peers.live_model import Agreed, LiveModel, merge_blobs
 from peers.options import Options, as_toml, options, program
 from peers.publisher import Publisher
@@ -28,8 +29,6 @@ from peers.start import (
     Starter,
     Stopped,
     announcement,
-    explain_difference,
-    require_settings,
 )
 from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
@@ -48,7 +47,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
@@ -96,9 +95,10 @@ class Peer:
     def __post_init__(self) -> None:
         """Prepares to serve blobs."""
         self.server = BlobServer(
+            on_ask=self._on_ask,
             is_control=lambda digest: (
                 self.driver is not None and digest in self.driver.control_blobs
-            )
+            ),
         )
 
     # ------------------------------------------------ the network
@@ -128,6 +128,10 @@ class Peer:
         sys.stdout.flush()
         return self.node
 
+    def _on_ask(self, source: PeerId, digest: Digest) -> None:
+        if self.driver:
+            self.driver.asked_for(source, digest)
+
     async def _on_message(self, source: PeerId, payload: bytes) -> None:
         if self.driver:
             self.driver.inbound.take(source, payload)
@@ -152,11 +156,14 @@ class Peer:
         )
         current = self._run_to_resume(wanted, options.run_id)
         if current and (started := starter.resume(current)):
-            return self._checked(started, wanted, options)
+            _require(started.run, wanted, options)
+            return started
         if self.config.network.initial_peers or wanted is None:
-            joined = starter.join(wanted, options.run_id)
+            joined = starter.join(
+                wanted, options.run_id, lambda run: _require(run, wanted, options)
+            )
             if joined:
-                return self._checked(joined, wanted, options)
+                return joined
         assert wanted is not None
         return starter.found(wanted)
 
@@ -175,13 +182,6 @@ class Peer:
             logger.info("run=%s is not announced here; joining what is", current)
             return None
         return current
-
-    def _checked(self, started: Started, wanted: RunConfig | None, options: Options) -> Started:
-        if wanted is None:
-            require_settings(started.run, options.asked_of_run())
-        elif difference := explain_difference(wanted, started.run):
-            raise RunMismatch(difference)
-        return started
 
     def _status(self, run: RunConfig) -> PeerStatus:
         name = self.config.peer.name or f"{socket.gethostname()}-{self.node.peer_id[-4:]}"
@@ -217,7 +217,7 @@ class Peer:
         publisher = Publisher(
             self.node,
             status,
-            announcement(started),
+            announcement(started.run_id, run, started.directory.read_founding()),
             self.state,
             on_present=lambda peers: self.driver.discovered(peers) if self.driver else None,
         )
@@ -310,6 +310,13 @@ class Peer:
         while self.driver.left is None and time.monotonic() < deadline_s:
             self.driver.wait_for_tip(self.driver.tip.digest, 0.2)
         logger.info("left: %s", self.driver.left or "the others did not answer in time")
+
+
+def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None:
+    if wanted is None:
+        require_settings(run, options.asked_of_run())
+    elif difference := explain_difference(wanted, run):
+        raise RunMismatch(difference)
 
 
 def _validation(started: Started) -> torch.Tensor:

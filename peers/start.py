@@ -6,11 +6,13 @@ blob of that tip.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ from peers.live_model import initial_blobs
 from peers.state_directory import RunDirectory, StateDirectory
 from peers.status import NO_DIGEST, PeerStatus
 from swarm.config import PeerConfig, RunConfig
-from swarm.errors import CorruptState, NobodyReachable, RunMismatch
+from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.founding import await_founding, founding_manifest, gather
@@ -28,7 +30,7 @@ from swarm.network.joining import (
     check_run_id,
     fetch_config,
     fetch_founding_manifest,
-    fetch_state,
+    fetch_newest_state,
     find_run,
     newest_tip,
     present_peers,
@@ -39,14 +41,18 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, run_id
-from swarm.protocol.records import PeerRecord, RunRecord, RunState
+from swarm.protocol.records import RunRecord, RunState
 
 logger = logging.getLogger(__name__)
 
 FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
-FETCH_S = 24 * 3600.0
+START_S = 24 * 3600.0
+"""A large model over a slow link takes hours; the person may stop it at any time."""
+STOP_POLL_S = 0.2
+
+Result = TypeVar("Result")
 
 
 class Stopped(Exception):
@@ -97,45 +103,74 @@ class Starter:
         downloads = self.serve(store)
         for blob in (run.canonical_json(), directory.read_founding().encoded):
             store.put(blob)
+        started = Started(run_id, run, layout, directory, store, record)
         damaged = store.verify(blobs_of(record.tip))
         if damaged:
-            logger.warning("%d blobs of the tip are damaged and fetched again", len(damaged))
-            self._recompute_initial(record, run, layout, store)
-            self._refetch(record, run_id, layout, store, downloads)
-        logger.info("resume run=%s height=%d", run_id, record.tip.height)
-        return Started(run_id, run, layout, directory, store, record)
+            logger.warning("%d blobs of the tip are damaged", len(damaged))
+            started = replace(started, record=self._repair(started, downloads))
+        logger.info("resume run=%s height=%d", run_id, started.record.tip.height)
+        return started
 
-    def _refetch(
-        self, record: Record, run_id: str, layout: Layout, store: BlobStore, downloads: Downloads
-    ) -> None:
-        members = [peer for peer in record.tip.members if peer != self.node.peer_id]
-        if not members:
-            raise CorruptState(
-                "blobs of the newest manifest are damaged and no other member has them",
-                hint=f"restore {self.state.run(run_id).path} from a copy",
+    def _repair(self, started: Started, downloads: Downloads) -> Record:
+        """Brings the tip's blobs here again, or those of the tip that the others have by now."""
+        record, directory, store = started.record, started.directory, started.store
+        self._recompute_initial(record, started.run, started.layout, store)
+        others = [peer for peer in record.tip.members if peer != self.node.peer_id]
+        if not others:
+            return self._earlier(directory, store)
+        repaired = self._wait_for(
+            fetch_newest_state(
+                self.node,
+                store,
+                downloads,
+                started.layout,
+                run=announcement(started.run_id, started.run, directory.read_founding()),
+                record=record,
+                peers=others,
+                on_blob=_progress(),
             )
-        self.node.run(
-            fetch_state(downloads, store, layout, record.tip, sources=members, on_blob=_progress()),
-            FETCH_S,
         )
+        if repaired is not record:
+            RecordFile(directory.record_path).write(repaired)
+        return repaired
+
+    def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
+        """The manifest before the newest, for a peer that is alone."""
+        earlier = RecordFile(directory.record_path).read_earlier()
+        if earlier is None or store.verify(blobs_of(earlier.tip)):
+            raise CorruptState(
+                "blobs of the newest manifests are damaged and no other member has them",
+                hint=f"restore {directory.path} from a copy",
+            )
+        RecordFile(directory.record_path).write(earlier)
+        return earlier
 
     # ------------------------------------------------ join
 
-    def join(self, wanted: RunConfig | None, run_name: str | None) -> Started | None:
+    def join(
+        self,
+        wanted: RunConfig | None,
+        run_name: str | None,
+        check: Callable[[RunConfig], None],
+    ) -> Started | None:
         """Joins a run that members announce; None when there is none for the wanted file.
+
+        Args:
+            wanted: configuration that the run must have, if one was given.
+            run_name: id that it must have, if one was given.
+            check: raises RunMismatch before anything of an unwanted run is kept.
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
             RunMismatch: the run is not what was asked for.
         """
-        announced = self.node.run(
+        announced = self._wait_for(
             find_run(
                 self.node,
                 fingerprint=wanted.fingerprint() if wanted else None,
                 wanted=run_name,
                 deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
-            ),
-            FIND_S + 30,
+            )
         )
         if announced is None:
             if wanted:
@@ -144,37 +179,48 @@ class Starter:
                 f"no run was announced within {FIND_S:.0f} s",
                 hint="check the address, or found a run with --run FILE",
             )
-        return self._join_announced(announced)
-
-    def _join_announced(self, announced: Announced) -> Started:
         scratch = BlobStore(None)
         downloads = self.serve(scratch)
-        run = self.node.run(fetch_config(announced, downloads), 90)
+        run = self._wait_for(fetch_config(announced, downloads))
+        check(run)
+        return self._join_announced(announced, run, downloads)
+
+    def _join_announced(
+        self, announced: Announced, run: RunConfig, downloads: Downloads
+    ) -> Started:
         if announced.record.state is RunState.GATHERING:
             announced = self._await_founding(announced, run)
         record = announced.record
         check_run_id(record)
-        founding = self.node.run(fetch_founding_manifest(announced, downloads), 90)
+        founding = self._wait_for(fetch_founding_manifest(announced, downloads))
         directory = self._directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
-        present = self.node.run(present_peers(self.node, record.run), 60)
-        peers = {*announced.publishers, *present}
+        present = self._wait_for(present_peers(self.node, record.run))
+        peers = {*announced.publishers, *present} - {self.node.peer_id}
         # In manifest 0's electorate, so it cannot have voted in this run yet.
         fresh = self.node.peer_id in founding.members
         tip = (
             Record(founding, None, None)
             if fresh
-            else self.node.run(newest_tip(self.node, store, downloads, announced, peers), 120)
+            else self._wait_for(newest_tip(self.node, store, downloads, record, peers))
         )
         self._recompute_initial(tip, run, layout, store)
-        sources = sorted((peers | set(tip.tip.members)) - {self.node.peer_id})
-        self.node.run(
-            fetch_state(downloads, store, layout, tip.tip, sources=sources, on_blob=_progress()),
-            FETCH_S,
+        sources = peers | set(tip.tip.members)
+        tip = self._wait_for(
+            fetch_newest_state(
+                self.node,
+                store,
+                downloads,
+                layout,
+                run=record,
+                record=tip,
+                peers=sources,
+                on_blob=_progress(),
+            )
         )
         RecordFile(directory.record_path).write(tip)
         self.state.current_run = record.run
@@ -183,13 +229,7 @@ class Starter:
     def _await_founding(self, gathering: Announced, run: RunConfig) -> Announced:
         status = self.status(run)
         logger.info("the run gathers %d peers", gathering.record.wait_for_peers)
-        announced = self.node.run(
-            await_founding(self.node, gathering.record, status.record, stopping=self.stopping),
-            FETCH_S,
-        )
-        if announced is None:
-            raise Stopped
-        return announced
+        return self._wait_for(await_founding(self.node, gathering.record, status.record))
 
     # ------------------------------------------------ found
 
@@ -251,17 +291,30 @@ class Starter:
         scratch = BlobStore(None)
         scratch.put(config_blob)
         self.serve(scratch)
-        status = self.status(run)
-
-        def mine() -> PeerRecord:
-            return status.record()
-
-        present = self.node.run(gather(self.node, gathering, mine, stopping=self.stopping), FETCH_S)
-        if self.stopping():
-            raise Stopped
-        return present
+        return self._wait_for(gather(self.node, gathering, self.status(run).record))
 
     # ------------------------------------------------ shared by the three
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine in the node's loop until it ends or the person stops this peer.
+
+        Raises:
+            Stopped: the person stopped it.
+        """
+
+        async def watched() -> Result:
+            task = asyncio.ensure_future(coroutine)
+            try:
+                while not task.done():
+                    if self.stopping():
+                        raise Stopped
+                    await asyncio.wait([task], timeout=STOP_POLL_S)
+                return task.result()
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+        return self.node.run(watched(), START_S)
 
     def _directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
         directory = self.state.run(name)
@@ -285,13 +338,18 @@ class Starter:
                 store.put(value, missing[unit])
 
 
-def announcement(started: Started) -> RunRecord:
-    """What every member repeats about the run, so that it outlives its founder."""
-    manifest = started.directory.read_founding()
+def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
+    """What every member repeats about the run, so that it outlives its founder.
+
+    Args:
+        run_id: of the run.
+        run: its configuration.
+        manifest: manifest 0.
+    """
     return RunRecord(
-        run=started.run_id,
-        name=started.run.run.name,
-        fingerprint=started.run.fingerprint(),
+        run=run_id,
+        name=run.run.name,
+        fingerprint=run.fingerprint(),
         founder=manifest.founding.founder,
         founding=manifest.digest,
         founding_bytes=len(manifest.encoded),
@@ -300,42 +358,6 @@ def announcement(started: Started) -> RunRecord:
         state=RunState.RUNNING,
         wait_for_peers=len(manifest.members),
     )
-
-
-def explain_difference(asked: RunConfig, running: RunConfig) -> str:
-    """Settings in which a joiner's file differs from the run, for the person to see."""
-    asked_flat, running_flat = _flat(asked.model_dump()), _flat(running.model_dump())
-    return ", ".join(
-        f"{key}: asked {asked_flat.get(key)!r}, the run has {running_flat.get(key)!r}"
-        for key in sorted(asked_flat.keys() | running_flat.keys())
-        if asked_flat.get(key) != running_flat.get(key)
-    )
-
-
-def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
-    """Refuses `--rounds` and `--set` of a joiner unless they equal the run's settings.
-
-    Raises:
-        RunMismatch: names every difference.
-    """
-    have = _flat(run.model_dump())
-    wrong = [
-        f"{key}: asked {value!r}, the run has {have.get(key)!r}"
-        for key, value in overrides.items()
-        if have.get(key) != value
-    ]
-    if wrong:
-        raise RunMismatch("; ".join(wrong), hint="leave the option out to join as it is")
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def blobs_of(manifest: Manifest) -> list[Digest]:

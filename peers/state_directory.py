@@ -92,7 +92,7 @@ class RunDirectory:
         write_whole(self.path / "founding", manifest.encoded)
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
-        """Adds one line to the run's history; a line that a kill tore off stays a line of its own."""
+        """Adds one line to the run's history, also after a line that a kill tore off."""
         line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
         with self.events_path.open("ab+") as file:
             is_torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"

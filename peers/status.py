@@ -79,8 +79,15 @@ class PeerStatus:
         """Takes part in the run from now on."""
         self.reason_of = lambda: driver.last_reason
         self.refused_of = lambda: dict(driver.refused + self.node.traffic.refused)
-        self.manifest = driver.tip
-        self._event("started", run=run_id, peer_id=self.node.peer_id, **asdict(self.traffic()))
+        self.manifest = tip = driver.tip
+        self._event(
+            "started",
+            run=run_id,
+            peer_id=self.node.peer_id,
+            height=tip.height,
+            digest=tip.digest,
+            **asdict(self.traffic()),
+        )
 
     def finished(self) -> None:
         """All rounds are done; from here on the peer only serves others."""

@@ -14,7 +14,7 @@ from peers.state_directory import RunDirectory
 from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
-from swarm.errors import StateError
+from swarm.errors import CorruptState, StateError
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.merging import merge_due
@@ -144,31 +144,48 @@ class Trainer:
         """Swaps in the agreed model, manifest by manifest, and reports each."""
         wait_s = self.status.since_begin_s()
         previous, counted = tip, False
-        for applied in path:
+        while path:
+            applied = path.pop(0)
             manifest = applied.manifest
             try:
                 self.model.adopt(manifest, previous=previous.digest, offer=offer)
             except BlobGone as error:
                 logger.info("height=%d skipped: %s", manifest.height, error)
+                path = path or self._newer_than(manifest, error)
                 continue
             follows = manifest.parent == tip.digest
             mine = follows and offer is not None and self.model.me in manifest.contributors
             counted |= mine
+            if not path and not counted:
+                self._count_lost(offer, stats, applied.reason)
             report = RoundReport(manifest, stats if follows else None, mine, wait_s, applied.reason)
             self.status.applied(report)
             previous = manifest
-        if previous is not path[-1].manifest:
-            raise StateError("the newest manifest's blobs are not all here")
-        if stats and not counted:
-            self.status.lose_tokens(stats.tokens, path[-1].reason)
         self._validate(previous)
         return previous
 
+    def _newer_than(self, manifest: Manifest, error: BlobGone) -> list[Applied]:
+        """What was applied since; the newest tip's own blobs are never collected."""
+        newer = self.rounds.wait_for_tip(manifest.digest, WAIT_SLICE_S)
+        if not newer:
+            raise StateError("the newest manifest's blobs are not all here") from error
+        return newer
+
+    def _count_lost(self, offer: Offer | None, stats: LocalStats | None, why: str) -> None:
+        tokens = stats.tokens if stats else offer.tokens if offer else 0
+        if tokens:
+            self.status.lose_tokens(tokens, why)
+
     def _validate(self, manifest: Manifest) -> None:
         """The round's rank 0 measures the agreed state for everybody."""
-        if manifest.order[0] == self.model.me:
+        if manifest.order[0] != self.model.me:
+            return
+        try:
             val_loss = self.model.evaluate(manifest, self.validation_BT1)
-            self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
+        except BlobGone as error:
+            logger.info("round=%d was not validated: %s", manifest.round, error)
+            return
+        self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
 
     def _check_stop(self) -> bool:
         if self.stopping():
@@ -178,24 +195,43 @@ class Trainer:
     # ------------------------------------------------ going on where we were
 
     def _resume(self) -> tuple[Manifest, Offer | None]:
-        """Brings engine and tip together after a start; returns an offer that is still good."""
-        self.model.engine.count_from(self.rounds.tip.step)
+        """Brings engine and tip together after a start; returns an offer that is still good.
+
+        The rounds go on meanwhile, so the tip may move away: then the newer one is taken.
+        """
+        while True:
+            tip = self.rounds.tip
+            try:
+                return self._resume_at(tip)
+            except BlobGone as error:
+                self._newer_than(tip, error)
+
+    def _resume_at(self, tip: Manifest) -> tuple[Manifest, Offer | None]:
+        self.model.engine.count_from(tip.step)
         private = self._load_private()
-        tip = self.rounds.tip
         if private is None:
             return self._adopt_start([tip], "", None), None
         offer = self._offer_of(private)
         if private.base_tip == tip.digest:
             logger.info("round=%d: the saved local steps are offered again", private.round)
             self.model.adopt_frozen(tip)
+            self.status.manifest = tip
             return tip, self._save_offer(tip, *self._local_work(tip))
         parent = self.rounds.machine.record.parent
-        path = [parent, tip] if parent and parent.parent == private.base_tip else [tip]
-        return self._adopt_start(path, private.base_tip, offer), None
+        was_merged = parent is not None and parent.digest == tip.parent
+        if parent and was_merged and parent.parent == private.base_tip:
+            return self._adopt_start([parent, tip], private.base_tip, offer), None
+        return self._adopt_start([tip], private.base_tip, offer), None
 
     def _adopt_start(self, path: list[Manifest], previous: Digest, offer: Offer | None) -> Manifest:
         for manifest in path:
-            self.model.adopt(manifest, previous=previous, offer=offer)
+            try:
+                self.model.adopt(manifest, previous=previous, offer=offer)
+            except BlobGone as error:
+                if manifest is path[-1]:
+                    raise
+                logger.info("height=%d skipped: %s", manifest.height, error)
+                continue
             previous = manifest.digest
         tip = path[-1]
         self.status.manifest = tip
@@ -210,7 +246,12 @@ class Trainer:
         return phase.local_steps, phase.local_steps * phase.batch_tokens
 
     def _load_private(self) -> PrivateState | None:
-        loaded = load_newest(self.directory.private_path)
+        try:
+            loaded = load_newest(self.directory.private_path)
+        except CorruptState as error:
+            # Masters are in the swarm; a peer that stays away would lose more than its moments.
+            logger.error("%s; goes on from the manifest, with moments of zero", error)
+            return None
         if loaded is None:
             return None
         private = loaded.state

@@ -7,6 +7,7 @@ histories that the peers write.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -248,7 +249,7 @@ def rounds_of(histories: Sequence[Sequence[Event]]) -> list[Round]:
             event["time"] - before["time"],
             frozenset(event["contributors"]),
         )
-        for before, event in zip(ordered, ordered[1:], strict=False)
+        for before, event in itertools.pairwise(ordered)
     ]
 
 

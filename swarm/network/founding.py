@@ -90,20 +90,15 @@ async def gather(
     node: Node,
     announcement: RunRecord,
     mine: Callable[[], PeerRecord],
-    *,
-    stopping: Callable[[], bool],
 ) -> dict[PeerId, float]:
-    """Announces a run that is about to begin and waits for its peers; returns their capacities.
-
-    The caller may stop the wait; then only those present are returned.
-    """
+    """Announces a run that is about to begin and waits for its peers; returns their capacities."""
     said_s = 0.0
     while True:
         await publish(node, runs_key(), announcement)
         await publish_peer(node, announcement.run, mine())
         present = await present_peers(node, announcement.run)
         present[node.peer_id] = mine()
-        if len(present) >= announcement.wait_for_peers or stopping():
+        if len(present) >= announcement.wait_for_peers:
             kept = [node.peer_id, *sorted(present.keys() - {node.peer_id})]
             return {peer: present[peer].capacity for peer in kept[: announcement.wait_for_peers]}
         if time.monotonic() - said_s > 10:
@@ -118,20 +113,17 @@ async def await_founding(
     node: Node,
     gathering: RunRecord,
     mine: Callable[[], PeerRecord],
-    *,
-    stopping: Callable[[], bool],
-) -> Announced | None:
-    """Waits in a gathering run until its founder announces manifest 0.
+) -> Announced:
+    """Waits in a gathering run until its founder announces manifest 0, and returns that.
 
-    Returns:
-        None when asked to stop.
+    A founder that was killed and started again gathers under another name: it is followed there.
 
     Raises:
         NobodyReachable: the founder's announcement expired.
     """
-    last_seen_s = time.monotonic()
-    while not stopping():
-        await publish_peer(node, gathering.run, mine())
+    last_seen_s, gathers_as = time.monotonic(), gathering.run
+    while True:
+        await publish_peer(node, gathers_as, mine())
         announced = [
             run
             for run in await announced_runs(node)
@@ -140,8 +132,7 @@ async def await_founding(
         if announced and announced[0].record.state is RunState.RUNNING:
             return announced[0]
         if announced:
-            last_seen_s = time.monotonic()
+            last_seen_s, gathers_as = time.monotonic(), announced[0].record.run
         if time.monotonic() - last_seen_s > FOUNDER_SILENT_S:
             raise NobodyReachable("the founder of the run is gone before it began")
         await asyncio.sleep(POLL_S)
-    return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.codecs import check_finite
 from swarm.config import RunConfig
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.3
 ASK_DEADLINE_S = 5.0
 BLOB_DEADLINE_S = 60.0
+STUCK_S = 10.0
+"""A state of which nothing came for so long may have been collected everywhere."""
 MAX_ASKED = 8
 """Members asked for their tip; the newest answer with a valid certificate counts."""
 TIP_QUESTION = b"tip "
@@ -143,7 +146,7 @@ async def newest_tip(
     node: Node,
     store: BlobStore,
     downloads: Downloads,
-    announced: Announced,
+    run: RunRecord,
     peers: Collection[PeerId],
 ) -> Record:
     """The best tip that members show, with a certificate that holds.
@@ -153,16 +156,12 @@ async def newest_tip(
     """
     best: Record | None = None
     asked = [peer for peer in sorted(peers) if peer != node.peer_id][:MAX_ASKED]
-    answers = await asyncio.gather(
-        *(_ask_tip(node, store, downloads, announced.record, peer) for peer in asked)
-    )
+    answers = await asyncio.gather(*(_ask_tip(node, store, downloads, run, peer) for peer in asked))
     for record in answers:
         if record and (best is None or record.tip.code > best.tip.code):
             best = record
     if best is None:
-        raise NobodyReachable(
-            f"none of {len(asked)} members of {announced.record.run} showed a valid tip"
-        )
+        raise NobodyReachable(f"none of {len(asked)} members of {run.run} showed a valid tip")
     return best
 
 
@@ -211,6 +210,68 @@ def check_run_id(record: RunRecord) -> None:
     """
     if record.run != run_id(record.name, record.fingerprint, record.founding):
         raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
+
+
+async def fetch_newest_state(
+    node: Node,
+    store: BlobStore,
+    downloads: Downloads,
+    layout: Layout,
+    *,
+    run: RunRecord,
+    record: Record,
+    peers: Collection[PeerId],
+    on_blob: Callable[[int, int], None],
+) -> Record:
+    """Fetches the state of a tip, or of a newer one when the tip's blobs are no longer to be had.
+
+    Args:
+        node: whose peers are asked.
+        store: where blobs go.
+        downloads: fetches into it.
+        layout: what a value must look like.
+        run: as announced.
+        record: with the tip to begin with.
+        peers: that may have the state.
+        on_blob: told how many of how many bytes are here.
+
+    Returns:
+        The record whose tip is here, whole and durable.
+    """
+    sources = [peer for peer in sorted(peers) if peer != node.peer_id]
+    while True:
+        tip = record.tip
+        fetch = fetch_state(downloads, store, layout, tip, sources=sources, on_blob=on_blob)
+        if await _comes(fetch, node, store, tip):
+            return record
+        try:
+            newer = await newest_tip(node, store, downloads, run, sources)
+        except NobodyReachable as error:
+            logger.info("height=%d is still being fetched: %s", tip.height, error)
+            continue
+        if newer.tip.code > tip.code:
+            logger.info("height=%d is fetched instead of %d", newer.tip.height, tip.height)
+            record = newer
+            sources = sorted({*sources, *newer.tip.members} - {node.peer_id})
+
+
+async def _comes(
+    fetch: Coroutine[Any, Any, None], node: Node, store: BlobStore, manifest: Manifest
+) -> bool:
+    """Fetches a state; returns False, and gives it up, when nothing of it came for `STUCK_S`."""
+    fetching = asyncio.create_task(fetch)
+    try:
+        while not fetching.done():
+            before = node.traffic.blob_bytes_received
+            await asyncio.wait([fetching], timeout=STUCK_S)
+            is_here = all(store.has(entry.digest) for entry in manifest.entries.values())
+            if not (fetching.done() or is_here or node.traffic.blob_bytes_received > before):
+                return False
+        fetching.result()
+        return True
+    finally:
+        fetching.cancel()
+        await asyncio.wait([fetching])
 
 
 async def fetch_state(

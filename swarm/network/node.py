@@ -44,6 +44,8 @@ from swarm.network.traffic import Traffic
 logger = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 30.0
+HEAL_ALONE_EVERY_S = 2.0
+"""When nobody is in the routing table: after all peers were killed, they start one by one."""
 HEAL_ADDRESSES = 16
 _PROBE_S = 3.0
 _CONNECT_S = 5.0
@@ -81,7 +83,9 @@ class Node:
         failure: why the daemon is dead, if it is.
     """
 
-    def __init__(self, identity: Identity, network: NetworkSection, handlers: Handlers) -> None:
+    def __init__(
+        self, identity: Identity, network: NetworkSection, handlers: Handlers, *, forgotten: bool
+    ) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
         self.addresses: tuple[str, ...] = ()
@@ -94,8 +98,8 @@ class Node:
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._forgotten = False
-        """Whether the identity is new and so cannot be another peer's."""
+        self._forgotten = forgotten
+        """Whether the identity is kept nowhere and so cannot be another peer's."""
         self._p2p: P2P | None = None
         self._dht: Dht | None = None
 
@@ -130,11 +134,11 @@ class Node:
             ConfigError: an address is malformed.
         """
         use_hivemind_log_handler("nowhere")
+        logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO tells of each start
         peers = [Address.parse(text) for text in known_peers]
         with tempfile.TemporaryDirectory(prefix="swarm-") as forgotten:
             identity = load_or_create_identity(identity_path or Path(forgotten) / "identity.key")
-            node = cls(identity, network, handlers or Handlers())
-            node._forgotten = identity_path is None
+            node = cls(identity, network, handlers or Handlers(), forgotten=not identity_path)
             try:
                 node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
             except BaseException as error:
@@ -240,8 +244,8 @@ class Node:
     async def heal(self) -> int:
         """Connects to and pings up to 16 known addresses; returns how many answered.
 
-        Runs by itself every 30 s. Without it a network that was cut stays cut after the link is
-        back (measured: 4 of 5 runs).
+        Runs by itself every 30 s, and every 2 s while nobody is known. Without it a network that
+        was cut stays cut after the link is back (measured: 4 of 5 runs).
         """
         chosen = self._book.next(HEAL_ADDRESSES)
         answered = await asyncio.gather(*(self._reach(address) for address in chosen))
@@ -261,8 +265,13 @@ class Node:
             return False
 
     async def _heal_for_ever(self) -> None:
+        clock = asyncio.get_running_loop().time
+        healed_s = clock()
         while True:
-            await asyncio.sleep(HEAL_EVERY_S)
+            await asyncio.sleep(HEAL_ALONE_EVERY_S)
+            if self.num_neighbours and clock() - healed_s < HEAL_EVERY_S:
+                continue
+            healed_s = clock()
             with suppress(NetworkDown):  # told by _watch already
                 await self.heal()
 

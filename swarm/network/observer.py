@@ -132,7 +132,9 @@ class Observer:
         asked = _whom_to_ask(announced, peers)
 
         async def ask() -> Manifest:
-            record = await newest_tip(self._node, self._store, self._downloads, announced, asked)
+            record = await newest_tip(
+                self._node, self._store, self._downloads, announced.record, asked
+            )
             return record.tip
 
         return self._within(deadline_s, "the newest manifest", ask)

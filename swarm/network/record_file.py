@@ -72,6 +72,19 @@ class RecordFile:
             )
         return None
 
+    def read_earlier(self) -> Record | None:
+        """The record before the newest, when the newest's state is lost; None if there is none.
+
+        Its votes are forgotten too: they were for what was lost.
+        """
+        try:
+            record = _read(self.previous)
+        except (FileNotFoundError, CorruptState):
+            return None
+        return _rolled_back(
+            replace(record, promised=None, accepted=None), ["the newest manifest's blobs are lost"]
+        )
+
 
 def _rolled_back(record: Record, problems: list[str]) -> Record:
     until = record.tip.height + _ABSTAIN_HEIGHTS

@@ -343,16 +343,25 @@ class RoundDriver:
     # ------------------------------------------------ for others
 
     def commit_of_tip(self) -> bytes:
-        """The tip as a COMMIT with its certificate, for strangers that ask.
-
-        Whoever asks is about to fetch it, so its blobs stay for a while [GC].
-        """
+        """The tip as a COMMIT with its certificate, for strangers that ask."""
         record = self.machine.record
         tip = record.tip
-        blobs = (entry.digest for entry in tip.entries.values())
-        self.store.lease(tip.digest, [tip.digest, *blobs], time.monotonic())
         header = Header(tip.code, tip.digest, tip.generation)
         return self._encode(header, Commit(tip, record.certificate, record.parent))
+
+    def asked_for(self, peer: PeerId, digest: Digest) -> None:
+        """A peer asks for a blob: to a stranger the manifest that it belongs to is leased [GC].
+
+        Members fetch only what the protocol keeps for them.
+        """
+        tip, parent = self.machine.record.tip, self.machine.record.parent
+        if peer in tip.members:
+            return
+        for manifest in (tip, parent):
+            blobs = {e.digest for e in manifest.entries.values()} if manifest else set()
+            if manifest and digest in blobs:
+                self.store.lease(manifest.digest, {manifest.digest, *blobs}, time.monotonic())
+                return
 
     def _encode(self, header: Header, message: Message) -> bytes:
         """The message's payload, with what it refers to put into the store."""
