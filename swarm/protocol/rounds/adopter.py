@@ -114,7 +114,7 @@ class Adopter(MachineState):
             self._effects.append(CancelFetch(Purpose.REDUCE))
         self._proposal = self._job = self._campaign = self._offer = self._merged = None
         self._readies.clear()
-        self._told.clear()
+        self._told = {key: at for key, at in self._told.items() if key[1] == self.tip.digest}
         self._asked.clear()
         self._applied_at = self._top_since = self._convener_at = self._now
         self._top = None

@@ -168,6 +168,8 @@ class Convener(Collector):
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
             self._post(peer, commit)
+            # Votes that are still under way show a peer behind that has just been told.
+            self._told[peer, manifest.digest] = self._now
 
     def _signers(self, campaign: Campaign) -> list[PeerId]:
         """A smallest quorum among the votes, so that certificates stay small."""

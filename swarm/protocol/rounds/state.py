@@ -41,6 +41,8 @@ from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rules import Randomness, Rules
 
+Exchanged = dict[tuple[PeerId, Digest], float]
+"""When a peer was last told this tip, or asked for a newer one than this."""
 Sign = Callable[[bytes], Signature]
 """Signs a statement with this peer's key."""
 
@@ -123,8 +125,8 @@ class MachineState(ABC):
         self._known: dict[PeerId, None] = dict.fromkeys(sorted(record.tip.members))
         if record.parent:
             self._known |= dict.fromkeys(sorted(record.parent.members))
-        self._told: dict[PeerId, float] = {}
-        self._asked: dict[PeerId, float] = {}
+        self._told: Exchanged = {}
+        self._asked: Exchanged = {}
         self._early: dict[tuple[PeerId, type], tuple[Header, Message]] = {}
         # Times.
         self._boot_at = now
@@ -256,20 +258,19 @@ class MachineState(ABC):
 
     def _tell_tip(self, peer: PeerId) -> None:
         """Sends COMMIT(tip) to a peer that is behind, at most once per poll period [H1]."""
-        if self._is_rate_limited(self._told, peer):
-            return
-        self._post(peer, Commit(self.tip, self.record.certificate, self.record.parent))
+        if not self._is_rate_limited(self._told, (peer, self.tip.digest)):
+            self._post(peer, Commit(self.tip, self.record.certificate, self.record.parent))
 
     def _ask_tip(self, peer: PeerId) -> None:
         """Asks a peer that is ahead for its tip, at most once per poll period [H1]."""
         self._somebody_is_ahead = True
-        if not self._is_rate_limited(self._asked, peer):
+        if not self._is_rate_limited(self._asked, (peer, self.tip.digest)):
             self._post(peer, Hello(ask=True))
 
-    def _is_rate_limited(self, last: dict[PeerId, float], peer: PeerId) -> bool:
-        if self._now - last.get(peer, -self.timers.poll_s) < self.timers.poll_s:
+    def _is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
+        if key in last and self._now - last[key] < self.timers.poll_s:
             return True
-        last[peer] = self._now
+        last[key] = self._now
         return False
 
     # ------------------------------------------------------------ bringing blobs here
