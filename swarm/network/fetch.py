@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,7 +22,6 @@ from swarm.network.incoming import (
     OnBlob,
     OnFailure,
     Piece,
-    fault_of,
 )
 from swarm.network.node import Node
 from swarm.protocol.digests import PIECE_BYTES, num_pieces
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
+THREADS = 64
+"""As many large pieces are received at the same time at most."""
 YIELD_EVERY = 32
 """Small blobs that have all arrived are read without a pause; others get a turn after so many."""
 
@@ -71,8 +73,8 @@ class Downloads:
         self._progress_s = progress_s
         self._flows_per_peer = flows_per_peer
         limits = limits or Limits()
-        self._ahead_bytes = limits.bytes_per_peer // (2 * flows_per_peer)
-        """Asked ahead on one stream; as much again waits for a stream to have room."""
+        self._ahead_bytes = limits.bytes_per_peer // flows_per_peer
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="swarm-receive")
         self._sourcing: Sourcing[Piece] = Sourcing(limits)
         self._downloads: dict[tuple[str, int, bool], Incoming] = {}
         self._queues: dict[str, deque[Piece]] = {}
@@ -96,7 +98,8 @@ class Downloads:
 
         Args:
             wants: blobs; those that are here cost nothing.
-            check: raises BadBlob for content that is not acceptable; may run in another thread.
+            check: raises BadBlob for content that is not acceptable; may run in another thread,
+                and must not hold on to the buffer.
                 Such a blob is not kept, and since its digest fixes its content, nobody is asked
                 for it again: `on_failure` is called for each of its sources.
             on_blob: called with the digest of each blob as it arrives.
@@ -236,7 +239,13 @@ class Downloads:
         while self._queues[peer] and len(flows) < self._flows_per_peer:
             if flows and queued <= room:
                 break
-            flow = Flow(self, peer, self._node.traffic, ahead_bytes=self._ahead_bytes)
+            flow = Flow(
+                self,
+                peer,
+                self._node.traffic,
+                ahead_bytes=self._ahead_bytes,
+                threads=self._threads,
+            )
             flows.append(flow)
             room += flow.room_bytes
             task = asyncio.create_task(self._run_flow(flow))
@@ -303,7 +312,7 @@ class Downloads:
         self._piece_failed(piece, Failure.MISSING, "missing", peer)
         self._pump_soon()
 
-    async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
+    async def piece_arrived(self, piece: Piece, content: memoryview, peer: str) -> bool:
         """See `FlowOwner`."""
         download = piece.blob
         try:
@@ -323,20 +332,18 @@ class Downloads:
         self._pump_soon()
         return True
 
-    async def _finish(self, download: Incoming, content: bytearray) -> None:
+    async def _finish(self, download: Incoming, last_piece: memoryview) -> None:
         """All pieces are there: keeps the blob unless all who want it refuse its content."""
-        view = memoryview(content)
-        if download.partial:
-            view = await _off_loop(download.num_bytes, download.partial.content)
+        size = download.num_bytes if download.partial else len(last_piece)
         verdicts: dict[Check | None, str | None] = {}
         kept = False
         while True:  # others may join while something is awaited
             unjudged = [check for check in download.checks() if check not in verdicts]
             if unjudged:
-                judge = partial(fault_of, unjudged[0], download.digest, view)
-                verdicts[unjudged[0]] = await _off_loop(len(view), judge)
+                judge = partial(download.fault, unjudged[0], last_piece)
+                verdicts[unjudged[0]] = await _off_loop(size, judge)
             elif not kept and None in verdicts.values():
-                await _off_loop(len(view), partial(self._keep, download, view))
+                await _off_loop(size, partial(self._keep, download, last_piece))
                 kept = True
             else:
                 break

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from swarm.errors import BadBlob
 from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
 from swarm.network.incoming import Incoming, Piece
-from swarm.network.streams import receive_into
+from swarm.network.streams import receive_blocking, receive_into
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure
 
 INLINE_BYTES = 256 * 1024
-"""Larger pieces are hashed and written off the loop, while the next one arrives."""
+"""Larger pieces are received, hashed and written off the loop, while the next one arrives."""
 BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
 PROGRESS_BYTES = 64 * 1024
@@ -47,8 +49,8 @@ class FlowOwner(Protocol):
     def piece_missing(self, piece: Piece, peer: str) -> None:
         """The peer does not have it."""
 
-    async def piece_arrived(self, piece: Piece, content: bytearray, peer: str) -> bool:
-        """Verifies and keeps it; False if it was refused."""
+    async def piece_arrived(self, piece: Piece, content: memoryview, peer: str) -> bool:
+        """Verifies and keeps it; False if it was refused. The buffer is used again afterwards."""
 
 
 class Flow:
@@ -59,16 +61,26 @@ class Flow:
         asked: pieces whose answer has not come completely, oldest first.
     """
 
-    def __init__(self, owner: FlowOwner, peer: str, traffic: Traffic, *, ahead_bytes: int) -> None:
+    def __init__(
+        self,
+        owner: FlowOwner,
+        peer: str,
+        traffic: Traffic,
+        *,
+        ahead_bytes: int,
+        threads: ThreadPoolExecutor,
+    ) -> None:
         self.peer = peer
         self.asked: deque[Piece] = deque()
         self._owner = owner
         self._traffic = traffic
         self._ahead_bytes = ahead_bytes
+        self._threads = threads
         self._to_come_bytes = 0
         self._connection: socket.socket | None = None
         self._unsent = b""
         self._arrival: asyncio.Task[bool] | None = None
+        self._buffers: list[bytearray] = []
 
     @property
     def room_bytes(self) -> int:
@@ -114,7 +126,8 @@ class Flow:
         if self._unsent:
             # Asks are tiny: should the socket be full all the same, the rest goes with the next.
             with suppress(BlockingIOError):
-                sent = self._connection.send(self._unsent)
+                # The flag, because a thread may have made the socket a blocking one.
+                sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
                 self._traffic.control_bytes_sent += sent
                 self._unsent = self._unsent[sent:]
 
@@ -128,8 +141,9 @@ class Flow:
             return
         num_bytes = max(0, min(PIECE_BYTES, size - piece.number * PIECE_BYTES))
         self._to_come_bytes += num_bytes - piece.num_bytes
-        content = bytearray(num_bytes)
-        await self._fill(connection, memoryview(content), progress_s)
+        content = self._room_for(num_bytes)
+        fill = self._fill_large if num_bytes > INLINE_BYTES else self._fill
+        await fill(connection, content, progress_s)
         await self._last_arrival()
         self._answered(0)
         arrival = self._owner.piece_arrived(piece, content, self.peer)
@@ -138,6 +152,16 @@ class Flow:
             self._arrival = asyncio.create_task(arrival)
         elif not await arrival:
             raise FlowFailed(None, "refused")
+
+    def _room_for(self, num_bytes: int) -> memoryview:
+        """A buffer; two large ones take turns, since fresh memory costs as much as hashing it."""
+        if num_bytes <= INLINE_BYTES:
+            return memoryview(bytearray(num_bytes))
+        if len(self._buffers) < 2:
+            self._buffers.append(bytearray(PIECE_BYTES))
+        else:
+            self._buffers.reverse()
+        return memoryview(self._buffers[-1])[:num_bytes]
 
     async def _last_arrival(self) -> None:
         if self._arrival:
@@ -186,17 +210,39 @@ class Flow:
             raise FlowFailed(Failure.WRONG, error.reason) from error
 
     async def _fill(self, connection: socket.socket, view: memoryview, progress_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        start = mark = 0
-        async with asyncio.timeout(progress_s) as deadline:
-            while start < len(view):
-                received = await loop.sock_recv_into(connection, view[start:])
-                if not received:
-                    raise ConnectionError(f"the stream ended at {start} of {len(view)} bytes")
-                start += received
-                self._to_come_bytes -= received
-                self._traffic.blob_bytes_received += received
-                if start - mark >= PROGRESS_BYTES:
-                    mark = start
-                    deadline.reschedule(loop.time() + progress_s)
-                    self.ask()
+        """Receives a small piece."""
+        async with asyncio.timeout(progress_s):
+            await receive_into(connection, view, self._arrived)
+
+    async def _fill_large(
+        self, connection: socket.socket, view: memoryview, progress_s: float
+    ) -> None:
+        """Receives a large piece in a thread; when cancelled, returns once the thread is done."""
+        arrived = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal arrived
+            arrived += num_bytes
+
+        receive = partial(
+            receive_blocking,
+            connection,
+            view,
+            progress_s=progress_s,
+            progress_bytes=PROGRESS_BYTES,
+            arrived=count,
+        )
+        receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive)
+        try:
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            await asyncio.gather(receiving, return_exceptions=True)
+            raise
+        finally:
+            self._arrived(arrived)
+
+    def _arrived(self, num_bytes: int) -> None:
+        self._to_come_bytes -= num_bytes
+        self._traffic.blob_bytes_received += num_bytes

@@ -80,6 +80,17 @@ class Incoming:
         """Of all who wait for it."""
         return [caller.check for caller in self.callers] or [self.last_check]
 
+    def fault(self, check: Check | None, last_piece: memoryview) -> str | None:
+        """Why this check refuses the content, in a short word; None if it does not."""
+        if check is None:
+            return None
+        try:
+            check(self.digest, self.partial.content() if self.partial else last_piece)
+        except BadBlob as error:
+            logger.warning("blob %s refused: %s", self.digest, error)
+            return error.reason
+        return None
+
     def tell(self, verdicts: dict[Check | None, str | None]) -> None:
         """Tells each caller what its check said: None, or why the content is refused."""
         for caller in list(self.callers):
@@ -107,21 +118,10 @@ class Piece:
     def __str__(self) -> str:
         return f"{self.blob.digest}[{self.number}]"
 
-    def verify(self, content: bytearray) -> None:
+    def verify(self, content: memoryview) -> None:
         """Raises BadBlob for wrong bytes; keeps right ones if the blob has several pieces."""
         blob = self.blob
         if blob.partial:
-            blob.partial.write_piece(self.number, memoryview(content))
+            blob.partial.write_piece(self.number, content)
         elif digest_of(content) != blob.digest:
             raise BadBlob("blob_digest", f"{blob.digest}: the content has another digest")
-
-
-def fault_of(check: Check | None, digest: str, content: memoryview) -> str | None:
-    """Why this check refuses the content, in a short word; None if it does not."""
-    try:
-        if check:
-            check(digest, content)
-    except BadBlob as error:
-        logger.warning("blob %s refused: %s", digest, error)
-        return error.reason
-    return None

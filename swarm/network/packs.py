@@ -67,7 +67,7 @@ class MemoryPack:
 
     def write(self, offset: int, start: int, data: memoryview) -> None:
         """See `Pack`."""
-        self._contents[offset][start : start + len(data)] = data
+        memoryview(self._contents[offset])[start : start + len(data)] = data
 
     def read(self, offset: int, start: int, length: int) -> bytes:
         """See `Pack`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -20,6 +21,7 @@ from swarm.network.traffic import Traffic
 Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one stream: the node's counters, the asking peer's id, reader and writer."""
 _MAX_RESPONSE_BYTES = 65_536
+_PART_BYTES = 256 * 1024
 
 
 async def open_stream(
@@ -65,8 +67,10 @@ async def _open(connection: socket.socket, daemon_socket: str, peer: PeerID, pro
         raise ConnectionError(response.error.msg)
 
 
-async def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fills a buffer from the stream.
+async def receive_into(
+    connection: socket.socket, view: memoryview, arrived: Callable[[int], None] | None = None
+) -> None:
+    """Fills a small buffer from the stream; `arrived` is told of each portion.
 
     Raises:
         ConnectionError: the stream ended before.
@@ -78,6 +82,56 @@ async def receive_into(connection: socket.socket, view: memoryview) -> None:
         if not received:
             raise ConnectionError(f"the stream ended at {start} of {len(view)} bytes")
         start += received
+        if arrived:
+            arrived(received)
+
+
+def receive_blocking(
+    connection: socket.socket,
+    view: memoryview,
+    *,
+    progress_s: float,
+    progress_bytes: int,
+    arrived: Callable[[int], None],
+) -> None:
+    """Fills a large buffer, in a thread of its own; `shutdown` of the socket ends it early.
+
+    The daemon hands bytes over in small portions. Waiting for them in the kernel costs a fraction
+    of what waking the loop for each would, and leaves Python's lock to the trainer.
+
+    Raises:
+        TimeoutError: fewer than `progress_bytes` came within `progress_s`.
+        ConnectionError: the stream ended before.
+    """
+    whole_s, part_s = divmod(progress_s, 1.0)
+    limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setblocking(True)
+    try:
+        while view:
+            wanted = min(len(view), _PART_BYTES)
+            try:
+                received = connection.recv_into(view, wanted, socket.MSG_WAITALL)
+                enough = received >= min(wanted, progress_bytes)
+                ended = not received or not (enough or _bytes_follow(connection))
+            except BlockingIOError:
+                raise TimeoutError(f"nothing within {progress_s:g} s") from None
+            arrived(received)
+            if ended:
+                raise ConnectionError(f"the stream ended {len(view) - received} bytes early")
+            if not enough:
+                raise TimeoutError(f"only {received} bytes within {progress_s:g} s")
+            view = view[received:]
+    finally:
+        connection.setblocking(False)
+
+
+def _bytes_follow(connection: socket.socket) -> bool:
+    """Whether the stream goes on: False at its end."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
 
 
 def _varint(number: int) -> bytes:

@@ -30,7 +30,7 @@ class Failure(Enum):
 class Limits:
     """How much is asked of one peer at a time, and how long a failed one rests."""
 
-    bytes_per_peer: int = 8 * 2**20
+    bytes_per_peer: int = 16 * 2**20
     jobs_per_peer: int = 256
     rest_s: float = 0.5
     """After the first failure; doubles with each further one in a row."""

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from swarm.errors import BadBlob, NobodyReachable
+from swarm.errors import BadBlob, NobodyReachable, StateError
+from swarm.network import packs
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Handlers
 from swarm.network.serve import BlobServer
-from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of
+from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of, piece_index
 from swarm.protocol.sourcing import Limits
 
 WAIT_S = 60.0
@@ -216,6 +217,52 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
     assert client.traffic.refused == {"not_finite": 1}
     assert not store.has(digest)
     assert client.traffic.blob_bytes_received - before == num_bytes + 4
+
+
+def test_a_check_that_fails_by_itself_ends_the_call_instead_of_trying_for_ever(swarm):
+    (source, _), (server, _), client = swarm
+    digest = source.put(bytes(1000))
+
+    def broken(digest: str, view: memoryview) -> None:
+        raise ZeroDivisionError("a bug")
+
+    want = Want(digest, 1000, (server.peer_id,))
+    with pytest.raises(ZeroDivisionError):
+        client.run(Fetched().fetch(Downloads(client, BlobStore()), [want], broken), WAIT_S)
+
+
+@pytest.mark.parametrize("num_bytes", [1000, PIECE_BYTES + 1])
+def test_a_full_disk_ends_the_call_and_room_lets_it_succeed(
+    swarm, tmp_path, monkeypatch, num_bytes
+):
+    (source, _), (server, _), client = swarm
+    blob = content(0, num_bytes)
+    want = Want(source.put(blob), num_bytes, (server.peer_id,))
+    store = BlobStore(tmp_path)
+    downloads = Downloads(client, store)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packs.os, "pwrite", full)
+    with pytest.raises(StateError, match="free some space"):
+        client.run(Fetched().fetch(downloads, [want]), WAIT_S)
+    monkeypatch.undo()
+    client.run(Fetched().fetch(downloads, [want]), WAIT_S)
+    assert store.get(want.digest) == blob
+
+
+def test_a_blob_that_came_whole_but_could_not_be_kept_is_fetched_again(swarm):
+    (source, _), (server, _), client = swarm
+    blob = content(0, PIECE_BYTES + 1)
+    want = Want(source.put(blob), len(blob), (server.peer_id,))
+    store = BlobStore()
+    partial = store.writer(want.digest, len(blob))
+    partial.set_index(piece_index(blob))
+    for number, start in enumerate(range(0, len(blob), PIECE_BYTES)):
+        partial.write_piece(number, memoryview(blob)[start : start + PIECE_BYTES])
+    client.run(Fetched().fetch(Downloads(client, store), [want]), WAIT_S)
+    assert store.get(want.digest) == blob
 
 
 def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
