@@ -43,14 +43,16 @@ class Adopter(MachineState):
         manifest = commit.manifest
         if self._catch_up and self._catch_up.manifest.code > manifest.code:
             return
-        self._cancel_fetch(Purpose.CATCH_UP, self._catch_up)
+        replaced = self._catch_up
+        self._cancel_fetch(Purpose.CATCH_UP, replaced)
         signers = sorted(commit.certificate.signatures) if commit.certificate else []
         self._catch_up = CatchUp(
             manifest,
             self._missing(manifest),
             tuple(dict.fromkeys([source, *signers])),
             since=self._now,
-            progress_at=self._now,
+            # A newer target is no progress: only blobs are [X2].
+            progress_at=replaced.progress_at if replaced else self._now,
             commit=commit,
             was_listening=self._is_listening,
         )
@@ -177,6 +179,7 @@ class Adopter(MachineState):
         if self._fetch_is_stuck():
             self._cancel_fetch(Purpose.CATCH_UP, pursuit)
             self._catch_up = None
+            self._may_listen_on = False
             self._explain(
                 Topic.ROUND,
                 f"gave up fetching height {pursuit.manifest.height}: no new blob for "

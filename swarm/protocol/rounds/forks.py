@@ -25,6 +25,7 @@ class Forks(Adopter):
         self._boot_at = self._now
         self._listen_until = self._now + self.timers.discover_s
         self._somebody_is_ahead = False
+        self._may_listen_on = True
         self._campaign = None
         self._heard.clear()
         self._next_hello = self._now
@@ -45,9 +46,13 @@ class Forks(Adopter):
         """Whether survivors' chain, found while listening, is still on its way here [B1].
 
         It may take longer than T_disc; to act in the old generation meanwhile could roll the
-        survivors back. A fetch without progress is dropped as always [X2].
+        survivors back. A fetch without progress ends the listening as well [X2].
         """
-        return self._catch_up is not None and self._leaves_my_generation(self._catch_up.manifest)
+        return (
+            self._may_listen_on
+            and self._catch_up is not None
+            and self._leaves_my_generation(self._catch_up.manifest)
+        )
 
     def _end_listening(self) -> None:
         self._listen_until = None

@@ -100,7 +100,7 @@ class RoundMachine(Forks, Takeover):
             self._have([event.digest])
             self._after_blob()
         elif isinstance(event, Synced):
-            self._synced.add(event.manifest)
+            self._note_synced(event.manifest)
             self._pursue_proposal()
             self._pursue_catch_up()
         elif isinstance(event, Unobtainable):

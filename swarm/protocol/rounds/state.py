@@ -133,6 +133,7 @@ class MachineState(ABC):
         self._event_at = now
         self._listen_until: float | None = now
         self._somebody_is_ahead = False
+        self._may_listen_on = False
         self._applied_at = now
         self._next_hello = now
         # This height.
@@ -301,6 +302,14 @@ class MachineState(ABC):
                 if entry.digest == digest:
                     pursuit.missing[digest] = unit
                     pursuit.is_syncing = pursuit.is_fetching = False
+                    self._synced.discard(pursuit.manifest.digest)
+
+    def _note_synced(self, digest: Digest) -> None:
+        """All blobs of a manifest are durable, unless one was lost since."""
+        for pursuit in (self._proposal, self._catch_up):
+            if pursuit and pursuit.manifest.digest == digest and pursuit.missing:
+                return
+        self._synced.add(digest)
 
     def _is_complete(self, pursuit: Pursuit) -> bool:
         """Whether all blobs of a manifest are here: never accept or apply a part [A2, X1]."""
