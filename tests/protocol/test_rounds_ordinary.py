@@ -2,6 +2,7 @@
 
 import pytest
 
+from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Kind
 from swarm.protocol.messages import (
     Accept,
@@ -52,3 +53,10 @@ def test_messages_of_a_round_are_as_few_as_the_page_says() -> None:
     # Rosters go to the reducers only, which are at most all; gossip and polls come on top.
     assert sum(sizes[kind] for kind in (Ready, Roster, Propose, Accept, Commit)) <= 5 * 3 + 1
     assert sizes[Reduced] <= 3
+
+
+def test_a_lone_member_is_never_overtaken_however_long_it_trains() -> None:
+    pump = start_swarm("A")
+    pump.nodes["A"].train_s = 200.0
+    pump.run_to_height(3, within_s=500.0)
+    assert pump.nodes["A"].said(Topic.TAKEOVER) == ""

@@ -32,6 +32,7 @@ see the simulator catch it:
 | X2 | `_fetch_is_stuck` | a fetch without progress is dropped |
 | H1 | `_may_handle` | votes never cross tips |
 | B1 | `_have_spoken` | who boots listens first |
+| B1 | `_is_changing_generation` | and until the survivors' chain it found is here |
 | B2 | `_was_paused` | who stood still listens again |
 | F1 | `_is_better` | the total order of manifests |
 | F2 | `_leaves_my_generation`, `_may_leave_generation` | reforms wait until stalled |

@@ -264,7 +264,7 @@ class Convener(Collector):
             return f"overtaken by attempt {self._top.attempt} of {self._top.convener}"
         age_s = self._now - campaign.started_at
         limit_s = self.timers.attempt_limit_s(attempt)
-        if age_s > limit_s:
+        if age_s > limit_s and not self._is_alone:
             return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"
         return None
 
