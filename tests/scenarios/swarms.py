@@ -74,6 +74,11 @@ def run_folder(peer: LocalPeer) -> Path:
     return peer.folder / "runs" / (peer.folder / "current_run").read_text().strip()
 
 
+def peer_id(peer: LocalPeer) -> str:
+    """The id of a peer that has started."""
+    return next(str(e["peer_id"]) for e in peer.events() if e["event"] == "started")
+
+
 def read_record(peer: LocalPeer) -> Record:
     """What a peer's protocol keeps on disk."""
     record = RecordFile(run_folder(peer) / "record").read()

@@ -9,7 +9,14 @@ from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from tests.scenarios.spes_reference import train_by_reference
-from tests.scenarios.swarms import agreed_state, finish, read_record, read_run, write_run
+from tests.scenarios.swarms import (
+    agreed_state,
+    finish,
+    peer_id,
+    read_record,
+    read_run,
+    write_run,
+)
 
 pytestmark = pytest.mark.scenario
 
@@ -24,7 +31,7 @@ def test_three_rounds_with_a_merge_equal_the_reference(
         swarm.start()
         finish(swarm, 150)
         verdict = summary(swarm)
-        peers = {read_peer_id(peer.events()): peer.index for peer in swarm.peers}
+        peers = {peer_id(peer): peer.index for peer in swarm.peers}
         states = [agreed_state(peer, run) for peer in swarm.peers]
         tip = read_record(swarm.peers[0]).tip
         merges = applied(swarm.peers[0].events(), "merge")
@@ -45,8 +52,3 @@ def test_three_rounds_with_a_merge_equal_the_reference(
         different = [name for name in expected if not torch.equal(state[name], expected[name])]
         assert not different
     assert all(len(owners) == owners_per_expert for owners in tip.owners.values())
-
-
-def read_peer_id(events: list[dict[str, object]]) -> str:
-    """The peer id in a peer's history."""
-    return str(next(event["peer_id"] for event in events if event["event"] == "started"))

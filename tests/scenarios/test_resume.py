@@ -1,0 +1,151 @@
+"""A peer that was killed goes on from its disk: bit for bit, and without what was damaged."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data.corpus import standard_library_corpus
+from swarm.data.shards import open_shards
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied, digests_by_height
+from tests.scenarios.spes_reference import train_by_reference
+from tests.scenarios.swarms import (
+    ROUND_S,
+    agreed_state,
+    finish,
+    peer_id,
+    read_record,
+    read_run,
+    run_folder,
+    write_run,
+)
+
+pytestmark = pytest.mark.scenario
+
+NOBODY_LEFT_OUT = ["run.rounds=6", "round.roster_after_s=300.0", "round.reform_after_s=600.0"]
+"""Peers that start one after another on a busy machine must all be waited for: exact mode."""
+
+
+def test_six_rounds_equal_six_rounds_with_everybody_killed_five_times(tmp_path: Path) -> None:
+    """After three rounds plainly, else between accept, record and swap of a round or a merge."""
+    run_file = write_run(tmp_path, NOBODY_LEFT_OUT)
+    with LocalSwarm(
+        tmp_path / "swarm",
+        run_file,
+        4,
+        options=["--crash", "accepted@1"],
+        program="tests.scenarios.crashing_peer",
+    ) as swarm:
+        swarm.start()
+        for crash in ("applied@2m", "applying@4", "swapped@5"):
+            kill_everybody_once_one_died(swarm)
+            restart_all(swarm, crash)
+        kill_everybody_once_one_died(swarm)
+        swarm.program = "peers.peer"
+        restart_all(swarm)
+        finish(swarm, 150)
+        states = [agreed_state(peer, read_run(run_file)) for peer in swarm.peers]
+        expected = reference(swarm, read_run(run_file), tmp_path / "data")
+    for state in states:
+        different = [name for name in expected if not torch.equal(state[name], expected[name])]
+        assert not different
+
+
+def kill_everybody_once_one_died(swarm: LocalSwarm) -> None:
+    swarm.wait_until(
+        lambda swarm: any(not peer.alive for peer in swarm.peers), what="a crash", timeout_s=120
+    )
+    for peer in swarm.peers:
+        peer.kill()
+
+
+def restart_all(swarm: LocalSwarm, crash: str | None = None) -> None:
+    swarm.options = ["--crash", crash] if crash else []
+    for peer in swarm.peers:
+        peer.program = swarm.program
+        swarm.restart(peer, [])
+
+
+def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Tensor]:
+    """What one process gets that trains the same peers without a swarm."""
+    indexes = {peer_id(peer): peer.index for peer in swarm.peers}
+    ordered = sorted(indexes)
+    owners = read_record(swarm.peers[0]).tip.owners
+    return train_by_reference(
+        run,
+        [open_shards(standard_library_corpus(), cache)] * 4,
+        [indexes[peer] for peer in ordered],
+        {expert: [ordered.index(peer) for peer in peers] for expert, peers in owners.items()},
+        rounds=run.run.rounds,
+    )
+
+
+def tear(path: Path) -> None:
+    """Cuts a file in its middle, as a lost power supply may."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def flip(path: Path) -> None:
+    """Turns over one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def damage_record(peer: LocalPeer) -> None:
+    tear(run_folder(peer) / "record")
+
+
+def damage_private_state(peer: LocalPeer) -> None:
+    flip(run_folder(peer) / "private")
+
+
+def damage_packs(peer: LocalPeer) -> None:
+    for path in sorted((run_folder(peer) / "packs").glob("*.pack")):
+        flip(path)
+
+
+DAMAGES: list[tuple[Callable[[LocalPeer], None], str]] = [
+    (damage_record, "record is torn or was changed; going on from height"),
+    (damage_private_state, "using private.previous"),
+    (damage_packs, "blobs of the tip are damaged"),
+]
+
+
+def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, ["run.rounds=1000"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(3), what="three rounds", timeout_s=2 * ROUND_S)
+        for peer, (damage, said) in zip(swarm.peers[1:], DAMAGES, strict=True):
+            peer.kill()
+            damage(peer)
+            swarm.restart(peer, ["--initial-peers", swarm.peers[0].join_address()])
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=3 * ROUND_S)
+            assert said in peer.output()
+        histories = [peer.events() for peer in swarm.peers]
+    assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
+
+
+def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
+    return lambda swarm: all(
+        (chain := applied(peer.events())) and chain[-1]["round"] >= number for peer in swarm.peers
+    )
+
+
+def contributes(peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
+    """Whether a round that ended after this call counts the peer's work."""
+    chain = applied(peer.events())
+    known = chain[-1]["round"]
+
+    def does(swarm: LocalSwarm) -> bool:
+        return any(
+            event["round"] > known and event["counted"]
+            for event in applied(peer.events(), "quorum")
+        )
+
+    return does
