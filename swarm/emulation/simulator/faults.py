@@ -17,7 +17,7 @@ from random import Random
 
 from swarm.config import MergingConfig
 from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.node import Character, Trap
+from swarm.emulation.simulator.node import Character, Snare, Trap
 from swarm.emulation.simulator.world import Setup, World
 from swarm.experts import expert_unit, shared_unit
 from swarm.protocol.deadlines import Timers
@@ -55,6 +55,8 @@ class Mix:
             "trap": 4.0,
             "pause": 1.5,
             "split": 2.0,
+            "shatter": 0.3,
+            "duel": 1.0,
             "cut": 2.0,
             "storm": 1.0,
             "leave": 0.5,
@@ -65,6 +67,8 @@ class Mix:
         default_factory=lambda: dict.fromkeys(TRAPS, 1.0) | {"any": 6.0}
     )
     """Weights of the places at which a peer is made to crash."""
+    ambush: float = 0.2
+    """Chance that another peer is cut off in the moment in which a trap springs."""
     loss: float = 0.3
     """Largest share of messages lost."""
     spike_s: float = 8.0
@@ -77,6 +81,10 @@ class Mix:
     """Chance that the run merges experts."""
     slow: float = 0.25
     """Chance that a peer is slow at something."""
+    sync_s: tuple[float, ...] = (0.1, 3.0)
+    """How long a slow peer's disk may take to make blobs durable."""
+    restart_s: tuple[float, ...] = (0.3, 3.0, 15.0)
+    """Times after which a peer that crashed by trap starts again."""
     certificates: float = 0.5
     """Chance that commits need certificates; agreement must not hang on them."""
 
@@ -241,7 +249,7 @@ class _Draw:
         return Character(
             capacity=random.choice([1.0, 1.0, 2.0]),
             local_steps_s=random.choice([8.0, 20.0]) if is_slow else random.uniform(1.5, 4.0),
-            sync_s=random.choice([0.1, 3.0]) if is_slow else 0.05,
+            sync_s=random.choice(self.mix.sync_s) if is_slow else 0.05,
             reduce_s=random.choice([0.1, 3.0]) if is_slow else 0.1,
             merge_s=random.choice([0.5, 15.0]) if is_slow else 0.3,
             arithmetic=-1 if odd < 0.1 else 1 if odd < 0.25 else 0,
@@ -275,7 +283,9 @@ class _Draw:
         mix, random = self.mix, self.random
         name = random.choices(list(mix.traps), list(mix.traps.values()))[0]
         skip = random.randrange(30) if name == "any" else random.choice([0, 0, 0, 1, 2])
-        self._plan(time_s, World.arm, self._victim(), _Countdown(TRAPS[name], skip))
+        isolated = self._victim() if random.random() < mix.ambush else None
+        snare = Snare(_Countdown(TRAPS[name], skip), random.choice(mix.restart_s), isolated)
+        self._plan(time_s, World.arm, self._victim(), snare)
 
     def _pause(self, time_s: float) -> None:
         peer = self._victim()
@@ -283,10 +293,38 @@ class _Draw:
         self._plan(time_s + self.random.choice([1.0, 7.0, 25.0, 70.0]), World.resume, peer)
 
     def _split(self, time_s: float) -> None:
+        """Some of the victims are cut off from the rest."""
         away = [peer for peer in self.victims if self.random.random() < 0.5]
         here = [peer for peer in self.peers if peer not in away]
         self._plan(time_s, World.split, (here, away))
         self._plan(time_s + self.random.choice([5.0, 20.0, 80.0]), World.split, ())
+
+    def _shatter(self, time_s: float) -> None:
+        """Nobody reaches anybody."""
+        self._plan(time_s, World.split, tuple((peer,) for peer in self.peers))
+        self._plan(time_s + self.random.choice([20.0, 80.0, 110.0]), World.split, ())
+
+    def _duel(self, time_s: float) -> None:
+        """Two peers do not reach each other, so that either may convene against the other."""
+        pair = self.random.sample(self.peers, min(2, len(self.peers)))
+        if self.stable or len(pair) < 2:
+            return
+        duration_s = self.random.choice([3.0, 8.0, 20.0])
+        for source, destination in (pair, pair[::-1]):
+            self._plan(time_s, World.cut, source, destination)
+            self._plan(time_s + duration_s, World.uncut, source, destination)
+
+    def _revolt(self, time_s: float) -> None:
+        """The convener and another peer lose each other; whoever promises anything crashes."""
+        snare = Snare(TRAPS["promise"], self.random.choice(self.mix.restart_s))
+        self._plan(time_s, World.revolt, snare, self.random.choice([8.0, 15.0]))
+
+    def _isolate(self, time_s: float) -> None:
+        """One peer reaches nobody for a short while."""
+        victim = self._victim()
+        here = tuple(peer for peer in self.peers if peer != victim)
+        self._plan(time_s, World.split, (here, (victim,)))
+        self._plan(time_s + self.random.choice([1.0, 4.0, 10.0]), World.split, ())
 
     def _cut(self, time_s: float) -> None:
         victim = self._victim()

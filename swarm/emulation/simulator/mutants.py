@@ -251,17 +251,33 @@ class _AcceptOnlyOwnMerge(RoundMachine):
 
 
 DUELS = Mix(
-    peers=(3, 5),
+    peers=(3, 4),
     strangers=0.0,
-    haste=(0.05, 0.3),
-    kinds={"trap": 6.0, "cut": 4.0, "crash": 2.0},
-    traps={"promise": 4.0, "vote": 2.0, "any": 1.0, "propose": 1.0, "vote_written": 1.0},
-    faults=(10, 30),
-    window_s=(40.0, 100.0),
-    slow=0.5,
-    merging=0.3,
+    haste=(0.4, 1.0),
+    kinds={"trap": 8.0, "duel": 3.0, "isolate": 1.0},
+    traps={"promise": 3.0, "apply": 1.0, "commit": 2.0, "vote_written": 1.0},
+    ambush=0.5,
+    restart_s=(0.3, 0.3, 3.0),
+    faults=(15, 40),
+    window_s=(80.0, 160.0),
+    slow=0.6,
+    sync_s=(1.0, 3.0, 5.0),
+    merging=0.2,
 )
 """Conveners depose each other all the time while peers crash around their votes."""
+REVOLTS = Mix(
+    peers=(3, 3),
+    strangers=0.0,
+    haste=(0.2, 1.0),
+    kinds={"revolt": 1.0},
+    restart_s=(0.3,),
+    faults=(8, 20),
+    window_s=(80.0, 160.0),
+    slow=0.0,
+    loss=0.0,
+    merging=0.0,
+)
+"""Two conveners at a time, and a third peer that crashes between their ballots."""
 MERGE_DUELS = replace(DUELS, merging=1.0)
 
 
@@ -275,7 +291,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "accepted_not_persisted": Mutant("P2: the vote is durable", _of(_AcceptedNotPersisted)),
     "accept_before_write": Mutant("P2: write, then send", _of(_AcceptSentBeforeWrite)),
-    "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), DUELS),
+    "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), REVOLTS),
     "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), DUELS),
     "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", _of(_NoPhase1)),
     "lowest_accepted": Mutant(

@@ -96,11 +96,23 @@ class World(Protocol):
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
 
-    def fell(self, node: Node) -> None:
-        """Hears of a crash by trap."""
+    def fell(self, node: Node, snare: Snare) -> None:
+        """Hears of a crash by snare."""
 
 
 Trap = Callable[[Effect], bool]
+
+
+@dataclass(frozen=True)
+class Snare:
+    """A crash that waits for an effect."""
+
+    trap: Trap
+    """Says of every effect whether the process crashes right after it."""
+    restart_s: float
+    """Time after which the process starts again."""
+    isolated: PeerId | None = None
+    """A peer that is cut off from all others at that very moment."""
 
 
 class Node:
@@ -111,8 +123,9 @@ class Node:
         self.me = me
         self.character = character
         self.disk = disk
-        self.trap: Trap | None = None
-        """Crashes the process right after the first effect that it springs on."""
+        self.snare: Snare | None = None
+        self.fell_s = -1.0
+        """Time of a crash that also lost what had just been posted."""
         self.is_up = False
         self.has_left = False
         self.is_paused = False
@@ -182,7 +195,7 @@ class Node:
         """Kills the process; the disk stays."""
         self._note("crashes")
         self.is_up = False
-        self.trap = None
+        self.snare = None
         self.disk.crash(self.world.random)
 
     def pause(self) -> None:
@@ -290,9 +303,10 @@ class Node:
                 if text:
                     self._note(text)
             self._perform[type(effect)](effect)
-            if self.trap is not None and self.trap(effect):
+            snare = self.snare
+            if snare is not None and snare.trap(effect):
                 self.crash()
-                self.world.fell(self)
+                self.world.fell(self, snare)
             if not self.is_up:
                 return
 

@@ -11,7 +11,7 @@ from random import Random
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
-from swarm.emulation.simulator.node import Cast, Character, Node, Payload, Trap
+from swarm.emulation.simulator.node import Cast, Character, Node, Payload, Snare
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
@@ -33,8 +33,10 @@ MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
 DISCOVER_S = 20.0
 """Each peer looks this often who else is in the DHT."""
-DOWN_S = (0.3, 3.0, 15.0)
-"""Times after which a peer that crashed by trap may start again."""
+AMBUSH_S = (3.0, 10.0, 25.0)
+"""How long a peer may be cut off when another crashes by snare."""
+UNSENT_S = 0.01
+"""What a crashing process posted so shortly before may never leave its machine."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,12 @@ class World:
         node = self.nodes.get(destination)
         if node is not None:
             for delay_s in self.network.delays(source, destination, self.random):
-                self.at(delay_s, node.receive, source, payload)
+                self.at(delay_s, self._deliver, node, source, payload, self.now)
+
+    def _deliver(self, node: Node, source: PeerId, payload: Payload, posted_s: float) -> None:
+        sender = self.nodes[source]
+        if not (sender.fell_s - UNSENT_S <= posted_s <= sender.fell_s):
+            node.receive(source, payload)
 
     # ------------------------------------------------------------ faults
 
@@ -189,19 +196,25 @@ class World:
         if node is not None and not node.is_up and not node.has_left and peer not in self.dead:
             node.boot()
 
-    def arm(self, peer: PeerId, trap: Trap) -> None:
+    def arm(self, peer: PeerId, snare: Snare) -> None:
         """Lets a peer crash at a chosen effect."""
         if peer in self.nodes:
-            self.nodes[peer].trap = trap
+            self.nodes[peer].snare = snare
 
     def applied(self, node: Node) -> None:
         """Hears of a new tip."""
         if self.on_apply:
             self.on_apply(node)
 
-    def fell(self, node: Node) -> None:
-        """A trap has sprung; the peer starts again some time later."""
-        self.at(self.random.choice(DOWN_S), self.reboot, node.me)
+    def fell(self, node: Node, snare: Snare) -> None:
+        """A snare has sprung; the peer starts again some time later."""
+        if self.random.random() < 0.5:
+            node.fell_s = self.now
+        self.at(snare.restart_s, self.reboot, node.me)
+        if snare.isolated is not None:
+            here = [peer for peer in self.nodes if peer != snare.isolated]
+            self.split((here, [snare.isolated]))
+            self.at(self.random.choice(AMBUSH_S), self.split, ())
 
     def pause(self, peer: PeerId) -> None:
         """Stops a process (SIGSTOP)."""
@@ -225,6 +238,20 @@ class World:
         self._note(f"link {source} -> {destination} is cut")
         self.network.cuts.add((source, destination))
 
+    def revolt(self, snare: Snare, duration_s: float) -> None:
+        """Cuts the convener off from one member, and arms all others."""
+        up = sorted(node.me for node in self.alive())
+        conveners = [self.nodes[peer].machine.campaign.convener for peer in up]
+        if len(up) < 3 or conveners[0] not in up:
+            return
+        rival = self.random.choice([peer for peer in up if peer != conveners[0]])
+        for source, destination in ((conveners[0], rival), (rival, conveners[0])):
+            self.cut(source, destination)
+            self.at(duration_s, self.uncut, source, destination)
+        for peer in up:
+            if peer not in (conveners[0], rival):
+                self.arm(peer, snare)
+
     def uncut(self, source: PeerId, destination: PeerId) -> None:
         """Mends one direction of one link."""
         self.network.cuts.discard((source, destination))
@@ -240,7 +267,7 @@ class World:
         self.network.mend()
         self.timers = timers
         for peer, node in self.nodes.items():
-            node.trap = None
+            node.snare = None
             if node.is_up:
                 node.machine.timers = timers
             self.resume(peer)

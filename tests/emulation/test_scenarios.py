@@ -1,0 +1,123 @@
+"""Two faults that once broke the protocol's draft, by script: section 13, cases 4 and 5."""
+
+from random import Random
+
+import pytest
+
+from swarm.config import MergingConfig
+from swarm.emulation.simulator.faults import CALM_TIMERS, Scenario
+from swarm.emulation.simulator.invariants import Violation
+from swarm.emulation.simulator.mutants import MUTANTS
+from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.node import Cast, Character
+from swarm.emulation.simulator.schedule import build, play
+from swarm.emulation.simulator.world import Setup, World
+from swarm.protocol.manifest import FOUNDING_GENERATION
+from swarm.protocol.rounds import RoundMachine, Rules
+
+PEERS = ("p0", "p1", "p2", "p3", "p4")
+UNITS = dict.fromkeys(("shared.0", "expert.0", "expert.1", "expert.2"), 100)
+RULES = Rules(
+    run="run",
+    num_experts=3,
+    owners_per_expert=1,
+    merging=MergingConfig(),
+    unit_bytes=UNITS,
+    unit_codec=dict.fromkeys(UNITS, "fp32"),
+    experts_every=1,
+    local_steps_at=lambda _: 2,
+)
+
+
+def scenario(script, *, heal_s, slow=()):
+    """Five founders on good links; the slow ones need four times as long for local steps."""
+    characters = {peer: Character(local_steps_s=12.0 if peer in slow else 3.0) for peer in PEERS}
+    return Scenario(
+        setup=Setup(PEERS, RULES, CALM_TIMERS, characters),
+        calm_timers=CALM_TIMERS,
+        weather=Weather(delay_s=0.05),
+        rough={},
+        stable=(),
+        heal_s=heal_s,
+        script=tuple(script),
+    )
+
+
+def run(this, cast=None, seed=0):
+    world = build(this, Random(seed), cast=cast)
+    play(world, this)
+    return world
+
+
+def best_tip(world):
+    return max((node.disk.record.tip for node in world.alive()), key=lambda tip: tip.code)
+
+
+FAST_MINORITY = scenario(
+    [
+        (20.0, World.split, (((PEERS[0], PEERS[1], PEERS[2]), (PEERS[3], PEERS[4])),)),
+        (300.0, World.split, ((),)),
+    ],
+    heal_s=301.0,
+    slow=PEERS[:3],
+)
+
+
+def test_a_fast_minority_that_was_cut_off_does_not_roll_the_majority_back():
+    world = run(FAST_MINORITY)
+    manifests = world.invariants.manifests.values()
+    of_minority = [m for m in manifests if m.generation != FOUNDING_GENERATION]
+    before_healing = [
+        m.tokens
+        for m in manifests
+        if m.generation == FOUNDING_GENERATION and world.invariants.first_seen_s[m.digest] < 300
+    ]
+    # The case is what it says: the minority went on, and further than the majority.
+    assert max(m.tokens for m in of_minority) > max(before_healing)
+    assert best_tip(world).generation == FOUNDING_GENERATION
+
+
+def test_fork_choice_by_tokens_would_roll_it_back():
+    with pytest.raises(Violation, match="I9"):
+        run(FAST_MINORITY, MUTANTS["most_tokens_win"].cast)
+
+
+MAJORITY_RETURNS = scenario(
+    [(30.0, World.crash, (peer,)) for peer in PEERS[:3]]
+    + [(230.0, World.reboot, (peer,)) for peer in PEERS[:3]],
+    heal_s=231.0,
+)
+
+
+class DeafAtBoot(RoundMachine):
+    """Starts to speak as soon as it runs: no [B1]."""
+
+    def _have_spoken(self):
+        return True
+
+
+def survivors_rounds(world):
+    """Rounds of the reformed generation before the others came back: (all, kept)."""
+    manifests = world.invariants.manifests.values()
+    before = [
+        m
+        for m in manifests
+        if m.generation != FOUNDING_GENERATION and world.invariants.first_seen_s[m.digest] < 230
+    ]
+    tip = best_tip(world)
+    return before, [m for m in before if world.invariants.descends(tip, m)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_majority_that_comes_back_goes_on_with_the_survivors_chain(seed):
+    made, kept = survivors_rounds(run(MAJORITY_RETURNS, seed=seed))
+    assert len(made) > 5
+    assert kept == made
+
+
+def test_a_majority_that_does_not_listen_first_drops_the_survivors_work():
+    kept = [
+        len(survivors_rounds(run(MAJORITY_RETURNS, Cast(machine=DeafAtBoot), seed))[1])
+        for seed in range(5)
+    ]
+    assert 0 in kept
