@@ -16,6 +16,7 @@ see the simulator catch it:
 | A2, X1 | `_is_complete` | nothing is accepted or applied in part |
 | A2 | `_may_accept` | all blobs durable, no higher promise, a member |
 | A1, A2 | `_may_follow` | no higher ballot was promised |
+| P3, C6 | `_voted_otherwise` | second line: one value a ballot, even if its convener forgot |
 | P3 | `_burn_ballot` | a convener's ballot is durable before its first message |
 | C1, P3 | `_may_use_ballot_zero` | attempt 0 is used once, by rank 0 |
 | C2 | `_phase1_required` | higher attempts need a quorum's promises |

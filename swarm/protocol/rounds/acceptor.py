@@ -59,10 +59,10 @@ class Acceptor(Contributor):
         ballot, manifest = propose.ballot, propose.manifest
         if not self._hear_convener(source, "PROPOSE", ballot):
             return
-        accepted = self.record.accepted
-        if accepted and accepted.ballot == ballot:
-            if accepted.manifest.digest == manifest.digest:
-                self._post(source, self._signed_accept(ballot, manifest.digest))
+        if self._has_accepted(ballot, manifest):
+            self._post(source, self._signed_accept(ballot, manifest.digest))
+            return
+        if self._voted_otherwise(ballot):
             return
         running = self._proposal
         if running and ballot < running.ballot:
@@ -77,6 +77,18 @@ class Acceptor(Contributor):
                 return
             self._take_up_proposal(propose)
         self._pursue_proposal()
+
+    def _has_accepted(self, ballot: Ballot, manifest: Manifest) -> bool:
+        """Whether this very vote was cast; it is repeated for the asking [A2]."""
+        vote = self.record.accepted
+        return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
+
+    def _voted_otherwise(self, ballot: Ballot) -> bool:
+        """Whether this ballot got a vote for another value: it may have one value only.
+
+        An honest convener never asks for it; so it is a second line behind [P3] and [C6].
+        """
+        return self.record.accepted is not None and self.record.accepted.ballot == ballot
 
     def _proposal_problem(self, manifest: Manifest) -> str | None:
         """Why a manifest cannot follow the tip [H1b, M5]; merged values are never judged."""
