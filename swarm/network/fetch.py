@@ -275,6 +275,7 @@ class Downloads:
             self._flow_failed(flow, Failure.SILENT, "unreachable")
         except OSError as error:
             logger.debug("stream of %s: %s", flow.peer, error)
+            self._node.traffic.refuse("ended_early")
             self._flow_failed(flow, Failure.SILENT, "ended_early")
         finally:
             self._flows[flow.peer].remove(flow)

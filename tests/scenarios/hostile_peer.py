@@ -1,0 +1,123 @@
+"""swarm-peer that lies: a member of the run that does something else wrong in every round.
+
+| after round | lie |
+|---|---|
+| 1 | offers values that are NaN |
+| 2 | offers values of a wrong size |
+| 3 | serves its values with a flipped byte |
+| 4 | announces its values as far larger than they are |
+| 5 | ends its streams in the middle of a value |
+
+All the while it sends COMMITs without certificate and announces donors that are none.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from peers.live_model import LiveModel
+from peers.peer import main
+from peers.publisher import Publisher
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import Ask, Head
+from swarm.network.round_driver import RoundDriver
+from swarm.network.serve import BlobServer
+from swarm.network.traffic import Traffic
+from swarm.protocol.events import Apply
+from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
+from swarm.protocol.messages import Commit, Header
+
+VALUE_BYTES = 8192
+"""What is smaller is an offer or a manifest, which it serves as they are."""
+rounds_done = 0
+
+
+def lie_in_offers() -> None:
+    """Offers NaN after round 1 and a wrong size after round 2."""
+    offered_values = LiveModel.offered_values
+
+    def lying(self: LiveModel, tip: Manifest) -> Iterator[tuple[Unit, memoryview, Digest]]:
+        for unit, value, base in offered_values(self, tip):
+            if tip.round == 1:
+                nan = np.full(len(value) // 4, np.nan, dtype="<f4")
+                yield unit, memoryview(nan.tobytes()), base
+            elif tip.round == 2:
+                yield unit, value[:-4], base
+            else:
+                yield unit, value, base
+
+    LiveModel.offered_values = lying  # type: ignore[method-assign]
+
+
+def lie_in_streams() -> None:
+    """Serves flipped bytes after round 3, large heads after round 4, half values after round 5."""
+    read, answer, encode = BlobStore.read, BlobServer._answer, Head.encode
+
+    def flipping(self: BlobStore, digest: str, offset: int, length: int) -> bytes | None:
+        part = read(self, digest, offset, length)
+        if part is None or rounds_done not in (3, 5) or length < VALUE_BYTES:
+            return part
+        if rounds_done == 5:
+            return part[: length // 2]
+        return bytes([part[0] ^ 1]) + part[1:]
+
+    def boasting(self: Head) -> bytes:
+        if rounds_done == 4 and self.num_bytes >= VALUE_BYTES:
+            return encode(dataclasses.replace(self, num_bytes=self.num_bytes * 1000))
+        return encode(self)
+
+    async def ending(
+        self: BlobServer, ask: Ask, traffic: Traffic, writer: asyncio.StreamWriter
+    ) -> bool:
+        answered = await answer(self, ask, traffic, writer)
+        if rounds_done == 5:
+            raise ConnectionError("ends in the middle")
+        return answered
+
+    BlobStore.read = flipping  # type: ignore[method-assign]
+    Head.encode = boasting  # type: ignore[method-assign]
+    BlobServer._answer = ending  # type: ignore[method-assign]
+
+
+def lie_about_decisions() -> None:
+    """Sends every member a manifest that nobody decided, after each round."""
+    apply = RoundDriver._apply
+
+    async def lying(self: RoundDriver, effect: Apply) -> None:
+        global rounds_done
+        await apply(self, effect)
+        tip = effect.manifest
+        rounds_done = tip.round
+        forged = dataclasses.replace(
+            tip,
+            run=self.machine.rules.run,
+            kind=Kind.QUORUM,
+            height=tip.height + 100,
+            parent=tip.digest,
+        )
+        header = Header(forged.code, forged.digest, forged.generation)
+        payload = self._encode(header, Commit(forged, None, tip))
+        for peer in sorted(tip.members.keys() - {self.node.peer_id}):
+            self._spawn(self._post(peer, payload))
+
+    RoundDriver._actions = {**RoundDriver._actions, Apply: lying}
+
+
+def lie_about_merges() -> None:
+    """Announces each of its experts as its own and only donor."""
+    announce = Publisher.announce_merge
+
+    def lying(self: Publisher, tip: Manifest, donors: Sequence[Sequence[Sequence[int]]]) -> None:
+        announce(self, tip, [[(expert,) for expert in range(len(layer))] for layer in donors])
+
+    Publisher.announce_merge = lying  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    lie_in_offers()
+    lie_in_streams()
+    lie_about_decisions()
+    lie_about_merges()
+    main()

@@ -1,0 +1,49 @@
+"""A member that lies in every way it can: refused, counted, and nobody else is harmed."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
+
+pytestmark = pytest.mark.scenario
+
+ROUNDS = 7
+REFUSALS = {
+    "non_finite": "values that are NaN",
+    "protocol": "values of a wrong size, manifests without certificate",
+    "blob_digest": "values with a flipped byte",
+    "blob_size": "values announced as larger than they are",
+    "ended_early": "streams that end in the middle",
+}
+
+
+def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}", "wire.part_bytes=65536"])
+    with LocalSwarm(
+        tmp_path / "swarm", run_file, 3, founder_options=["--wait-for-peers", "4"]
+    ) as swarm:
+        swarm.start()
+        swarm.program = "tests.scenarios.hostile_peer"
+        liar = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+        finish(swarm, ROUNDS * ROUND_S)
+        honest = swarm.peers[:3]
+        histories = [peer.events() for peer in honest]
+        liar_id = peer_id(liar)
+        verdict = summary(swarm)
+    rounds = [applied(events, "quorum") for events in histories]
+    assert verdict["digests_per_round"] == [1] * len(verdict["digests_per_round"])
+    assert [event["round"] for event in rounds[0]] == list(range(1, ROUNDS + 1))
+    for event in rounds[0]:
+        assert len(event["contributors"]) >= 3
+    # What it offers after round 6 is in order again.
+    blamed = [liar_id not in event["contributors"] for event in rounds[0][1:6]]
+    assert blamed == [True] * 5
+    assert liar_id in rounds[0][6]["contributors"]
+    refused: Counter[str] = Counter()
+    for events in histories:
+        refused.update(next(e["refused"] for e in reversed(events) if e["event"] == "ended"))
+    for reason, lie in REFUSALS.items():
+        assert refused[reason] > 0, lie
