@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -140,7 +141,7 @@ async def start_daemon(
     children: list[asyncio.subprocess.Process] = []
     _children.set(children)
     try:
-        return await P2P.create(
+        p2p = await P2P.create(
             initial_peers=list(initial_peers) or None,
             announce_maddrs=list(network.announce_maddrs) or None,
             host_maddrs=None if network.client_mode else list(listen),
@@ -154,6 +155,22 @@ async def start_daemon(
     except BaseException:
         await _end(children)
         raise
+    control = p2p._client.control
+    control._pending_calls = _LivingCalls(control._pending_calls)
+    return p2p
+
+
+class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """hivemind's calls without an answer, of which it sees only those that still wait for one.
+
+    An answer that comes in the same turn of the loop as its call's time-out would raise in the
+    task that reads all answers, and this node would never hear one again (measured, after a pause
+    of the process).
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        call = self.get(call_id)  # type: ignore[call-overload]
+        return call is not None and not call.done()
 
 
 async def _end(children: Sequence[asyncio.subprocess.Process]) -> None:

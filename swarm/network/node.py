@@ -276,10 +276,21 @@ class Node:
                 await self.heal()
 
     async def _watch(self, p2p: P2P) -> None:
-        code = await p2p._child.wait()
+        """Notices when the daemon is dead, or can no longer be heard."""
+        ended = asyncio.create_task(p2p._child.wait())
+        try:
+            watched = {ended, p2p._client.control._read_task}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=_CLOSE_S)  # the connection ends first
+        finally:
+            ended.cancel()
         if self._stopping:
             return
-        self.failure = f"libp2p's daemon ended with status {code}"
+        self.failure = (
+            f"libp2p's daemon ended with status {ended.result()}"
+            if ended.done() and not ended.cancelled()
+            else "the connection to libp2p's daemon broke"
+        )
         logger.error("%s; nothing can be sent or received any more", self.failure)
         if self._handlers.on_death:
             self._handlers.on_death(self.failure)

@@ -41,6 +41,8 @@ class Inbox:
         self.messages.append((source, payload))
 
     async def on_request(self, source: str, payload: bytes) -> bytes:
+        if payload == b"slow":
+            await asyncio.sleep(0.2)
         return payload[::-1]
 
     @property
@@ -101,6 +103,20 @@ def test_a_slow_handler_costs_the_sender_its_timeout_only(two):
     _, receiver, sender = two
     with pytest.raises(Unreachable, match=r"within 0\.3 s"):
         sender.run(sender.post(receiver.peer_id, b"wait", timeout_s=0.3), WAIT_S)
+
+
+def test_an_answer_that_comes_with_its_time_out_leaves_the_sender_able_to_hear(two):
+    _, receiver, sender = two
+
+    async def hold_the_loop_until_both_are_due() -> None:
+        call = asyncio.create_task(sender.request(receiver.peer_id, b"slow", timeout_s=0.3))
+        await asyncio.sleep(0.05)
+        time.sleep(0.6)  # as a process does that was paused
+        with pytest.raises(Unreachable):
+            await call
+
+    sender.run(hold_the_loop_until_both_are_due(), WAIT_S)
+    assert sender.run(sender.request(receiver.peer_id, b"again", WAIT_S), WAIT_S) == b"niaga"
 
 
 def test_run_raises_its_own_timeout_and_the_coroutine_s(two):
