@@ -300,8 +300,9 @@ class _Draw:
         self._plan(time_s + self.random.choice([5.0, 20.0, 80.0]), World.split, ())
 
     def _shatter(self, time_s: float) -> None:
-        """Nobody reaches anybody."""
-        self._plan(time_s, World.split, tuple((peer,) for peer in self.peers))
+        """No victim reaches anybody."""
+        sides = (tuple(self.stable), *((peer,) for peer in self.victims))
+        self._plan(time_s, World.split, sides)
         self._plan(time_s + self.random.choice([20.0, 80.0, 110.0]), World.split, ())
 
     def _duel(self, time_s: float) -> None:

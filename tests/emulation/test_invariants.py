@@ -1,0 +1,49 @@
+"""Thousands of swarms under random faults, none of which may break an invariant [I1-I11]."""
+
+import pytest
+
+from swarm.emulation.simulator.faults import CLASSES
+from swarm.emulation.simulator.schedule import run_schedule
+
+SEEDS_PER_CLASS = 600
+SEEDS_PER_TEST = 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(0, SEEDS_PER_CLASS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("fault_class", sorted(CLASSES))
+def test_no_schedule_breaks_an_invariant(fault_class, first_seed):
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        outcome = run_schedule(fault_class, seed)
+        assert outcome.violation is None, (
+            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
+        )
+
+
+def test_a_seed_stands_for_one_schedule():
+    traces = []
+    for _ in range(2):
+        lines = []
+        outcome = run_schedule("A", 5, trace=lines.append)
+        traces.append((outcome, lines))
+    assert traces[0] == traces[1]
+    assert len(traces[0][1]) > 100
+
+
+@pytest.mark.parametrize("fault_class", sorted(CLASSES))
+def test_schedules_hold_what_they_are_meant_to_try(fault_class):
+    outcomes = [run_schedule(fault_class, seed) for seed in range(12)]
+    assert min(outcome.rounds for outcome in outcomes) >= 3
+    assert sum(outcome.merges for outcome in outcomes) > 0
+    if fault_class == "C":  # half of the survivors cannot go on without a reform
+        assert sum(outcome.reforms > 0 for outcome in outcomes) >= 3
+
+
+def test_the_schedules_contain_crashes_joins_leaves_pauses_and_partitions():
+    lines = []
+    for fault_class in sorted(CLASSES):
+        for seed in range(6):
+            run_schedule(fault_class, seed, trace=lines.append)
+    text = "\n".join(lines)
+    happenings = ("crashes", "is paused", "partition:", " is cut", "has left", "joined")
+    assert [what for what in happenings if what not in text] == []
