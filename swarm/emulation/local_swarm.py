@@ -107,9 +107,10 @@ class LocalPeer:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill -9, and waits until it is gone."""
+        """Kill -9, and waits until it is gone; nothing happens to one that never ran."""
         self.send(signal.SIGKILL)
-        self.wait(10.0)
+        if self.process:
+            self.wait(10.0)
 
     def wait(self, timeout_s: float) -> int:
         """Waits for the end of the process; returns its exit code.
@@ -227,6 +228,13 @@ class LocalSwarm:
             except SwarmError:
                 peer.kill()
 
+    def kill(self) -> None:
+        """Kill -9 of all peers."""
+        for peer in self.peers:
+            peer.send(signal.SIGKILL)
+        for peer in self.peers:
+            peer.kill()
+
     def wait_until(
         self,
         done: Callable[[LocalSwarm], bool],
@@ -311,7 +319,7 @@ def summary(swarm: LocalSwarm) -> dict[str, Any]:
         "tokens_lost": sum(tokens_lost(events) for events in histories),
         "bytes_sent_per_peer_per_round": round(sum(sent) / max(len(sent) * rounds, 1)),
         "merges": max((len(applied(events, "merge")) for events in histories), default=0),
-        "digests_per_round": [len(found) for found in digests_by_height(histories).values()],
+        "digests_per_height": [len(found) for found in digests_by_height(histories).values()],
         "seconds": round(time.monotonic() - swarm.started_s, 1),
     }
 

@@ -1,13 +1,13 @@
 """Small swarms of real processes for the scenarios, and what is read from their folders."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from swarm.codecs import allocate, fill
 from swarm.config import RunConfig, parse_config
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
+from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.protocol.events import Record
@@ -95,6 +95,24 @@ def agreed_state(peer: LocalPeer, run: RunConfig) -> dict[str, Tensor]:
         assert blob is not None
         fill(tensors, unit, blob)
     return tensors
+
+
+def rounds(peer: LocalPeer) -> list[Event]:
+    """The training rounds that a peer applied, oldest first."""
+    return applied(peer.events(), "quorum")
+
+
+def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
+    """Whether every peer has applied so many rounds."""
+    return lambda swarm: all(
+        rounds(peer) and rounds(peer)[-1]["round"] >= number for peer in swarm.peers
+    )
+
+
+def contributes(peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
+    """Whether a round that ends after this call counts the peer's work."""
+    known = max((event["round"] for event in rounds(peer)), default=0)
+    return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 
 def finish(swarm: LocalSwarm, timeout_s: float) -> None:

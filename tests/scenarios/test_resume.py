@@ -10,12 +10,14 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied, digests_by_height
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
     ROUND_S,
     agreed_state,
+    contributes,
     finish,
+    has_rounds,
     peer_id,
     read_record,
     read_run,
@@ -127,25 +129,6 @@ def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path
             swarm.restart(peer, ["--initial-peers", swarm.peers[0].join_address()])
             swarm.wait_until(contributes(peer), what="its return", timeout_s=3 * ROUND_S)
             assert said in peer.output()
+        swarm.kill()
         histories = [peer.events() for peer in swarm.peers]
     assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
-
-
-def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
-    return lambda swarm: all(
-        (chain := applied(peer.events())) and chain[-1]["round"] >= number for peer in swarm.peers
-    )
-
-
-def contributes(peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
-    """Whether a round that ended after this call counts the peer's work."""
-    chain = applied(peer.events())
-    known = chain[-1]["round"]
-
-    def does(swarm: LocalSwarm) -> bool:
-        return any(
-            event["round"] > known and event["counted"]
-            for event in applied(peer.events(), "quorum")
-        )
-
-    return does
