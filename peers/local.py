@@ -92,8 +92,8 @@ def main(options: Options, export_to: Path | None, monitor: bool) -> None:
         )
         with swarm:
             _train(swarm, run.run.rounds, options.as_json, monitor)
-            if export_to:
-                _export(swarm.peers[0], export_to, options.as_json)
+        if export_to:
+            _export(swarm.peers[0], export_to, options.as_json)
         verdict = summary(swarm)
     if options.as_json:
         click.echo(json.dumps(verdict))
@@ -129,7 +129,7 @@ def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:
 
 
 def _export(peer: LocalPeer, folder: Path, as_json: bool) -> None:
-    command = [sys.executable, "-m", "peers.export", "--initial-peers", peer.join_address()]
+    command = [sys.executable, "-m", "peers.export", "--state-dir", str(peer.folder)]
     result = subprocess.run(
         [*command, "--out", str(folder)],
         stdin=subprocess.DEVNULL,

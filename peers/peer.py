@@ -34,10 +34,10 @@ from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
 from peers.trainer import StopAsked, Trainer
 from swarm.config import PeerConfig, RunConfig
-from swarm.data.corpus import open_corpus
+from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
 from swarm.data.shards import open_shards
-from swarm.errors import RunMismatch
+from swarm.errors import DataError, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -201,8 +201,21 @@ class Peer:
         digest = blake3(self.node.peer_id.encode()).digest()
         return int.from_bytes(digest[:8], "big") % MAX_DATA_INDEX
 
+    def _corpus(self, run: RunConfig) -> Corpus:
+        """This machine's text.
+
+        Raises:
+            DataError: it is missing, or the run asks every peer to bring its own.
+        """
+        folder = self.config.corpus.folder
+        if run.data.mode == "own" and folder is None:
+            raise DataError(
+                "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
+            )
+        return open_corpus(folder)
+
     def _held_out(self, run: RunConfig) -> NDArray[np.uint32]:
-        corpus = open_corpus(self.config.corpus.folder)
+        corpus = self._corpus(run)
         tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
         return tokens.astype(np.uint32)
 
@@ -233,7 +246,7 @@ class Peer:
         status.watch(self.driver, started.run_id)
         device = self._device()
         engine = ResidentEngine(run, device=device)
-        shards = open_shards(open_corpus(self.config.corpus.folder), self.state.data_path)
+        shards = open_shards(self._corpus(run), self.state.data_path)
         loader = Loader(shards, run, data_index=self.data_index, pin_memory=device == "cuda")
         trainer = Trainer(
             LiveModel(self.node.peer_id, run, engine, agreed),
@@ -268,7 +281,7 @@ class Peer:
             self.node.peer_id,
             self.config.peer.capacity,
             rules,
-            Timers(),
+            Timers(leave_s=self.config.peer.leave_timeout_s),
             started.record,
             stored=started.store.digests(),
             now=time.monotonic(),
@@ -334,7 +347,7 @@ def _validation(started: Started) -> torch.Tensor:
     "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:
-    r"""Trains one peer of a swarm.
+    """Trains one peer of a swarm.
 
     \b
     Found a run:    swarm-peer --run configs/runs/demo.toml
@@ -343,7 +356,7 @@ def main(options: Options) -> None:
 
     Every start prints the line with which others join. The first Ctrl+C leaves cleanly, the
     second at once.
-    """
+    """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     wanted = options.run_config() if options.run else None
     if options.print_config:

@@ -88,3 +88,7 @@ def _millions(count: float) -> str:
 
 def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.1f} GB"
+
+
+if __name__ == "__main__":
+    main()

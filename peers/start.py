@@ -36,7 +36,7 @@ from swarm.network.joining import (
     present_peers,
 )
 from swarm.network.node import Node
-from swarm.network.record_file import RecordFile
+from swarm.network.record_file import ABSTAIN_HEIGHTS, RecordFile
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
@@ -188,7 +188,8 @@ class Starter:
     def _join_announced(
         self, announced: Announced, run: RunConfig, downloads: Downloads
     ) -> Started:
-        if announced.record.state is RunState.GATHERING:
+        gathered = announced.record.state is RunState.GATHERING
+        if gathered:
             announced = self._await_founding(announced, run)
         record = announced.record
         check_run_id(record)
@@ -201,13 +202,11 @@ class Starter:
             store.put(blob)
         present = self._wait_for(present_peers(self.node, record.run))
         peers = {*announced.publishers, *present} - {self.node.peer_id}
-        # In manifest 0's electorate, so it cannot have voted in this run yet.
-        fresh = self.node.peer_id in founding.members
-        tip = (
-            Record(founding, None, None)
-            if fresh
-            else self._wait_for(newest_tip(self.node, store, downloads, record, peers))
-        )
+        if gathered and self.node.peer_id in founding.members:
+            tip = Record(founding, None, None)
+        else:
+            shown = self._wait_for(newest_tip(self.node, store, downloads, record, peers))
+            tip = self._without_old_votes(shown)
         self._recompute_initial(tip, run, layout, store)
         sources = peers | set(tip.tip.members)
         tip = self._wait_for(
@@ -225,6 +224,14 @@ class Starter:
         RecordFile(directory.record_path).write(tip)
         self.state.current_run = record.run
         return Started(record.run, run, layout, directory, store, tip)
+
+    def _without_old_votes(self, shown: Record) -> Record:
+        """A member whose record is gone may have voted: it abstains until that is past [P5]."""
+        if self.node.peer_id not in shown.tip.members:
+            return shown
+        until = shown.tip.height + ABSTAIN_HEIGHTS
+        logger.warning("a member without its record: no vote up to height %d", until)
+        return replace(shown, abstain_until_height=until)
 
     def _await_founding(self, gathering: Announced, run: RunConfig) -> Announced:
         status = self.status(run)

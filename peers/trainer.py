@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.network.round_driver import Applied, RoundDriver
+from swarm.protocol.adoption import Action
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
@@ -69,39 +71,53 @@ class Trainer:
             TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
         """
         tip, offer = self._resume()
+        stats = None  # of local steps on the tip that are not offered yet
         while tip.round < self.run.run.rounds:
             if self.model.me not in tip.members:
-                tip = self._adopt(self._wait(tip, PeerState.JOINING), tip, None, None)
+                tip, _ = self._adopt(self._wait(tip, PeerState.JOINING), tip, None, None)
                 continue
-            stats = None
             if offer is None:
-                stats = self._local_steps(tip)
+                stats = self._local_steps(tip, stats)
                 if not stats.completed:
-                    tip = self._adopt(self._wait(tip, PeerState.CATCHING_UP), tip, None, stats)
+                    path = self._wait(tip, PeerState.CATCHING_UP)
+                    tip, kept = self._adopt(path, tip, None, stats)
+                    stats = stats if kept else None
                     continue
                 offer = self._save_offer(tip, stats.steps, stats.tokens)
             self.rounds.offer(offer)
-            tip = self._adopt(self._wait(tip, PeerState.AVERAGING), tip, offer, stats)
-            offer = None
+            path = self._wait(tip, PeerState.AVERAGING)
+            tip, kept = self._adopt(path, tip, offer, stats)
+            # A reform leaves everything where it was: the same work is offered to it.
+            offer = self._save_offer(tip, offer.steps, offer.tokens) if kept else None
+            stats = stats if kept else None
         return tip
 
     # ------------------------------------------------ the parts, in order
 
-    def _local_steps(self, tip: Manifest) -> LocalStats:
+    def _local_steps(self, tip: Manifest, before: LocalStats | None) -> LocalStats:
+        """The steps of a round, or those that `before` has left."""
         phase = self.run.phase_at(tip.tokens)
+        done = before.steps if before else 0
         self.status.begin(PeerState.TRAINING)
         stats = train_local_steps(
             self.model.engine,
             self.loader,
             self.run,
-            step=tip.step,
-            local_steps=phase.local_steps,
+            step=tip.step + done,
+            local_steps=phase.local_steps - done,
             batch_tokens=phase.batch_tokens,
             stop=lambda: self.rounds.tip.digest != tip.digest or self._check_stop(),
             on_step=self.status.on_step,
         )
         self.status.end_steps(stats)
-        return stats
+        if before is None:
+            return stats
+        return replace(
+            stats,
+            steps=before.steps + stats.steps,
+            tokens=before.tokens + stats.tokens,
+            skipped=before.skipped + stats.skipped,
+        )
 
     def _save_offer(self, tip: Manifest, steps: int, tokens: int) -> Offer:
         """Stores the offered values, then makes the private state durable, then offers [P6]."""
@@ -140,29 +156,34 @@ class Trainer:
 
     def _adopt(
         self, path: list[Applied], tip: Manifest, offer: Offer | None, stats: LocalStats | None
-    ) -> Manifest:
-        """Swaps in the agreed model, manifest by manifest, and reports each."""
+    ) -> tuple[Manifest, bool]:
+        """Swaps in the agreed model, manifest by manifest, and reports each.
+
+        Returns:
+            The new tip, and whether all local work is still good on it.
+        """
         wait_s = self.status.since_begin_s()
-        previous, counted = tip, False
+        previous, counted, kept = tip, False, True
         while path:
             applied = path.pop(0)
             manifest = applied.manifest
             try:
-                self.model.adopt(manifest, previous=previous.digest, offer=offer)
+                adoption = self.model.adopt(manifest, previous=previous.digest, offer=offer)
             except BlobGone as error:
                 logger.info("height=%d skipped: %s", manifest.height, error)
                 path = path or self._newer_than(manifest, error)
                 continue
+            kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == tip.digest
             mine = follows and offer is not None and self.model.me in manifest.contributors
             counted |= mine
-            if not path and not counted:
+            if not path and not counted and not kept:
                 self._count_lost(offer, stats, applied.reason)
             report = RoundReport(manifest, stats if follows else None, mine, wait_s, applied.reason)
             self.status.applied(report)
             previous = manifest
         self._validate(previous)
-        return previous
+        return previous, kept
 
     def _newer_than(self, manifest: Manifest, error: BlobGone) -> list[Applied]:
         """What was applied since; the newest tip's own blobs are never collected."""
@@ -236,7 +257,7 @@ class Trainer:
         tip = path[-1]
         self.status.manifest = tip
         if merge_due(tip, self.run.merging):
-            return self._adopt(self._wait(tip, PeerState.MERGING), tip, None, None)
+            return self._adopt(self._wait(tip, PeerState.MERGING), tip, None, None)[0]
         self._validate(tip)
         return tip
 

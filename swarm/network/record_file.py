@@ -20,7 +20,7 @@ from swarm.protocol.wire import decode_record, encode_record
 
 logger = logging.getLogger(__name__)
 
-_ABSTAIN_HEIGHTS = 2
+ABSTAIN_HEIGHTS = 2
 """A damaged record may have been one tip ahead of its predecessor and voted once more there."""
 
 
@@ -87,7 +87,7 @@ class RecordFile:
 
 
 def _rolled_back(record: Record, problems: list[str]) -> Record:
-    until = record.tip.height + _ABSTAIN_HEIGHTS
+    until = record.tip.height + ABSTAIN_HEIGHTS
     logger.warning(
         "%s; going on from height %d without voting up to height %d",
         "; ".join(problems),

@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.codecs import mean
 from swarm.config import RoundConfig
-from swarm.errors import SwarmError
+from swarm.errors import NetworkDown, SwarmError
 from swarm.network.blobs import BlobStore
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
@@ -113,6 +113,7 @@ class RoundDriver:
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tip_changed = threading.Condition()
+        self._base_timers = machine.timers
         self._adapt_timers()
         self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
         self._left: str | None = None
@@ -181,7 +182,7 @@ class RoundDriver:
         if self._failure:
             raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
         if not self.node.alive:
-            raise SwarmError("the p2p process ended", hint="start this peer again")
+            raise NetworkDown(f"{self.node.failure}", hint="start this peer again")
 
     def _send_in(self, event: Event) -> None:
         self.node.loop.call_soon_threadsafe(self._inbox_put, event)
@@ -306,6 +307,7 @@ class RoundDriver:
             self.transfers.pace.measured(),
             roster_after_s=self.settings.roster_after_s,
             reform_after_s=self.settings.reform_after_s,
+            base=self._base_timers,
         )
         self.machine.timers = adapted.timers
         for reason in adapted.reasons:

@@ -97,8 +97,8 @@ class Adopter(MachineState):
                 abstain_until_height=old.abstain_until_height,
             )
         )
-        self._effects.append(Apply(manifest, old.tip.digest))
         self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
+        self._effects.append(Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:
             self._explain(Topic.MEMBERSHIP, sentence)
         self._remember_peers(manifest.members)
