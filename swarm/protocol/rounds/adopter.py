@@ -41,6 +41,8 @@ class Adopter(MachineState):
     def _adopt(self, source: PeerId, commit: Commit) -> None:
         """Brings the manifest here and applies it; a better one replaces a running fetch."""
         manifest = commit.manifest
+        if self._is_being_fetched(manifest):
+            return
         if self._catch_up and self._catch_up.manifest.code > manifest.code:
             return
         replaced = self._catch_up
