@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.disk import Progress
-from swarm.emulation.simulator.faults import Mix
+from swarm.emulation.simulator.faults import CLASSES, Mix
 from swarm.emulation.simulator.node import Cast
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Merged
@@ -278,6 +278,10 @@ REVOLTS = Mix(
     merging=0.0,
 )
 """Two conveners at a time, and a third peer that crashes between their ballots."""
+SHATTERED = Mix(kinds={"shatter": 1.0}, faults=(1, 3), window_s=(120.0, 200.0))
+"""Several survivors reform, each for itself."""
+LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
+"""Peers learn of manifests that nobody is left to give them."""
 MERGE_DUELS = replace(DUELS, merging=1.0)
 
 
@@ -305,11 +309,15 @@ MUTANTS: Mapping[str, Mutant] = {
     "duplicate_commit_restarts": Mutant(
         "X1: a duplicate COMMIT does not restart the fetch", _of(_DuplicateCommitRestarts)
     ),
-    "fetch_never_dropped": Mutant("X2: a stuck fetch is dropped", _of(_FetchNeverDropped)),
+    "fetch_never_dropped": Mutant(
+        "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
+    ),
     "no_base_check": Mutant("S2: compare and swap on the base", _of(trainer=_NoBaseCheck)),
     "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
     "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
-    "generation_counted": Mutant("F3: generations have unique ids", _of(_GenerationCounted)),
+    "generation_counted": Mutant(
+        "F3: generations have unique ids", _of(_GenerationCounted), SHATTERED
+    ),
     "reform_although_quorum": Mutant(
         "F2: no reform while a quorum is heard", _of(_ReformAlthoughQuorum)
     ),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Fetcher, Get
 from swarm.emulation.simulator.invariants import Invariants, Violation, short
+from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Task, Trainer
 from swarm.emulation.simulator.values import Mean, Merged
 from swarm.experts import expert_unit
@@ -27,6 +28,7 @@ from swarm.protocol.events import (
     Left,
     MergeComputed,
     Persist,
+    Purpose,
     Reason,
     Received,
     Reduce,
@@ -138,10 +140,11 @@ class Node:
         self._heard: dict[PeerId, float] = {}
         self._listens_until = 0.0
         self._last_tick = 0.0
+        self._caught_up = ("", 0.0)
         self._perform: dict[type, Callable[[Any], None]] = {
             Persist: self._persist,
             Send: self._send,
-            Fetch: lambda effect: self._fetcher.start(effect),
+            Fetch: self._fetch,
             CancelFetch: lambda effect: self._fetcher.cancel(effect.purpose),
             Sync: lambda effect: self.after(
                 self._duration(self.character.sync_s), self._synced, effect.manifest
@@ -171,6 +174,7 @@ class Node:
         self.is_up, self.is_paused = True, False
         self._backlog.clear()
         self._heard.clear()
+        self._caught_up = ("", 0.0)
         self._last_tick = world.now
         self._listens_until = world.now + world.timers.discover_s
         self._fetcher = Fetcher(self)
@@ -324,6 +328,18 @@ class Node:
     def _send(self, effect: Send) -> None:
         self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
+    def _fetch(self, effect: Fetch) -> None:
+        pursuit = self.machine._catch_up
+        if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
+            digest, now = pursuit.manifest.digest, self.world.now
+            before, time_s = self._caught_up
+            self._caught_up = (digest, now)
+            if digest == before and now - time_s < self.world.timers.patience_s:
+                raise Violation(
+                    "X1", f"{self.me} starts to fetch {digest[:12]} anew after {now - time_s:.1f} s"
+                )
+        self._fetcher.start(effect)
+
     def _synced(self, manifest: Manifest) -> None:
         self.disk.sync(entry.digest for entry in manifest.entries.values())
         self.tell(Synced(manifest.digest))
@@ -380,38 +396,3 @@ class Node:
     def _note(self, text: str) -> None:
         if self.world.trace:
             self.world.trace(f"{self.world.now:8.2f} {self.me:>3} {text}")
-
-
-def describe(thing: Effect | Message) -> str:
-    """An effect or a message on one line; empty for what a reader need not see."""
-    match thing:
-        case Send(destination, _, message):
-            return f"-> {destination} {describe(message)}"
-        case Persist(record):
-            accepted = record.accepted
-            voted = f" accepted {accepted.ballot} {short(accepted.manifest)}" if accepted else ""
-            return f"PERSIST tip {short(record.tip)} promised {record.promised}{voted}"
-        case Apply(manifest, _):
-            return f"APPLY {short(manifest)} members {sorted(manifest.members)}"
-        case Sync(manifest):
-            return f"sync {short(manifest)}"
-        case Reason(topic, text):
-            return f"# {topic.value}: {text}"
-        case Fetch(purpose, wants):
-            return f"fetch {purpose.value}: {[(w.unit, w.digest, w.sources) for w in wants]}"
-        case Keep():
-            return ""
-    fields = []
-    for name in ("ballot", "ask", "digest", "manifest", "missing", "leave", "accepted", "offer"):
-        value = getattr(thing, name, None)
-        if isinstance(value, Manifest):
-            value = short(value)
-        elif name == "accepted" and value is not None:
-            value = f"({value.ballot} {short(value.manifest)})"
-        elif name == "ballot" and value is not None:
-            value = f"{value.attempt}/{value.convener}"
-        elif name == "offer" and value is not None:
-            value = "yes"
-        if value:
-            fields.append(f"{name}={value}")
-    return f"{type(thing).__name__.upper()} {' '.join(fields)}".rstrip()
