@@ -136,11 +136,11 @@ COUNTED = [
     (too_small, "blob_size"),
     (huge_index, "blob_index"),
     (nonsense, "blob_size"),
+    (truncated, "ended_early"),
+    (closed_at_once, "ended_early"),
 ]
 LARGE_ONLY = [(wrong_index, "blob_index")]
 NOT_COUNTED = [
-    (truncated, "ended_early"),
-    (closed_at_once, "ended_early"),
     (silent, "no_progress"),
     (dripping, "no_progress"),
 ]
