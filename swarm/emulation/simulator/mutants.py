@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.disk import Progress
 from swarm.emulation.simulator.faults import CLASSES, Mix
-from swarm.emulation.simulator.node import Cast
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Merged
 from swarm.experts import expert_unit

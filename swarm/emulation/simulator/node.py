@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
+from swarm.emulation.simulator.cast import Cast, Character, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Fetcher, Get
 from swarm.emulation.simulator.invariants import Invariants, Violation, short
@@ -53,27 +53,6 @@ class Packet(NamedTuple):
 Payload = Packet | Get | Data
 
 
-@dataclass(frozen=True)
-class Character:
-    """What is particular about one peer; a slow peer has larger numbers."""
-
-    capacity: float = 1.0
-    local_steps_s: float = 3.0
-    sync_s: float = 0.1
-    reduce_s: float = 0.1
-    merge_s: float = 0.3
-    arithmetic: int = 0
-    """Peers of the same number compute the same bits; negative: other bits each time."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    """The code under test; mutants replace it."""
-
-    machine: type[RoundMachine] = RoundMachine
-    trainer: type[Trainer] = Trainer
-
-
 class World(Protocol):
     """What a node sees of the simulation."""
 
@@ -102,21 +81,6 @@ class World(Protocol):
         """Hears of a crash by snare."""
 
 
-Trap = Callable[[Effect], bool]
-
-
-@dataclass(frozen=True)
-class Snare:
-    """A crash that waits for an effect."""
-
-    trap: Trap
-    """Says of every effect whether the process crashes right after it."""
-    restart_s: float
-    """Time after which the process starts again."""
-    isolated: PeerId | None = None
-    """A peer that is cut off from all others at that very moment."""
-
-
 class Node:
     """A peer's process and disk; the process may crash between any two effects."""
 
@@ -140,12 +104,13 @@ class Node:
         self._heard: dict[PeerId, float] = {}
         self._listens_until = 0.0
         self._last_tick = 0.0
-        self._caught_up = ("", 0.0)
+        # The manifest fetched last to be applied, and when that was cancelled.
+        self._caught_up: tuple[Digest, float | None] = ("", None)
         self._perform: dict[type, Callable[[Any], None]] = {
             Persist: self._persist,
             Send: self._send,
             Fetch: self._fetch,
-            CancelFetch: lambda effect: self._fetcher.cancel(effect.purpose),
+            CancelFetch: self._cancel_fetch,
             Sync: lambda effect: self.after(
                 self._duration(self.character.sync_s), self._synced, effect.manifest
             ),
@@ -174,7 +139,7 @@ class Node:
         self.is_up, self.is_paused = True, False
         self._backlog.clear()
         self._heard.clear()
-        self._caught_up = ("", 0.0)
+        self._caught_up = ("", None)
         self._last_tick = world.now
         self._listens_until = world.now + world.timers.discover_s
         self._fetcher = Fetcher(self)
@@ -331,14 +296,16 @@ class Node:
     def _fetch(self, effect: Fetch) -> None:
         pursuit = self.machine._catch_up
         if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
-            digest, now = pursuit.manifest.digest, self.world.now
-            before, time_s = self._caught_up
-            self._caught_up = (digest, now)
-            if digest == before and now - time_s < self.world.timers.patience_s:
-                raise Violation(
-                    "X1", f"{self.me} starts to fetch {digest[:12]} anew after {now - time_s:.1f} s"
-                )
+            digest = pursuit.manifest.digest
+            if self._caught_up in ((digest, None), (digest, self.world.now)):
+                raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
+            self._caught_up = (digest, None)
         self._fetcher.start(effect)
+
+    def _cancel_fetch(self, effect: CancelFetch) -> None:
+        if effect.purpose is Purpose.CATCH_UP:
+            self._caught_up = (self._caught_up[0], self.world.now)
+        self._fetcher.cancel(effect.purpose)
 
     def _synced(self, manifest: Manifest) -> None:
         self.disk.sync(entry.digest for entry in manifest.entries.values())

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.faults import CLASSES, Mix, Scenario, draw
 from swarm.emulation.simulator.invariants import Violation, require, short
-from swarm.emulation.simulator.node import Cast, Node
+from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import Kind, Manifest
 

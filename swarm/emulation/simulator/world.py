@@ -8,10 +8,11 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
+from swarm.emulation.simulator.cast import Cast, Character, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
-from swarm.emulation.simulator.node import Cast, Character, Node, Payload, Snare
+from swarm.emulation.simulator.node import Node, Payload
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit

@@ -1,0 +1,47 @@
+"""Who takes part: what is particular about a peer, how it may crash, and the code it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol.events import Effect
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.rounds import RoundMachine
+
+
+@dataclass(frozen=True)
+class Character:
+    """What is particular about one peer; a slow peer has larger numbers."""
+
+    capacity: float = 1.0
+    local_steps_s: float = 3.0
+    sync_s: float = 0.1
+    reduce_s: float = 0.1
+    merge_s: float = 0.3
+    arithmetic: int = 0
+    """Peers of the same number compute the same bits; negative: other bits each time."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The code under test; mutants replace it."""
+
+    machine: type[RoundMachine] = RoundMachine
+    trainer: type[Trainer] = Trainer
+
+
+Trap = Callable[[Effect], bool]
+
+
+@dataclass(frozen=True)
+class Snare:
+    """A crash that waits for an effect."""
+
+    trap: Trap
+    """Says of every effect whether the process crashes right after it."""
+    restart_s: float
+    """Time after which the process starts again."""
+    isolated: PeerId | None = None
+    """A peer that is cut off from all others at that very moment."""
