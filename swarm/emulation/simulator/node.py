@@ -104,8 +104,9 @@ class Node:
         self._heard: dict[PeerId, float] = {}
         self._listens_until = 0.0
         self._last_tick = 0.0
-        # The manifest fetched last to be applied, and when that was cancelled.
-        self._caught_up: tuple[Digest, float | None] = ("", None)
+        # The manifest fetched last to be applied, and the list of effects that cancelled this.
+        self._caught_up: tuple[Digest, int] = ("", 0)
+        self._lists = 0
         self._perform: dict[type, Callable[[Any], None]] = {
             Persist: self._persist,
             Send: self._send,
@@ -139,7 +140,7 @@ class Node:
         self.is_up, self.is_paused = True, False
         self._backlog.clear()
         self._heard.clear()
-        self._caught_up = ("", None)
+        self._caught_up = ("", 0)
         self._last_tick = world.now
         self._listens_until = world.now + world.timers.discover_s
         self._fetcher = Fetcher(self)
@@ -266,6 +267,7 @@ class Node:
 
     def _execute(self, effects: list[Effect]) -> None:
         trace = self.world.trace
+        self._lists += 1
         for effect in effects:
             if trace:
                 text = describe(effect)
@@ -297,14 +299,14 @@ class Node:
         pursuit = self.machine._catch_up
         if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
             digest = pursuit.manifest.digest
-            if self._caught_up in ((digest, None), (digest, self.world.now)):
+            if self._caught_up in ((digest, 0), (digest, self._lists)):
                 raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
-            self._caught_up = (digest, None)
+            self._caught_up = (digest, 0)
         self._fetcher.start(effect)
 
     def _cancel_fetch(self, effect: CancelFetch) -> None:
         if effect.purpose is Purpose.CATCH_UP:
-            self._caught_up = (self._caught_up[0], self.world.now)
+            self._caught_up = (self._caught_up[0], self._lists)
         self._fetcher.cancel(effect.purpose)
 
     def _synced(self, manifest: Manifest) -> None:
