@@ -157,11 +157,11 @@ class Flow:
         """A buffer; two large ones take turns, since fresh memory costs as much as hashing it."""
         if num_bytes <= INLINE_BYTES:
             return memoryview(bytearray(num_bytes))
-        if len(self._buffers) < 2:
-            self._buffers.append(bytearray(PIECE_BYTES))
-        else:
-            self._buffers.reverse()
-        return memoryview(self._buffers[-1])[:num_bytes]
+        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else bytearray()
+        if len(buffer) < num_bytes:
+            buffer = bytearray(num_bytes)
+        self._buffers.append(buffer)
+        return memoryview(buffer)[:num_bytes]
 
     async def _last_arrival(self) -> None:
         if self._arrival:

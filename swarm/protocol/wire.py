@@ -14,6 +14,7 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from swarm.errors import BadManifest, BadMessage
@@ -266,7 +267,13 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
 
 
 def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
-    manifest = decode_manifest(blobs[blob.digest])
+    return _named_manifest(blobs[blob.digest])
+
+
+@lru_cache(maxsize=4)
+def _named_manifest(encoded: bytes) -> Manifest:
+    """A manifest whose names are valid; proposal, tip and parent come again and again."""
+    manifest = decode_manifest(encoded)
     for pattern, names in (
         (IS_DIGEST, _digests(manifest)),
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
