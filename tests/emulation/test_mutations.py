@@ -1,0 +1,84 @@
+"""Every rule of the protocol page that a model check once caught is caught here when it is removed.
+
+Most by one recorded schedule; a handful of rare ones by a directed test of the round machine that
+is run a second time on the machine without the rule.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from swarm.emulation.simulator.mutants import MUTANTS
+from swarm.emulation.simulator.schedule import run_schedule
+from swarm.protocol.rounds import RoundMachine
+from tests.protocol import round_pump, test_rounds_takeover
+
+CAUGHT_BY_SCHEDULE = {
+    "accept_before_fetch": "A:0",
+    "accepted_not_persisted": "A:0",
+    "accept_before_write": "D:7",
+    "no_phase_1": "D:13",
+    "any_half": "B:3",
+    "joiners_vote": "A:21",
+    "older_roster": "B:5",
+    "apply_before_blobs": "A:0",
+    "duplicate_commit_restarts": "A:0",
+    "fetch_never_dropped": "D:46",
+    "no_base_check": "C:0",
+    "no_takeover": "A:0",
+    "no_reform": "C:0",
+    "generation_counted": "D:1",
+    "reform_although_quorum": "C:0",
+    "most_tokens_win": "D:27",
+    "merge_on_apply": "D:0",
+    "due_by_own_count": "C:1",
+    "round_while_due": "D:0",
+    "due_by_kind": "C:6",
+    "due_by_rise": "C:6",
+    "no_phase_1_at_merge": "D:40",
+    "accepted_merge_not_persisted": "D:0",
+    "accept_merge_before_blobs": "D:0",
+    "accept_only_own_merge": "D:0",
+    "no_base_check_at_merge": "D:0",
+}
+"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+`scripts/simulate --mutant NAME`."""
+
+CAUGHT_BY_DIRECTED_TEST: dict[str, Callable[[], None]] = {
+    "promise_in_memory": (
+        test_rounds_takeover.test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one
+    ),
+    "promise_not_recorded": (
+        test_rounds_takeover.test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one
+    ),
+    "lowest_accepted": (
+        test_rounds_takeover.test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again
+    ),
+    "ballot_zero_reused": (
+        test_rounds_takeover.test_a_restarted_first_convener_never_uses_ballot_zero_again
+    ),
+}
+
+
+def test_every_mutant_is_caught_by_something() -> None:
+    assert CAUGHT_BY_SCHEDULE.keys() | CAUGHT_BY_DIRECTED_TEST.keys() == MUTANTS.keys()
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY_SCHEDULE)
+def test_a_removed_rule_breaks_an_invariant(name: str) -> None:
+    mutant = MUTANTS[name]
+    fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
+    without = run_schedule(fault_class, int(seed), cast=mutant.cast, mix=mutant.mix)
+    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
+    with_rule = run_schedule(fault_class, int(seed), mix=mutant.mix)
+    assert with_rule.violation is None
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY_DIRECTED_TEST)
+def test_a_removed_rule_fails_its_directed_test(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = CAUGHT_BY_DIRECTED_TEST[name]
+    check()
+    monkeypatch.setattr(round_pump, "RoundMachine", MUTANTS[name].cast.machine)
+    assert round_pump.RoundMachine is not RoundMachine
+    with pytest.raises((AssertionError, ValueError)):
+        check()
