@@ -1,5 +1,6 @@
 """What a round sends, counted on the wire, against the formula."""
 
+import logging
 from pathlib import Path
 from statistics import mean
 
@@ -11,6 +12,7 @@ from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
 from tests.scenarios.swarms import finish, read_run, write_run
 
 pytestmark = pytest.mark.scenario
+logger = logging.getLogger(__name__)
 
 NUM_PEERS = 4
 COUNTED_ROUNDS = 10
@@ -55,7 +57,9 @@ def sent_per_round(folder: Path, *, owners: int) -> tuple[float, RunConfig]:
     events = [event for window in windows for event in window]
     control = mean(event["control_bytes_sent"] for event in events)
     blobs = mean(event["blob_bytes_sent"] for event in events)
-    print(f"owners={owners} blob bytes={blobs:.0f} control bytes={control:.0f} per peer and round")
+    logger.info(
+        "owners=%d blob_bytes=%.0f control_bytes=%.0f a peer and round", owners, blobs, control
+    )
     return blobs, read_run(run_file)
 
 
