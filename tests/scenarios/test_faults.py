@@ -87,7 +87,7 @@ def time_of_next_round(swarm: LocalSwarm, gone: LocalPeer) -> float:
     [
         "offered",  # a contributor whose values nobody can fetch any more
         "reducing",  # a reducer
-        "accepting",  # an acceptor
+        pytest.param("accepting", marks=pytest.mark.exhaustive),  # an acceptor
         "proposing",  # a convener with a complete roster
         "deciding",  # a convener that alone knows of the decision
     ],
@@ -138,7 +138,7 @@ def test_a_stopped_peer_is_left_behind_and_catches_up(swarm: LocalSwarm) -> None
 def test_a_peer_killed_again_and_again_while_it_starts_comes_back(swarm: LocalSwarm) -> None:
     revive(swarm)
     victim = swarm.peers[2]
-    for alive_s in (0.5, 2.0, 4.0, 6.0):
+    for alive_s in (0.5, 2.0, 4.0):
         victim.kill()
         swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
         time.sleep(alive_s)
