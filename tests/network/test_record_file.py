@@ -1,0 +1,115 @@
+"""The record survives what disks do: torn writes, changed bytes, lost files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import CorruptState
+from swarm.network.record_file import ABSTAIN_HEIGHTS, RecordFile
+from swarm.protocol.events import Record
+from swarm.protocol.messages import Accepted, Ballot
+from tests.protocol.round_pump import found, make_rules
+
+FIRST = Record(replace(found(make_rules(), ["A", "B"]), run="run-1"), None, None)
+SECOND = replace(FIRST, promised=Ballot(2, "A"), accepted=Accepted(Ballot(2, "A"), FIRST.tip))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> RecordFile:
+    return RecordFile(tmp_path / "record")
+
+
+@pytest.fixture
+def written(file: RecordFile) -> RecordFile:
+    """With two records: the newest and its predecessor."""
+    file.write(FIRST)
+    file.write(SECOND)
+    return file
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def test_a_peer_that_never_wrote_has_none(file: RecordFile) -> None:
+    assert file.read() is None
+    assert file.read_earlier() is None
+
+
+def test_the_newest_record_comes_back_as_it_was(written: RecordFile) -> None:
+    assert written.read() == SECOND
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, os.unlink])
+def test_a_damaged_newest_record_is_replaced_by_its_predecessor_without_a_vote(
+    written: RecordFile, damage, caplog
+) -> None:
+    damage(written.path)
+    # Its peer may have voted at the next height, and once more after a tip that it forgot.
+    assert written.read() == replace(FIRST, abstain_until_height=FIRST.tip.height + ABSTAIN_HEIGHTS)
+    assert "without voting" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty])
+def test_no_intact_record_is_an_error_that_names_the_files(written: RecordFile, damage) -> None:
+    damage(written.path)
+    damage(written.previous)
+    with pytest.raises(CorruptState, match=r"record .*record\.previous"):
+        written.read()
+
+
+def test_the_only_record_damaged_is_an_error_not_a_fresh_start(file: RecordFile) -> None:
+    file.write(FIRST)
+    cut(file.path)
+    with pytest.raises(CorruptState):
+        file.read()
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "replace"])
+def test_a_crash_anywhere_in_a_write_leaves_the_old_record(
+    file: RecordFile, call: str, monkeypatch
+) -> None:
+    file.write(FIRST)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, crash)
+        with pytest.raises(KeyboardInterrupt):
+            file.write(SECOND)
+    assert file.read() == FIRST
+    file.write(SECOND)
+    assert file.read() == SECOND
+
+
+def test_a_record_is_durable_before_it_gets_its_name(written: RecordFile, monkeypatch) -> None:
+    calls: list[str] = []
+    for call in ("fsync", "replace"):
+        real = getattr(os, call)
+        monkeypatch.setattr(os, call, lambda *a, r=real, c=call: (calls.append(c), r(*a))[1])
+    written.write(FIRST)
+    assert calls == ["fsync", "replace", "fsync"], "contents, name, folder"
+
+
+def test_going_back_before_a_lost_state_forgets_the_votes_on_it(written: RecordFile) -> None:
+    later = replace(FIRST, tip=replace(FIRST.tip, height=1, round=1))
+    written.write(later)
+    assert written.read_earlier() == replace(
+        FIRST, abstain_until_height=FIRST.tip.height + ABSTAIN_HEIGHTS
+    )
+    assert written.read() == later

@@ -1,0 +1,113 @@
+"""Moving a live engine to an agreed state whose blobs may be collected meanwhile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from peers.live_model import Agreed, BlobGone, LiveModel, initial_blobs
+from swarm.codecs import encode_unit
+from swarm.experts import expert_shapes, expert_unit
+from swarm.network.blobs import BlobStore
+from swarm.network.founding import founding_manifest
+from swarm.protocol.digests import digest_of
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, Kind, Manifest
+from swarm.train.engine import ResidentEngine
+from tests.train.runs import NUM_EXPERTS, all_names, same, tiny_run
+
+RUN = tiny_run()
+LAYOUT = layout_of(RUN)
+EXPERT = 1
+NAMES = list(expert_shapes(RUN.model, EXPERT))
+
+
+@pytest.fixture
+def store() -> BlobStore:
+    return BlobStore(None)
+
+
+@pytest.fixture
+def founded(store: BlobStore) -> Manifest:
+    initial = {}
+    for unit, value in initial_blobs(RUN, LAYOUT):
+        initial[unit] = (store.put(value), len(value))
+    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
+    return founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0})
+
+
+@pytest.fixture
+def model(store: BlobStore, founded: Manifest) -> LiveModel:
+    live = LiveModel("me", RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+    live.adopt(founded, previous="", offer=None)
+    return live
+
+
+def successor(parent: Manifest, store: BlobStore, *, kind: Kind) -> tuple[Manifest, Tensor]:
+    """A manifest with another value of one expert; the value of its first tensor, too."""
+    unit = expert_unit(EXPERT)
+    values = {name: torch.full(LAYOUT.shapes[name], 0.25) for name in NAMES}
+    before = parent.entries[unit]
+    digest = store.put(encode_unit(LAYOUT.by_unit[unit], values))
+    base = before.digest if kind is Kind.MERGE else None
+    entries = {**parent.entries, unit: replace(before, digest=digest, base=base)}
+    manifest = replace(
+        parent, height=parent.height + 1, kind=kind, parent=parent.digest, entries=entries
+    )
+    return manifest, values[NAMES[0]]
+
+
+def add_progress(model: LiveModel, amount: float) -> None:
+    masters = model.engine.read(NAMES)
+    model.engine.write({name: masters[name] + amount for name in NAMES})
+
+
+def test_local_progress_moves_with_a_merge(
+    model: LiveModel, store: BlobStore, founded: Manifest
+) -> None:
+    add_progress(model, 0.5)
+    merged, value = successor(founded, store, kind=Kind.MERGE)
+    model.adopt(merged, previous=founded.digest, offer=None)
+    moved = model.engine.read(NAMES)[NAMES[0]]
+    # The initial weights (about 0.02) are added and taken away again in fp32.
+    assert torch.allclose(moved, value + 0.5, atol=1e-6)
+
+
+def test_an_expert_restarts_from_its_merged_value_when_its_base_is_gone(
+    model: LiveModel, store: BlobStore, founded: Manifest
+) -> None:
+    add_progress(model, 0.5)
+    merged, value = successor(founded, store, kind=Kind.MERGE)
+    store.collect({entry.digest for entry in merged.entries.values()})
+    model.adopt(merged, previous=founded.digest, offer=None)
+    assert torch.equal(model.engine.read(NAMES)[NAMES[0]], value)
+    assert model.bases[EXPERT] == merged.entries[expert_unit(EXPERT)].digest
+
+
+def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
+    model: LiveModel, store: BlobStore, founded: Manifest
+) -> None:
+    add_progress(model, 0.5)
+    before, bases = model.engine.read(all_names(RUN)), dict(model.bases)
+    gone, _ = successor(founded, store, kind=Kind.QUORUM)
+    store.collect({entry.digest for entry in founded.entries.values()})
+    with pytest.raises(BlobGone):
+        model.adopt(gone, previous=founded.digest, offer=None)
+    assert same(model.engine.read(all_names(RUN)), before)
+    assert model.bases == bases
+
+
+def test_blobs_that_are_being_adopted_are_not_collected(store: BlobStore) -> None:
+    digest = store.put(b"agreed")
+    with Agreed(store, LAYOUT).held([digest]):
+        store.collect(set())
+        assert store.has(digest)
+    store.collect(set())
+    assert not store.has(digest)
+    with pytest.raises(BlobGone), Agreed(store, LAYOUT).held([digest_of(b"never")]):
+        pass
+
+
+def test_every_expert_is_owned_by_the_only_member(model: LiveModel) -> None:
+    assert sorted(model.bases) == list(range(NUM_EXPERTS))
