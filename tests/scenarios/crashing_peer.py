@@ -1,7 +1,7 @@
 """swarm-peer that kills itself with -9 at a chosen place: `--crash PLACE@ROUND`.
 
 It dies there the first time in a round of at least that number, with a leading `+` counted from
-the first round that this life has to do with; a merge is meant with a trailing `m`, as in
+the first round that this life contributed to; a merge is meant with a trailing `m`, as in
 `accepted@2m`. Without the option it is swarm-peer.
 
 | place | dies |
@@ -30,7 +30,7 @@ from peers.peer import main
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.protocol.adoption import Adoption
-from swarm.protocol.events import Record, Reduce, Send
+from swarm.protocol.events import Apply, Record, Reduce, Send
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import Commit, Offer, Propose, Ready
 from swarm.train.checkpoint import PrivateState
@@ -58,9 +58,13 @@ class Crash:
 
     def is_at(self, place: str, number: int, kind: Kind = Kind.QUORUM) -> bool:
         """Whether this is the place."""
-        if self.is_relative:
-            self.round, self.is_relative = self.round + number, False
-        return (place, kind) == (self.place, self.kind) and number >= self.round
+        is_due = not self.is_relative and number >= self.round
+        return is_due and (place, kind) == (self.place, self.kind)
+
+    def count_from(self, manifest: Manifest, me: str) -> None:
+        """Relative rounds count from the first one that this life contributed to."""
+        if self.is_relative and me in manifest.contributors:
+            self.round, self.is_relative = self.round + manifest.round, False
 
     def keeps_secret(self, manifest: Manifest, driver: RoundDriver) -> bool:
         """Whether a convener sends its first COMMIT of a manifest, and is to die before that."""
@@ -74,7 +78,15 @@ class Crash:
 
 def arm_network(crash: Crash) -> None:
     """Puts the crash into the places where this peer acts for the others."""
-    send, reduce_unit = RoundDriver._send, RoundDriver._reduce_unit
+    send, reduce_unit, apply = (
+        RoundDriver._send,
+        RoundDriver._reduce_unit,
+        RoundDriver._apply,
+    )
+
+    async def counting_apply(self: RoundDriver, effect: Apply) -> None:
+        crash.count_from(effect.manifest, self.node.peer_id)
+        await apply(self, effect)
 
     async def crashing_send(self: RoundDriver, effect: Send) -> None:
         message, number = effect.message, self.machine.tip.round + 1
@@ -93,7 +105,11 @@ def arm_network(crash: Crash) -> None:
         await reduce_unit(self, effect)
 
     # The driver finds what carries an effect out in its table.
-    RoundDriver._actions = {**RoundDriver._actions, Send: crashing_send}
+    RoundDriver._actions = {
+        **RoundDriver._actions,
+        Send: crashing_send,
+        Apply: counting_apply,
+    }
     RoundDriver._reduce_unit = crashing_reduce  # type: ignore[method-assign]
 
 
