@@ -61,12 +61,13 @@ class RecordFile:
             try:
                 record = _read(path)
             except FileNotFoundError:
+                problems.append(f"{path.name} is missing")
                 continue
             except CorruptState as error:
                 problems.append(str(error))
                 continue
             return _rolled_back(record, problems) if problems else record
-        if problems:
+        if self.path.exists() or self.previous.exists():
             raise CorruptState(
                 "; ".join(problems), hint="start with a new --state-dir: the swarm has the model"
             )
