@@ -1,5 +1,6 @@
 """Two faults that once broke the protocol's draft, by script: section 13, cases 4 and 5."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -29,11 +30,11 @@ RULES = Rules(
 )
 
 
-def scenario(script, *, heal_s, slow=()):
-    """Five founders on good links; the slow ones need four times as long for local steps."""
-    characters = {peer: Character(local_steps_s=12.0 if peer in slow else 3.0) for peer in PEERS}
+def scenario(script, *, heal_s, slow=(), peers=PEERS):
+    """Founders on good links; the slow ones need four times as long for local steps."""
+    characters = {peer: Character(local_steps_s=12.0 if peer in slow else 3.0) for peer in peers}
     return Scenario(
-        setup=Setup(PEERS, RULES, CALM_TIMERS, characters),
+        setup=Setup(peers, RULES, CALM_TIMERS, characters),
         calm_timers=CALM_TIMERS,
         weather=Weather(delay_s=0.05),
         rough={},
@@ -123,3 +124,25 @@ def test_a_majority_that_does_not_listen_first_drops_the_survivors_work():
         for seed in range(5)
     ]
     assert 0 in kept
+
+
+def roll_back(world, ranks):
+    """Crashes the peers of these ranks and leaves them a record that may lack a vote [P5]."""
+    order = best_tip(world).order
+    for rank in ranks:
+        node = world.nodes[order[rank]]
+        node.crash()
+        record = node.disk.record
+        node.disk.record = replace(
+            record, promised=None, accepted=None, abstain_until_height=record.tip.height + 2
+        )
+        world.at(1.0, world.reboot, node.me)
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "ranks"), [(1, (0,)), (2, (0,)), (2, (1,)), (2, (0, 1)), (3, (0,)), (3, (0, 1))]
+)
+def test_peers_that_abstain_never_stop_a_swarm_for_ever(num_peers, ranks):
+    script = [(30.0, roll_back, (ranks,))]
+    world = run(scenario(script, heal_s=31.0, peers=PEERS[:num_peers]))
+    assert len(world.alive()) == num_peers  # and all are on one chain, or play had raised

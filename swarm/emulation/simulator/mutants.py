@@ -296,10 +296,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "accepted_not_persisted": Mutant("P2: the vote is durable", _of(_AcceptedNotPersisted)),
     "accept_before_write": Mutant("P2: write, then send", _of(_AcceptSentBeforeWrite)),
     "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), REVOLTS),
-    "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), DUELS),
+    "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), REVOLTS),
     "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", _of(_NoPhase1)),
     "lowest_accepted": Mutant(
-        "C2: the highest vote is proposed again", _of(_LowestAccepted), DUELS
+        "C2: the highest vote is proposed again", _of(_LowestAccepted), REVOLTS
     ),
     "ballot_zero_reused": Mutant("P3, C1: ballot 0 is used once", _of(_BallotZeroReused), DUELS),
     "any_half": Mutant("C5: half decides only with the tie-breaker", _of(_AnyHalf)),

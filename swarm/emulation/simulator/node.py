@@ -287,7 +287,8 @@ class Node:
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
         is_listening = world.now <= self._listens_until + world.timers.tick_s
-        if new.generation != before.tip.generation and not is_listening:
+        may_vote = before.tip.height >= before.abstain_until_height
+        if new.generation != before.tip.generation and may_vote and not is_listening:
             since = world.now - world.timers.reform_s
             heard = [peer for peer, time_s in self._heard.items() if time_s > since]
             world.invariants.reformed(self.me, before.tip, new, heard)

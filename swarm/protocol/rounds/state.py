@@ -45,6 +45,8 @@ Exchanged = dict[tuple[PeerId, Digest], float]
 """When a peer was last told this tip, or asked for a newer one than this."""
 Sign = Callable[[bytes], Signature]
 """Signs a statement with this peer's key."""
+NO_GENERATION = "00"
+"""In the header of a peer that abstains; generations are "0" or have 32 digits."""
 
 
 def unsigned(_: bytes) -> Signature:
@@ -199,9 +201,13 @@ class MachineState(ABC):
         return self.tip.is_quorum(peer for peer in peers if peer in electorate)
 
     def _hears_quorum(self, limit_s: float) -> bool:
-        """Whether a quorum of the members, this peer among them, was heard within the limit."""
+        """Whether a quorum of the members was heard within the limit.
+
+        This peer counts itself among them, unless it abstains: a quorum that cannot vote is dead.
+        """
         since = self._now - limit_s
-        return self._has_quorum([self.me, *(p for p, at in self._heard.items() if at > since)])
+        heard = [peer for peer, at in self._heard.items() if at > since]
+        return self._has_quorum(heard if self._abstains() else [self.me, *heard])
 
     def _may_vote(self) -> bool:
         """Whether this peer may promise, accept and campaign at this height [P5]."""
@@ -226,7 +232,13 @@ class MachineState(ABC):
     # ------------------------------------------------------------ saying and writing down
 
     def _bind_header(self) -> Header:
-        return Header(self.tip.code, self.tip.digest, self.tip.generation)
+        """The header of all messages under this tip [H2].
+
+        Who casts no vote names no generation: others must not take it for part of a living quorum
+        [H3, F2], or two peers of which one abstains would wait for each other for ever.
+        """
+        generation = NO_GENERATION if self._abstains() else self.tip.generation
+        return Header(self.tip.code, self.tip.digest, generation)
 
     def _post(self, destination: PeerId, message: Message) -> None:
         """Sends under the header of the present tip [H2]; to oneself by way of the inbox."""
