@@ -1,0 +1,175 @@
+"""What a peer says about itself: totals, differences between rounds, and nothing of others."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peers.state_directory import RunDirectory
+from peers.status import MAX_RECENT, NO_DIGEST, PeerStatus, RoundReport
+from swarm.network.node import Node
+from swarm.network.round_driver import RoundDriver
+from swarm.network.traffic import Traffic
+from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
+from swarm.train.local_steps import LocalStats
+from tests.protocol.round_pump import found, make_rules
+from tests.train.runs import tiny_run
+
+TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
+STATS = LocalStats(steps=3, tokens=192, skipped=1, loss=2.5, cross_entropy=2.0, completed=True)
+
+
+def successor(tip: Manifest) -> Manifest:
+    number = tip.round + 1
+    return replace(
+        tip, height=number, round=number, step=3 * number, kind=Kind.QUORUM, parent=tip.digest
+    )
+
+
+def report(manifest: Manifest, stats: LocalStats | None = STATS) -> RoundReport:
+    return RoundReport(manifest, stats, counted=stats is not None, wait_s=0.25, reason="applied")
+
+
+@pytest.fixture
+def node() -> SimpleNamespace:
+    return SimpleNamespace(peer_id="A", addresses=("/ip4/1.2.3.4/tcp/5/p2p/A",), traffic=Traffic())
+
+
+@pytest.fixture
+def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
+    made = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0, data_index=7)
+    made.directory = RunDirectory(tmp_path)
+    return made
+
+
+def watch(status: PeerStatus, **refused: int) -> None:
+    driver = SimpleNamespace(tip=TIP, refused=Counter(refused), last_reason="roster closed")
+    status.watch(cast(RoundDriver, driver), "run-1")
+
+
+def events(status: PeerStatus) -> list[dict[str, Any]]:
+    assert status.directory is not None
+    return [json.loads(line) for line in status.directory.events_path.read_text().splitlines()]
+
+
+def test_before_the_run_begins_a_peer_is_present_without_a_tip(status: PeerStatus) -> None:
+    record = status.record()
+    assert (record.state, record.round, record.manifest_digest) == (
+        PeerState.STARTING,
+        0,
+        NO_DIGEST,
+    )
+    assert (record.name, record.capacity, record.data_index) == ("me", 2.0, 7)
+    assert record.owned_experts == ()
+
+
+def test_a_record_is_one_that_others_can_read(status: PeerStatus) -> None:
+    watch(status, bad_signature=2)
+    status.end_steps(STATS)
+    record = status.record()
+    assert decode_record(PeerRecord, encode_record(record)) == record
+
+
+def test_generation_round_digest_and_owned_experts_come_from_one_manifest(
+    status: PeerStatus,
+) -> None:
+    watch(status)
+    status.applied(report(successor(TIP)))
+    record = status.record()
+    assert (record.generation, record.round) == (TIP.generation, 1)
+    assert record.manifest_digest == successor(TIP).digest
+    assert record.owned_experts == tuple(e for e, peers in TIP.owners.items() if "A" in peers)
+
+
+def test_steps_under_way_count_from_the_tip(status: PeerStatus) -> None:
+    watch(status)
+    one = successor(TIP)
+    status.applied(report(one))
+    status.on_step(4, cast(Any, SimpleNamespace(skipped=False)))
+    assert status.record().step == one.step + 1
+    status.applied(report(successor(one)))
+    assert status.record().step == successor(one).step
+
+
+def test_a_round_s_bytes_are_those_since_the_manifest_before(
+    status: PeerStatus, node: SimpleNamespace
+) -> None:
+    watch(status)
+    node.traffic.blob_bytes_sent += 1000  # a joiner's configuration, before any round
+    status.applied(report(successor(TIP)))
+    node.traffic.blob_bytes_sent += 70
+    node.traffic.blob_bytes_received += 60
+    node.traffic.control_bytes_sent += 5
+    status.applied(report(successor(successor(TIP))))
+    last = events(status)[-1]
+    sent, received = last["blob_bytes_sent"], last["blob_bytes_received"]
+    assert (sent, received, last["control_bytes_sent"]) == (70, 60, 5)
+    record = status.record()
+    assert (record.round_blob_bytes_sent, record.blob_bytes_sent) == (70, 1070)
+    status.ended()
+    assert events(status)[-1]["blobs_sent"] == 1070
+
+
+def test_refusals_of_protocol_and_network_are_one_count(
+    status: PeerStatus, node: SimpleNamespace
+) -> None:
+    watch(status, protocol=1, bad_signature=2)
+    node.traffic.refuse("bad_signature")
+    node.traffic.refuse("blob_digest")
+    expected = {"protocol": 1, "bad_signature": 3, "blob_digest": 1}
+    assert status.record().refused == expected
+    status.ended()
+    assert events(status)[-1]["refused"] == expected
+
+
+def test_tokens_add_up_and_lost_ones_are_told_apart(status: PeerStatus, caplog) -> None:
+    watch(status)
+    for _ in range(2):
+        status.begin(PeerState.TRAINING)
+        status.end_steps(STATS)
+    status.lose_tokens(192, "it was left out")
+    status.applied(report(successor(TIP), None))
+    record = status.record()
+    assert (record.tokens, record.steps_skipped, record.loss) == (384, 2, 2.0)
+    last = events(status)[-1]
+    assert (last["tokens_lost"], last["trained_tokens"], last["counted"]) == (192, 0, False)
+    assert "it was left out" in caplog.text
+
+
+def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
+    status: PeerStatus,
+) -> None:
+    manifest = TIP
+    for _ in range(MAX_RECENT + 5):
+        manifest = successor(manifest)
+        status.validated(manifest, float(manifest.round), 64)
+    validation = status.validation
+    assert validation is not None
+    assert validation.val_loss == validation.round == MAX_RECENT + 5
+    rounds = [round_ for round_, _ in validation.recent]
+    assert rounds == list(range(5, MAX_RECENT + 5))
+
+
+def test_what_others_should_hear_of_soon_asks_for_publication(status: PeerStatus) -> None:
+    watch(status)
+    for tell in (
+        lambda: status.begin(PeerState.AVERAGING),
+        lambda: status.applied(report(successor(TIP))),
+        lambda: status.validated(successor(TIP), 2.0, 64),
+    ):
+        status.changed.clear()
+        tell()
+        assert status.changed.is_set()
+
+
+def test_a_peer_without_a_run_directory_keeps_no_history(node: SimpleNamespace) -> None:
+    status = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=1.0, data_index=0)
+    watch(status)
+    status.applied(report(successor(TIP)))
+    status.ended()
+    assert status.directory is None
