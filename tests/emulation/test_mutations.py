@@ -40,6 +40,11 @@ CAUGHT_BY_SCHEDULE = {
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "D:0",
     "no_base_check_at_merge": "D:0",
+    # Rare: hundreds of schedules until caught, so they have a directed test as well.
+    "promise_in_memory": "D:420",
+    "promise_not_recorded": "D:41",
+    "lowest_accepted": "D:144",
+    "ballot_zero_reused": "D:939",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
