@@ -1,0 +1,268 @@
+"""Control messages off the network: only what is in order becomes an event, the rest is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from swarm.network import inbound
+from swarm.network.blobs import BlobStore
+from swarm.network.fetch import Downloads, Want
+from swarm.network.identity import Identity, load_or_create_identity
+from swarm.network.inbound import MAX_PENDING_PER_PEER, Inbound
+from swarm.protocol.digests import digest_of
+from swarm.protocol.events import Event, Received
+from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.messages import (
+    Accept,
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Propose,
+    Ready,
+    Signature,
+    accept_statement,
+)
+from swarm.protocol.wire import encode
+from tests.protocol.round_pump import found, make_offer, make_rules
+
+RUN = "run-1"
+RULES = make_rules()
+
+
+class FakeDownloads:
+    """Gives what its peers have; waits for ever for what they lack."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self.store = store
+        self.blobs: dict[str, bytes] = {}
+        self.asked: list[Want] = []
+
+    async def fetch(self, wants: Sequence[Want], **_: object) -> None:
+        self.asked += wants
+        for want in wants:
+            if want.digest not in self.blobs:
+                await asyncio.Event().wait()
+            self.store.put(self.blobs[want.digest], want.digest)
+
+
+class Desk:
+    """An inbound with fakes around it, in a loop of its own."""
+
+    def __init__(self) -> None:
+        self.store = BlobStore()
+        self.downloads = FakeDownloads(self.store)
+        self.events: list[Event] = []
+        self.refused: Counter[str] = Counter()
+
+    def run(self, *payloads: tuple[str, bytes], seconds: float = 5.0) -> Inbound:
+        """Takes messages in and works until nothing more happens."""
+
+        async def work() -> Inbound:
+            desk = Inbound(
+                self.store,
+                cast(Downloads, self.downloads),
+                RUN,
+                self.events.append,
+                self.refused,
+            )
+            for source, payload in payloads:
+                desk.take(source, payload)
+            async with asyncio.timeout(seconds):
+                while desk._tasks:
+                    await asyncio.sleep(0)
+            return desk
+
+        return asyncio.run(work())
+
+    def receive(self, source: str, message: Message, header: Header | None = None) -> Message:
+        """Takes one message in whose attachments the sender has; returns what was delivered."""
+        payload, attachments = encode(header or HEADER, message)
+        self.downloads.blobs |= attachments
+        self.run((source, payload))
+        (event,) = self.events
+        assert isinstance(event, Received)
+        assert event.source == source
+        return event.message
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
+    folder: Path = tmp_path_factory.mktemp("keys")
+    made = [load_or_create_identity(folder / str(number)) for number in range(3)]
+    return {identity.peer_id: identity for identity in made}
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+TIP = replace(found(RULES, ["A", "B"]), run=RUN)
+HEADER = Header(TIP.code, TIP.digest, TIP.generation)
+
+
+def successor(tip: Manifest) -> Manifest:
+    return replace(tip, height=1, round=1, kind=Kind.QUORUM, parent=tip.digest)
+
+
+def signed(identity: Identity, ballot: Ballot, digest: str, run: str = RUN) -> Signature:
+    statement = accept_statement(run, ballot, digest)
+    return Signature(identity.public_key, identity.sign(statement))
+
+
+# ---------------------------------------------------------------- what is in order
+
+
+def test_a_message_arrives_with_header_and_proven_sender(desk: Desk) -> None:
+    assert desk.receive("A", Hello(ask=True)) == Hello(ask=True)
+    assert desk.events == [Received("A", HEADER, Hello(ask=True))]
+    assert not desk.refused
+
+
+def test_what_a_message_refers_to_is_fetched_from_its_sender_alone(desk: Desk) -> None:
+    ready = Ready(Ballot(0, "A"), make_offer(RULES, "B", TIP), None, 1.0)
+    assert desk.receive("B", ready) == ready
+    assert [want.sources for want in desk.downloads.asked] == [("B",)]
+
+
+def test_what_is_here_already_is_not_fetched(desk: Desk) -> None:
+    _, attachments = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    for digest, blob in attachments.items():
+        desk.store.put(blob, digest)
+    desk.receive("A", Propose(Ballot(0, "A"), TIP, ()))
+    assert desk.downloads.asked == []
+
+
+def test_a_message_without_attachments_does_not_wait_behind_one_with(desk: Desk, monkeypatch):
+    monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.05)
+    slow, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    quick, _ = encode(HEADER, Hello(ask=False))
+    desk.run(("A", slow), ("A", quick))
+    assert desk.events == [Received("A", HEADER, Hello(ask=False))]
+
+
+# ---------------------------------------------------------------- what is not
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"{}", b"\xff" * 100, b'{"header":{}}', b"[" * 10_000], ids=repr
+)
+def test_nonsense_is_refused_and_counted(desk: Desk, payload: bytes) -> None:
+    desk.run(("A", payload))
+    assert desk.events == []
+    assert desk.refused == {"message_schema": 1}
+
+
+def test_an_oversized_message_is_refused_unread(desk: Desk) -> None:
+    desk.run(("A", b" " * (64 * 2**10 + 1)))
+    assert desk.refused == {"message_size": 1}
+
+
+def test_an_attachment_that_is_no_manifest_is_refused_and_counted(desk: Desk) -> None:
+    nonsense = b"x" * 100
+    payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    frame = json.loads(payload)
+    frame["message"]["manifest"] = {"digest": digest_of(nonsense), "num_bytes": len(nonsense)}
+    desk.downloads.blobs = {digest_of(nonsense): nonsense}
+    desk.run(("A", json.dumps(frame).encode()))
+    assert desk.events == []
+    assert desk.refused == {"manifest_schema": 1}
+
+
+def test_attachments_that_never_come_cost_a_message_and_nothing_else(desk, monkeypatch) -> None:
+    monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.05)
+    payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    taken = desk.run(("A", payload))
+    assert (desk.events, desk.refused) == ([], {})
+    assert taken._pending["A"] == 0
+
+
+def test_a_flood_of_one_peer_is_cut_off_and_others_are_heard(desk: Desk, monkeypatch) -> None:
+    monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.2)
+    payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    hello, _ = encode(HEADER, Hello(ask=False))
+    flood = [("A", payload)] * (MAX_PENDING_PER_PEER + 5)
+    desk.run(*flood, ("B", hello))
+    assert desk.refused == {"too_many_pending": 5}
+    assert [event.source for event in desk.events if isinstance(event, Received)] == ["B"]
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def test_an_accept_signed_by_its_sender_arrives(desk: Desk, identities) -> None:
+    (peer, identity), *_ = identities.items()
+    ballot = Ballot(1, peer)
+    accept = Accept(ballot, TIP.digest, signed(identity, ballot, TIP.digest))
+    assert desk.receive(peer, accept) == accept
+
+
+@pytest.mark.parametrize("lie", ["other digest", "other ballot", "other run", "other key"])
+def test_an_accept_that_its_sender_did_not_sign_is_refused(desk, identities, lie: str) -> None:
+    (peer, identity), (_, other), *_ = identities.items()
+    ballot = Ballot(1, peer)
+    signature = {
+        "other digest": signed(identity, ballot, digest_of(b"x")),
+        "other ballot": signed(identity, Ballot(2, peer), TIP.digest),
+        "other run": signed(identity, ballot, TIP.digest, run="run-2"),
+        "other key": signed(other, ballot, TIP.digest),
+    }[lie]
+    payload, _ = encode(HEADER, Accept(ballot, TIP.digest, signature))
+    desk.run((peer, payload))
+    assert desk.events == []
+    assert desk.refused == {"bad_signature": 1}
+
+
+def test_a_certificate_keeps_only_votes_that_were_signed(desk: Desk, identities) -> None:
+    (a, key_a), (b, key_b), (c, _) = identities.items()
+    tip = replace(found(RULES, [a, b, c]), run=RUN)
+    manifest = successor(tip)
+    ballot = Ballot(1, a)
+    right = signed(key_a, ballot, manifest.digest)
+    signatures = {
+        a: right,
+        b: signed(key_b, ballot, tip.digest),  # for another manifest
+        c: right,  # under another's name
+    }
+    commit = Commit(manifest, Certificate(ballot, signatures), tip)
+    received = desk.receive(a, commit)
+    assert isinstance(received, Commit)
+    assert received.certificate == Certificate(ballot, {a: right})
+    assert (received.manifest, received.parent) == (manifest, tip)
+
+
+def test_a_commit_without_certificate_is_left_to_the_protocol_to_judge(desk: Desk) -> None:
+    commit = Commit(successor(TIP), None, TIP)
+    assert desk.receive("A", commit) == commit
+
+
+def test_stopping_drops_what_is_on_its_way(desk: Desk) -> None:
+    payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+
+    async def work() -> None:
+        taken = Inbound(
+            desk.store, cast(Downloads, desk.downloads), RUN, desk.events.append, desk.refused
+        )
+        taken.take("A", payload)
+        await asyncio.sleep(0)
+        await taken.stop()
+        assert not taken._tasks
+
+    asyncio.run(_bounded(work()))
+    assert desk.events == []
+
+
+async def _bounded(work: Coroutine[Any, Any, None]) -> None:
+    async with asyncio.timeout(5):
+        await work

@@ -1,0 +1,390 @@
+"""The shell around the round machine: effects in order, long work beside it, nothing lost.
+
+The machine here only does what a test scripts; node and disk are fakes, loop and store are real.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from swarm.config import RoundConfig
+from swarm.errors import NetworkDown, SwarmError, Unreachable
+from swarm.experts import Slice, UnitLayout
+from swarm.network.blobs import BlobStore
+from swarm.network.loop_thread import LoopThread
+from swarm.network.node import Node
+from swarm.network.record_file import RecordFile
+from swarm.network.round_driver import RoundDriver
+from swarm.network.traffic import Traffic
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.digests import digest_of
+from swarm.protocol.events import (
+    Apply,
+    ComputeMerge,
+    Discovered,
+    Effect,
+    Event,
+    Keep,
+    LeaveAsked,
+    Left,
+    MergeComputed,
+    Offered,
+    Persist,
+    Reason,
+    Record,
+    Reduce,
+    Send,
+    Stored,
+    Sync,
+    Synced,
+    Tick,
+    Topic,
+    UnitReduced,
+)
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Entry, Kind, Manifest
+from swarm.protocol.messages import Ballot, Certificate, Commit, Header, Hello, Ready, ReducedUnit
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.wire import decode
+from tests.protocol.round_pump import found, make_offer, make_rules
+
+WAIT_S = 10.0
+UNIT = UnitLayout("shared.0", "fp32", (Slice("norm.weight", 0, 4),), 4, 16)
+LAYOUT = Layout((UNIT,), {"norm.weight": (4,)})
+TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
+HEADER = Header(TIP.code, TIP.digest, TIP.generation)
+
+
+def manifest(height: int, parent: Manifest = TIP, **changes: Any) -> Manifest:
+    return replace(
+        parent, height=height, round=height, kind=Kind.QUORUM, parent=parent.digest, **changes
+    )
+
+
+class FakeNode:
+    """Its loop is real; what it posts is noted, and fails if a test says so."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.thread = LoopThread("test-network")
+        self.peer_id = "A"
+        self.traffic = Traffic()
+        self.alive, self.failure = True, None
+        self.posted: list[tuple[str, bytes]] = []
+        self.unreachable: set[str] = set()
+        self._log = log
+
+    @property
+    def loop(self) -> Any:
+        return self.thread.loop
+
+    async def post(self, peer_id: str, payload: bytes, timeout_s: float) -> None:
+        if peer_id in self.unreachable:
+            raise Unreachable(f"{peer_id}: no answer")
+        self._log.append(f"post {peer_id}")
+        self.posted.append((peer_id, payload))
+
+
+class FakeDisk:
+    """Takes its time, so that what does not wait for it would come first."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def write(self, record: Record) -> None:
+        time.sleep(0.05)
+        self._log.append(f"persist {record.tip.height}")
+
+
+class FakeMachine:
+    """Answers each kind of event with the effects that a test gave for it."""
+
+    def __init__(self) -> None:
+        self.record = Record(TIP, None, None)
+        self.timers = Timers(tick_s=0.05)
+        self.rules = SimpleNamespace(run="run-1")
+        self.first: list[Effect] = []
+        self.answers: dict[type[Event], Callable[[Any], Sequence[Effect]]] = {}
+        self.events: list[Event] = []
+        self.heard = threading.Condition()
+
+    @property
+    def tip(self) -> Manifest:
+        return self.record.tip
+
+    def start(self, now: float) -> list[Effect]:
+        return self.first
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        with self.heard:
+            self.events.append(event)
+            self.heard.notify_all()
+        return list(self.answers.get(type(event), lambda _: ())(event))
+
+    def wait_for(self, kind: type[Event]) -> Any:
+        """The first event of a kind, waited for."""
+        with self.heard:
+            found = self.heard.wait_for(lambda: self.of(kind), WAIT_S)
+        assert found, f"no {kind.__name__} came"
+        return found[0]
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class Bench:
+    """A driver with everything around it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.node = FakeNode(self.log)
+        self.store = BlobStore()
+        self.machine = FakeMachine()
+        self.merged: dict[str, memoryview] = {}
+        self.driver = RoundDriver(
+            cast(Node, self.node),
+            self.store,
+            cast(RoundMachine, self.machine),
+            record_file=cast(RecordFile, FakeDisk(self.log)),
+            layout=LAYOUT,
+            settings=RoundConfig(local_steps=1),
+            merger=lambda tip: self.merged,
+        )
+
+    def start(self, *effects: Effect) -> None:
+        self.machine.first = list(effects)
+        self.driver.start()
+        self.machine.wait_for(Tick)
+
+    def stop(self) -> None:
+        self.node.thread.run(self.driver.stop(), WAIT_S)
+        assert not self.driver._tasks
+        self.node.thread.stop(WAIT_S)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.stop()
+
+
+def hello(peer: str) -> Send:
+    return Send(peer, HEADER, Hello(ask=True))
+
+
+def applying(*manifests: Manifest) -> list[Effect]:
+    return [Apply(manifest, manifest.parent or "") for manifest in manifests]
+
+
+# ---------------------------------------------------------------- effects
+
+
+def test_nothing_is_sent_before_what_stands_before_it_is_durable(bench: Bench) -> None:
+    second = Record(manifest(1), None, TIP)
+    bench.start(Persist(Record(TIP, None, None)), hello("B"), Persist(second), hello("C"))
+    assert wait_until(lambda: len(bench.log) == 4)
+    assert bench.log == ["persist 0", "post B", "persist 1", "post C"]
+
+
+def test_a_lost_message_is_no_failure(bench: Bench) -> None:
+    bench.node.unreachable = {"B"}
+    bench.start(hello("B"), hello("C"))
+    assert wait_until(lambda: bench.log == ["post C"])
+    assert bench.driver.wait_for_tip(TIP.digest, 0.01) == []
+
+
+def test_what_a_message_refers_to_can_be_fetched_when_it_leaves(bench: Bench) -> None:
+    offer = make_offer(make_rules(), "A", TIP)
+    bench.start(Send("B", HEADER, Ready(Ballot(0, "B"), offer, None, 1.0)))
+    assert wait_until(lambda: len(bench.node.posted) == 1)
+    (_, payload), *_ = bench.node.posted
+    (digest,) = bench.driver.control_blobs
+    blob = bench.store.get(digest)
+    assert blob is not None
+    _, message = decode(payload, {digest: bytes(blob)})
+    assert isinstance(message, Ready)
+    assert message.offer == offer
+
+
+def test_a_mean_is_stored_and_told(bench: Bench) -> None:
+    inputs = [np.array([1, 2, 3, 4], "<f4"), np.array([3, 2, 1, 0], "<f4")]
+    digests = [bench.store.put(values.tobytes()) for values in inputs]
+    bench.start(Reduce("roster", "shared.0", (("A", digests[0]), ("B", digests[1]))))
+    reduced = bench.machine.wait_for(UnitReduced)
+    expected = np.array([2, 2, 2, 2], "<f4").tobytes()
+    assert reduced == UnitReduced("roster", "shared.0", ReducedUnit(digest_of(expected), 16))
+    assert bench.store.get(digest_of(expected)) == expected
+
+
+def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None:
+    here = bench.store.put(bytes(16))
+    bench.start(Reduce("roster", "shared.0", (("A", here), ("B", "0" * 64))))
+    bench.machine.events.clear()
+    bench.machine.wait_for(Tick)
+    assert not bench.machine.of(UnitReduced)
+
+
+def test_a_merge_is_computed_beside_the_rounds_stored_and_told(bench: Bench) -> None:
+    bench.merged = {"expert.0": memoryview(b"merged")}
+    bench.start(ComputeMerge(TIP))
+    computed = bench.machine.wait_for(MergeComputed)
+    digest = digest_of(b"merged")
+    assert computed == MergeComputed(TIP.digest, {"expert.0": ReducedUnit(digest, 6)})
+    assert bench.store.has(digest)
+
+
+def test_synced_is_told_when_the_manifest_and_all_that_it_names_is_here(bench: Bench) -> None:
+    value, config, validation = (bench.store.put(word) for word in (b"value", b"c", b"v"))
+    founding = replace(TIP.founding, config=config, validation=validation)
+    complete = replace(
+        manifest(1), founding=founding, entries={"shared.0": Entry(value, 5, 1, "A", "fp32")}
+    )
+    bench.start(Sync(complete))
+    assert bench.machine.wait_for(Synced) == Synced(complete.digest)
+    assert bench.store.has(complete.digest)
+
+
+def test_what_nothing_names_any_more_is_collected(bench: Bench) -> None:
+    kept, dropped = bench.store.put(b"kept"), bench.store.put(b"dropped")
+    bench.start(Keep(frozenset([kept])))
+    assert wait_until(lambda: bench.store.digests() == [kept])
+    assert not bench.store.has(dropped)
+
+
+def test_refusals_are_counted_and_the_last_reason_is_for_people(bench: Bench) -> None:
+    bench.start(Reason(Topic.REFUSED, "proposal refused: it belongs to another run"))
+    assert bench.driver.refused == {"protocol": 1}
+    assert bench.driver.last_reason == "proposal refused: it belongs to another run"
+
+
+# ---------------------------------------------------------------- the trainer's side
+
+
+def test_a_stored_value_survives_a_collection_until_the_machine_decides_on_it(
+    bench: Bench,
+) -> None:
+    digest, size = bench.driver.store_value(b"value")
+    assert (digest, size) == (digest_of(b"value"), 5)
+    bench.store.collect([])  # before the machine has heard of it
+    assert bench.store.has(digest)
+    bench.start()
+    assert bench.machine.wait_for(Stored) == Stored(digest)
+    assert wait_until(lambda: bench.store.collect([]) == 1)
+
+
+def test_offers_leaves_and_discoveries_reach_the_machine_in_order(bench: Bench) -> None:
+    bench.start()
+    offer = make_offer(make_rules(), "A", TIP)
+    bench.driver.offer(offer)
+    bench.driver.discovered(["B", "C"])
+    bench.driver.leave()
+    bench.machine.wait_for(LeaveAsked)
+    told = [event for event in bench.machine.events if not isinstance(event, Tick)]
+    assert told == [Offered(offer), Discovered(("B", "C")), LeaveAsked()]
+
+
+def test_waiting_gives_every_manifest_applied_since(bench: Bench) -> None:
+    first = manifest(1)
+    second = manifest(2, first)
+    bench.machine.answers[Offered] = lambda _: applying(first, second)
+    bench.start()
+    assert bench.driver.wait_for_tip(TIP.digest, 0.05) == []
+    bench.driver.offer(make_offer(make_rules(), "A", TIP))
+    assert wait_until(lambda: bench.driver.tip == second)
+    assert [a.manifest for a in bench.driver.wait_for_tip(TIP.digest, WAIT_S)] == [first, second]
+    assert [a.manifest for a in bench.driver.wait_for_tip(first.digest, WAIT_S)] == [second]
+    assert bench.driver.wait_for_tip(second.digest, 0.05) == []
+
+
+def test_who_waits_since_long_ago_gets_the_newest_only(bench: Bench) -> None:
+    path = [manifest(1)]
+    while len(path) < 12:
+        path.append(manifest(len(path) + 1, path[-1]))
+    bench.start(*applying(*path))
+    assert [a.manifest for a in bench.driver.wait_for_tip(TIP.digest, WAIT_S)] == path[-1:]
+
+
+def test_having_left_ends_the_wait_with_the_reason(bench: Bench) -> None:
+    bench.machine.answers[LeaveAsked] = lambda _: [Left("manifest 7 lists this peer no longer")]
+    bench.start()
+    bench.driver.leave()
+    assert bench.driver.wait_for_tip(TIP.digest, WAIT_S) == []
+    assert bench.driver.left == "manifest 7 lists this peer no longer"
+
+
+def test_a_machine_that_fails_is_told_to_the_trainer_not_waited_for(bench: Bench, caplog) -> None:
+    def fail(_: object) -> list[Effect]:
+        raise ZeroDivisionError("a bug")
+
+    bench.machine.answers[Offered] = fail
+    bench.start()
+    bench.driver.offer(make_offer(make_rules(), "A", TIP))
+    began_s = time.monotonic()
+    with pytest.raises(SwarmError, match="a bug"):
+        bench.driver.wait_for_tip(TIP.digest, WAIT_S)
+    assert time.monotonic() - began_s < WAIT_S / 2
+    assert "the round driver stopped" in caplog.text
+
+
+def test_a_dead_network_is_told_to_the_trainer(bench: Bench) -> None:
+    bench.start()
+    bench.node.alive, bench.node.failure = False, "libp2p's daemon ended with status -9"
+    with pytest.raises(NetworkDown, match="status -9"):
+        bench.driver.wait_for_tip(TIP.digest, WAIT_S)
+
+
+def test_a_failed_task_is_logged_and_the_rounds_go_on(bench: Bench, caplog) -> None:
+    bench.driver.merger = lambda _: 1 // 0
+    bench.start(ComputeMerge(TIP))
+    assert wait_until(lambda: "a task of the round driver failed" in caplog.text)
+    bench.machine.events.clear()
+    bench.machine.wait_for(Tick)
+
+
+# ---------------------------------------------------------------- for others
+
+
+def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> None:
+    decided = manifest(1)
+    certificate = Certificate(Ballot(0, "A"), {})
+    bench.machine.record = Record(decided, certificate, TIP)
+    bench.start()
+    payload = bench.driver.commit_of_tip()
+    blobs = {m.digest: m.encoded for m in (decided, TIP)}
+    header, message = decode(payload, blobs)
+    assert header.tip == decided.digest
+    assert message == Commit(decided, certificate, TIP)
+    assert all(bench.store.has(digest) for digest in blobs)
+
+
+def test_what_a_stranger_fetches_is_leased_as_a_whole_and_what_a_member_fetches_is_not(
+    bench: Bench,
+) -> None:
+    values = {unit: bench.store.put(unit.encode()) for unit in TIP.entries}
+    entries = {u: replace(e, digest=values[u]) for u, e in TIP.entries.items()}
+    bench.machine.record = Record(replace(TIP, entries=entries), None, None)
+    asked = values["expert.0"]
+    bench.driver.asked_for("B", asked)
+    assert bench.store.collect([values["expert.1"]], time.monotonic()) == len(values) - 1
+    for unit in TIP.entries:
+        bench.store.put(unit.encode())
+    bench.driver.asked_for("stranger", asked)
+    assert bench.store.collect([], time.monotonic()) == 0
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    """Whether a condition comes true in time."""
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        if holds():
+            return True
+        time.sleep(0.005)
+    return False
