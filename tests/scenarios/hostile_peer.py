@@ -8,11 +8,13 @@
 | 4 | announces its values as far larger than they are |
 | 5 | ends its streams in the middle of a value |
 
-All the while it sends COMMITs without certificate and announces donors that are none.
+All the while it sends COMMITs without certificate. The merge after round 2 it announces with donors
+that are none, the one after round 4 not at all, the one after round 6 when it is long over.
 """
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -31,6 +33,7 @@ from swarm.protocol.messages import Commit, Header
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""
+LATE_S = 5.0
 rounds_done = 0
 
 
@@ -106,11 +109,14 @@ def lie_about_decisions() -> None:
 
 
 def lie_about_merges() -> None:
-    """Announces each of its experts as its own and only donor."""
+    """Announces each expert as its own and only donor, then nothing, then too late."""
     announce = Publisher.announce_merge
 
     def lying(self: Publisher, tip: Manifest, donors: Sequence[Sequence[Sequence[int]]]) -> None:
-        announce(self, tip, [[(expert,) for expert in range(len(layer))] for layer in donors])
+        if tip.round == 2:
+            announce(self, tip, [[(expert,) for expert in range(len(layer))] for layer in donors])
+        elif tip.round > 4:
+            threading.Timer(LATE_S, announce, (self, tip, donors)).start()
 
     Publisher.announce_merge = lying  # type: ignore[method-assign]
 

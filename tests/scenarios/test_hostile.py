@@ -34,6 +34,8 @@ def test_every_lie_is_refused_and_counted_and_every_round_ends_right(tmp_path: P
         liar_id = peer_id(liar)
         verdict = summary(swarm)
     rounds = [applied(events, "quorum") for events in histories]
+    merges = [event["round"] for event in applied(histories[0], "merge")]
+    assert merges == [2, 4, 6], "announcements forged, dropped and late change nothing"
     assert verdict["digests_per_height"] == [1] * len(verdict["digests_per_height"])
     assert [event["round"] for event in rounds[0]] == list(range(1, ROUNDS + 1))
     for event in rounds[0]:

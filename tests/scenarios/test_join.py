@@ -148,6 +148,7 @@ def test_joiners_follow_a_founder_that_was_killed_while_it_gathered(tmp_path: Pa
         )
         founder.kill()
         swarm.restart(founder, founding)
+        assert founder.join_address() == address
         swarm.add(["--initial-peers", address])
         swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=3 * ROUND_S)
         assert {len(applied(peer.events())) for peer in swarm.peers} == {1}
