@@ -2,11 +2,12 @@
 
 | after round | lie |
 |---|---|
-| 1 | offers values that are NaN |
+| 1 | offers experts that are NaN, which nobody averages |
 | 2 | offers values of a wrong size |
 | 3 | serves its values with a flipped byte |
 | 4 | announces its values as far larger than they are |
 | 5 | ends its streams in the middle of a value |
+| 6 | offers shared parts that are NaN |
 
 All the while it sends COMMITs without certificate. The merge after round 2 it announces with donors
 that are none, the one after round 4 not at all, the one after round 6 when it is long over.
@@ -22,6 +23,7 @@ import numpy as np
 from peers.live_model import LiveModel
 from peers.peer import main
 from peers.publisher import Publisher
+from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import Ask, Head
 from swarm.network.round_driver import RoundDriver
@@ -38,12 +40,13 @@ rounds_done = 0
 
 
 def lie_in_offers() -> None:
-    """Offers NaN after round 1 and a wrong size after round 2."""
+    """Offers NaN after rounds 1 and 6, and a wrong size after round 2."""
     offered_values = LiveModel.offered_values
 
     def lying(self: LiveModel, tip: Manifest) -> Iterator[tuple[Unit, memoryview, Digest]]:
         for unit, value, base in offered_values(self, tip):
-            if tip.round == 1:
+            is_expert = expert_of_unit(unit) is not None
+            if tip.round == (1 if is_expert else 6):
                 nan = np.full(len(value) // 4, np.nan, dtype="<f4")
                 yield unit, memoryview(nan.tobytes()), base
             elif tip.round == 2:

@@ -40,7 +40,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Header, Message, ReducedUnit
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import Phase, RoundMachine
 
 
 class Packet(NamedTuple):
@@ -102,7 +102,7 @@ class Node:
         self._boots = 0
         self._serials = 0
         self._heard: dict[PeerId, float] = {}
-        self._listens_until = 0.0
+        self._is_listening = False
         self._last_tick = 0.0
         # The manifest fetched last to be applied, and the list of effects that cancelled this.
         self._caught_up: tuple[Digest, int] = ("", 0)
@@ -142,7 +142,7 @@ class Node:
         self._heard.clear()
         self._caught_up = ("", 0)
         self._last_tick = world.now
-        self._listens_until = world.now + world.timers.discover_s
+        self._is_listening = True
         self._fetcher = Fetcher(self)
         self.machine = world.cast.machine(
             self.me,
@@ -202,6 +202,8 @@ class Node:
     def tell(self, event: Event) -> None:
         """Hands an event to the machine and carries its effects out."""
         if self.is_up:
+            # Asked before: applying what was found while listening ends the listening [B1].
+            self._is_listening = self.machine.phase is Phase.LISTENING
             self._execute(self.machine.handle(event, self.world.now))
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -255,7 +257,6 @@ class Node:
         now, timers = self.world.now, self.world.timers
         if now - self._last_tick > timers.patience_s:  # [B2]
             self._heard.clear()
-            self._listens_until = now + timers.discover_s
         self._last_tick = now
         self.after(timers.tick_s, self._tick)
         self.tell(Tick())
@@ -286,9 +287,8 @@ class Node:
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
-        is_listening = world.now <= self._listens_until + world.timers.tick_s
         may_vote = before.tip.height >= before.abstain_until_height
-        if new.generation != before.tip.generation and may_vote and not is_listening:
+        if new.generation != before.tip.generation and may_vote and not self._is_listening:
             since = world.now - world.timers.reform_s
             heard = [peer for peer, time_s in self._heard.items() if time_s > since]
             world.invariants.reformed(self.me, before.tip, new, heard)
