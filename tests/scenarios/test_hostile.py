@@ -15,7 +15,6 @@ LIES = 6
 """One a round, from the second on."""
 REFUSALS = {
     "non_finite": "values that are NaN",
-    "protocol": "values of a wrong size, manifests without certificate",
     "blob_digest": "values with a flipped byte",
     "blob_size": "values announced as larger than they are",
     "ended_early": "streams that end in the middle",
