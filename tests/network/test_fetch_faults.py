@@ -218,23 +218,25 @@ def test_asks_that_make_no_sense_end_the_stream(nodes):
     *_, honest, client = nodes
     honest.traffic.refused.clear()
 
-    async def ask(encoded: bytes) -> bytes:
+    async def ask(encoded: bytes, answer_bytes: int) -> bytes:
         connection = await client.open_stream(honest.peer_id, PROTOCOL, 5)
         try:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(connection, encoded)
             answer = b""
-            while len(answer) < 13:
+            while len(answer) < answer_bytes:
                 answer += await loop.sock_recv(connection, 100)
             return answer
         finally:
             connection.close()
 
+    bad = Head(Status.BAD).encode()
     beyond = Ask(digest_of(SMALL), len(SMALL) + 1, 1, False).encode()
-    assert client.run(ask(beyond), WAIT_S) == Head(Status.BAD).encode()
+    assert client.run(ask(beyond, len(bad)), WAIT_S) == bad
     assert honest.traffic.refused == {"bad_ask": 1}
+    last_byte = Head(Status.HERE, len(SMALL)).encode() + SMALL[-1:]
     far = Ask(digest_of(SMALL), len(SMALL) - 1, 2**64 - 1, True).encode()
-    assert client.run(ask(far), WAIT_S) == Head(Status.HERE, len(SMALL)).encode() + SMALL[-1:]
+    assert client.run(ask(far, len(last_byte)), WAIT_S) == last_byte
 
 
 def test_the_number_of_streams_per_peer_is_capped(nodes, monkeypatch):
