@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from math import inf
 
-from swarm.protocol.events import Discovered, Topic
+from swarm.protocol.events import Discovered, Purpose, Topic
 from swarm.protocol.manifest import Manifest, Member, PeerId
 from swarm.protocol.messages import Commit, Header, Hello, Message
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.composition import compose_reform, new_generation
-from swarm.protocol.rounds.state import CatchUp
 
 GREETED_PER_HELLO = 2
 MAX_GREETED_AT_ONCE = 16
@@ -111,9 +110,15 @@ class Forks(Adopter):
     def _consider_commit(self, source: PeerId, commit: Commit) -> None:
         """Adopts, unless it is a reform of the generation that still lives here [F2]."""
         manifest = commit.manifest
+        self._set_reform_aside()
         if not self._leaves_my_generation(manifest) or self._may_leave_generation():
             self._adopt(source, commit)
-            return
+        else:
+            self._hold_back(source, commit)
+
+    def _hold_back(self, source: PeerId, commit: Commit) -> None:
+        """Remembers the best reform, in case this generation stalls."""
+        manifest = commit.manifest
         best = self._candidate
         if best and best[1].manifest.code >= manifest.code:
             return
@@ -134,15 +139,26 @@ class Forks(Adopter):
         """While listening the best chain is taken as it is [B1], later only when stalled [F2]."""
         return self._is_listening or self._is_stalled(self.timers.reform_s)
 
-    def _may_apply(self, pursuit: CatchUp) -> bool:
-        """A quorum that came back while a reform was fetched keeps this peer [F2]."""
+    def _pursue_catch_up(self) -> None:
+        self._set_reform_aside()
+        super()._pursue_catch_up()
+
+    def _set_reform_aside(self) -> None:
+        """A quorum that came back while a reform was fetched keeps this peer [F2].
+
+        The fetch ends, for as long as it lasts nothing of the own generation can be adopted.
+        """
+        pursuit = self._catch_up
         if (
-            self._leaves_my_generation(pursuit.manifest)
-            and not pursuit.was_listening
-            and not self._may_leave_generation()
+            pursuit is None
+            or pursuit.was_listening
+            or not self._leaves_my_generation(pursuit.manifest)
+            or self._may_leave_generation()
         ):
-            return False
-        return super()._may_apply(pursuit)
+            return
+        self._cancel_fetch(Purpose.CATCH_UP, pursuit)
+        self._catch_up = None
+        self._hold_back(pursuit.sources[0], pursuit.commit)
 
     def _is_stalled(self, limit_s: float) -> bool:
         """Whether this generation has given no sign of life for so long [F2]."""

@@ -35,20 +35,20 @@ class Takeover(Convener):
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not [K1].
 
-        Each rank waits longer than the one before, and a peer that hears nobody does not depose
-        a convener that others hear. One that has just failed for hearing too few goes to the end
-        of the order until it hears a quorum: else rank 0 would be first again and again.
+        In the order of members, going round, each waits longer than the one before, and a peer
+        that hears nobody does not depose a convener that others hear. One that has just failed for
+        hearing too few goes to the end until it hears a quorum: else it would be first each time.
         """
         if self._campaign or not self._may_vote() or self._has_left:
             return None
-        timers, rank = self.timers, self._rank
+        timers, place = self.timers, self._place_after_convener()
         if self._was_deaf and not self._hears_quorum(2 * timers.heartbeat_s):
-            rank += len(self.tip.members)
+            place += len(self.tip.members)
         silent_s = self._now - self._convener_at
         age_s = self._now - self._top_since
         attempt = self._top.attempt if self._top else 0
-        silence_limit_s = timers.heartbeat_s * (1 + rank)
-        age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * rank
+        silence_limit_s = timers.heartbeat_s * (1 + place)
+        age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
         if silent_s <= silence_limit_s and age_s <= age_limit_s:
             return None
         convener = self._convener()
@@ -60,6 +60,14 @@ class Takeover(Convener):
         if silent_s > silence_limit_s:
             return f"convener {convener} silent for {silent_s:.1f} s (limit {silence_limit_s:.1f})"
         return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
+
+    def _place_after_convener(self) -> int:
+        """How many members come between the convener and this one, it included; 0 for itself.
+
+        Counted from the present convener: who was deposed once is not the first to depose others.
+        """
+        order = self.tip.order
+        return (order.index(self.me) - order.index(self._convener())) % len(order)
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
         """Says once a height why nothing happens."""
