@@ -324,7 +324,7 @@ class RoundDriver:
     async def _reason(self, effect: Reason) -> None:
         self.reasons.append(effect)
         if effect.topic is Topic.REFUSED:
-            self.refused["protocol"] += 1
+            self.refused[f"bad_{effect.refused.lower()}"] += 1
         level = logging.INFO if effect.topic in SAID_ALOUD else logging.DEBUG
         logger.log(level, "topic=%s %s", effect.topic.value, effect.text)
 

@@ -247,6 +247,8 @@ class Reason:
 
     topic: Topic
     text: str
+    refused: str = ""
+    """The message that was not believed, such as "COMMIT", if the topic is `REFUSED`."""
 
 
 Effect = (

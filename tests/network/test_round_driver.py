@@ -260,8 +260,8 @@ def test_what_nothing_names_any_more_is_collected(bench: Bench) -> None:
 
 
 def test_refusals_are_counted_and_the_last_reason_is_for_people(bench: Bench) -> None:
-    bench.start(Reason(Topic.REFUSED, "proposal refused: it belongs to another run"))
-    assert bench.driver.refused == {"protocol": 1}
+    bench.start(Reason(Topic.REFUSED, "proposal refused: it belongs to another run", "PROPOSE"))
+    assert bench.driver.refused == {"bad_propose": 1}
     assert bench.driver.last_reason == "proposal refused: it belongs to another run"
 
 

@@ -32,6 +32,7 @@ from swarm.network.traffic import Traffic
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
+from swarm.protocol.rounds import RoundMachine
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""
@@ -87,6 +88,11 @@ def lie_in_streams() -> None:
     BlobServer._answer = ending  # type: ignore[method-assign]
 
 
+def lie_in_its_own_checks() -> None:
+    """Its own machine holds none of these offers back."""
+    RoundMachine._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
+
+
 def lie_about_decisions() -> None:
     """Sends every member a manifest that nobody decided, after each round."""
     apply = RoundDriver._apply
@@ -103,6 +109,7 @@ def lie_about_decisions() -> None:
             height=tip.height + 100,
             parent=tip.digest,
         )
+        self.store.pin([forged.digest])  # else it is collected before anybody has fetched it
         header = Header(forged.code, forged.digest, forged.generation)
         payload = self._encode(header, Commit(forged, None, tip))
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
@@ -126,6 +133,7 @@ def lie_about_merges() -> None:
 
 if __name__ == "__main__":
     lie_in_offers()
+    lie_in_its_own_checks()
     lie_in_streams()
     lie_about_decisions()
     lie_about_merges()

@@ -15,6 +15,8 @@ LIES = 6
 """One a round, from the second on."""
 REFUSALS = {
     "non_finite": "values that are NaN",
+    "bad_ready": "values of a wrong size",
+    "bad_commit": "manifests without certificate",
     "blob_digest": "values with a flipped byte",
     "blob_size": "values announced as larger than they are",
     "ended_early": "streams that end in the middle",

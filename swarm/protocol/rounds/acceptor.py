@@ -73,7 +73,7 @@ class Acceptor(Contributor):
         else:
             problem = self._proposal_problem(manifest)
             if problem:
-                self._refuse(source, f"proposal {manifest.digest[:12]}", problem)
+                self._refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
                 return
             self._take_up_proposal(propose)
         self._pursue_proposal()

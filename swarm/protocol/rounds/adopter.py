@@ -25,7 +25,7 @@ class Adopter(MachineState):
             return
         problem = commit_problem(commit, self.tip, self.rules)
         if problem:
-            self._refuse(source, f"manifest {manifest.digest[:12]}", problem)
+            self._refuse(source, "COMMIT", f"manifest {manifest.digest[:12]}: {problem}")
             return
         self._remember_peers(manifest.members)
         self._consider_commit(source, commit)

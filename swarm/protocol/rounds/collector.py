@@ -88,7 +88,7 @@ class Collector(Merger):
         if ready.offer and campaign.offers.get(source) != ready.offer:
             problem = self._offer_problem(source, ready.offer)
             if problem:
-                self._refuse(source, "offer", problem)
+                self._refuse(source, "READY", f"its offer: {problem}")
                 return
             campaign.offers[source] = ready.offer
             if campaign.quorum_offered_at is None and self._has_quorum(campaign.offers):

@@ -42,9 +42,9 @@ class Convener(Collector):
         assert plan is not None
         for unit, result in reduced.results.items():
             if plan.reducers.get(unit) != source:
-                self._refuse(source, f"mean of {unit}", "its reducer is another peer")
+                self._refuse(source, "REDUCED", f"the reducer of {unit} is another peer")
             elif result.num_bytes != self.rules.unit_bytes[unit]:
-                self._refuse(source, f"mean of {unit}", f"it has {result.num_bytes} bytes")
+                self._refuse(source, "REDUCED", f"{unit} has {result.num_bytes} bytes")
             else:
                 campaign.results[unit] = result
         campaign.reported_at[source] = self._now

@@ -251,8 +251,9 @@ class MachineState(ABC):
         self.reason = text
         self._effects.append(Reason(topic, text))
 
-    def _refuse(self, source: PeerId, what: str, problem: str) -> None:
-        self._explain(Topic.REFUSED, f"{what} from {source} refused: {problem}")
+    def _refuse(self, source: PeerId, message: str, problem: str) -> None:
+        self.reason = f"{message} from {source} refused: {problem}"
+        self._effects.append(Reason(Topic.REFUSED, self.reason, message))
 
     def _signed_accept(self, ballot: Ballot, digest: Digest) -> Accept:
         return Accept(ballot, digest, self._sign(accept_statement(self.rules.run, ballot, digest)))
