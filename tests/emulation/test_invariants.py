@@ -20,6 +20,19 @@ def test_no_schedule_breaks_an_invariant(fault_class, first_seed):
         )
 
 
+HOLES = {
+    "A:100527": "a fetched reform, held back by a quorum that returned, kept every manifest away",
+    "B:100938": "a member that had been deposed, on a bad link, was the first to depose others",
+}
+"""Schedules that once broke an invariant, and why."""
+
+
+@pytest.mark.parametrize("schedule", HOLES)
+def test_a_hole_that_was_found_once_stays_closed(schedule):
+    fault_class, _, seed = schedule.partition(":")
+    assert run_schedule(fault_class, int(seed)).violation is None, HOLES[schedule]
+
+
 def test_a_seed_stands_for_one_schedule():
     traces = []
     for _ in range(2):

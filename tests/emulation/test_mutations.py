@@ -17,9 +17,9 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
     "accept_before_write": "D:7",
-    "no_phase_1": "D:13",
+    "no_phase_1": "D:31",
     "any_half": "B:3",
-    "joiners_vote": "A:21",
+    "joiners_vote": "E:19",
     "older_roster": "B:5",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
@@ -38,12 +38,12 @@ CAUGHT_BY_SCHEDULE = {
     "no_phase_1_at_merge": "D:40",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
-    "accept_only_own_merge": "D:0",
-    "no_base_check_at_merge": "D:0",
+    "accept_only_own_merge": "B:1",
+    "no_base_check_at_merge": "C:2",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "D:420",
     "promise_not_recorded": "D:41",
-    "lowest_accepted": "D:144",
+    "lowest_accepted": "B:47",
     "ballot_zero_reused": "D:939",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with

@@ -66,8 +66,9 @@ class Takeover(Convener):
 
         Counted from the present convener: who was deposed once is not the first to depose others.
         """
-        order = self.tip.order
-        return (order.index(self.me) - order.index(self._convener())) % len(order)
+        order, convener = self.tip.order, self._convener()
+        start = order.index(convener) if convener in order else 0
+        return (self._rank - start) % len(order)
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
         """Says once a height why nothing happens."""
