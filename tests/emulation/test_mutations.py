@@ -44,7 +44,7 @@ CAUGHT_BY_SCHEDULE = {
     "promise_in_memory": "D:420",
     "promise_not_recorded": "D:41",
     "lowest_accepted": "B:47",
-    "ballot_zero_reused": "D:939",
+    "ballot_zero_reused": "D:4342",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
