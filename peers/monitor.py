@@ -53,7 +53,17 @@ class Watch:
         seen = self.observer.look(run, LOOK_S)
         if self._is_stale(seen):
             self._renew_tip(seen)
-        snapshot = snapshot_of(Sighting(run, seen.peers, seen.merges, seen.validations, self.tip))
+        shown = None if self.announced.record.state is RunState.GATHERING else run
+        snapshot = snapshot_of(
+            Sighting(
+                shown,
+                self.announced.record.name,
+                seen.peers,
+                seen.merges,
+                seen.validations,
+                self.tip,
+            )
+        )
         if snapshot is None:
             self.announced = None
             raise NobodyReachable(f"no peer of {run} is present")
@@ -146,7 +156,7 @@ def _line(snapshot: Snapshot) -> str:
     loss = f"{snapshot.losses[-1][1]:.4f}" if snapshot.losses else "none"
     equal = sum(row.record.manifest_digest == snapshot.manifest_digest for row in snapshot.peers)
     return (
-        f"run={snapshot.run_id} generation={snapshot.generation} "
+        f"run={snapshot.run_id or 'gathering:' + snapshot.name} generation={snapshot.generation} "
         f"round={snapshot.round}/{snapshot.rounds_total} digest={snapshot.manifest_digest[:12]} "
         f"peers={len(snapshot.peers)} equal={equal} val_loss={loss}"
     )

@@ -37,7 +37,7 @@ from swarm.config import PeerConfig, RunConfig
 from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
 from swarm.data.shards import open_shards
-from swarm.errors import DataError, RunMismatch
+from swarm.errors import BadBlob, DataError, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 NETWORK_START_S = 60.0
 MAX_DATA_INDEX = 2**20
+LINGER_LOOK_S = 0.5
 
 
 class Stop:
@@ -106,12 +107,12 @@ class Peer:
     def start_node(self, deadline_s: float = NETWORK_START_S) -> Node:
         """Starts the network; with a tip on disk the peer starts even when nobody answers."""
         network = self.config.network
-        known = (*network.initial_peers, *self.state.known_peers)
         identity = network.identity_path
         self.node = Node.start(
             identity_path=Path(identity) if identity else self.state.identity_path,
             network=network,
-            known_peers=known,
+            known_peers=network.initial_peers,
+            remembered=self.state.known_peers,
             port=self.state.port,
             handlers=Handlers(
                 on_message=self._on_message,
@@ -313,7 +314,10 @@ class Peer:
         status.finished()
         linger_s = self.config.peer.linger_s
         logger.info("finished; serving others for %.0f s (Ctrl+C ends it)", linger_s)
-        self.stop.wait(linger_s)
+        assert self.driver is not None
+        end_s = time.monotonic() + linger_s
+        while time.monotonic() < end_s and not self.stop.wait(LINGER_LOOK_S):
+            status.follow(self.driver.tip)
 
     def _leave(self, status: PeerStatus) -> None:
         assert self.driver is not None
@@ -336,6 +340,8 @@ def _validation(started: Started) -> torch.Tensor:
     blob = started.store.get(started.record.tip.founding.validation)
     assert blob is not None, "the held-out tokens are part of every fetched state"
     tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
+    if len(tokens) and tokens.max() >= started.run.model.vocab_size:
+        raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
     return held_out_sequences(tokens, started.run.data.sequence_length)
 
 
@@ -377,7 +383,7 @@ def main(options: Options) -> None:
     except Stopped:
         logger.info("stopped before the run began")
     finally:
-        state.known_peers = node.known_addresses
+        state.known_peers = (*node.known_addresses, *state.known_peers)
         node.stop(10)
         state.close()
 

@@ -19,11 +19,9 @@ from swarm.protocol.records import (
     HEARTBEAT_S,
     MergeRecord,
     RunRecord,
-    TipRecord,
     fitted,
     merges_key,
     runs_key,
-    tips_key,
     validation_key,
 )
 
@@ -101,8 +99,6 @@ class Publisher:
         status, run = self.status, self.run.run
         await publish_peer(self.node, run, status.record())
         await publish(self.node, runs_key(), self.run)
-        if manifest := status.manifest:
-            await publish(self.node, tips_key(run), _tip_record(manifest))
         if status.validation:
             await publish(self.node, validation_key(run), status.validation)
         if self._merge:
@@ -112,15 +108,3 @@ class Publisher:
             present = await present_peers(self.node, run)
             self.node.remember([a for record in present.values() for a in record.addresses])
             self._on_present(sorted(present))
-
-
-def _tip_record(manifest: Manifest) -> TipRecord:
-    return TipRecord(
-        generation=manifest.generation,
-        height=manifest.height,
-        round=manifest.round,
-        kind=manifest.kind,
-        code=manifest.code,
-        manifest_digest=manifest.digest,
-        manifest_bytes=len(manifest.encoded),
-    )

@@ -4,7 +4,7 @@ STATE_DIR/
 ├── identity.key        the RSA key that is this peer's id (mode 0600)
 ├── lock                held while a process uses the directory
 ├── port                the port chosen first, used again
-├── known_peers         addresses that answered, one a line
+├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
 ├── data/               tokenised corpus
 └── runs/RUN_ID/
@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from swarm.config import RunConfig
 from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
+from swarm.network.address_book import Remembered, freshest
 from swarm.protocol.manifest import Manifest, decode_manifest
 
 MAX_KNOWN_PEERS = 64
@@ -149,14 +150,20 @@ class StateDirectory:
         write_whole(self.path / "port", f"{port}\n".encode())
 
     @property
-    def known_peers(self) -> tuple[str, ...]:
-        """Addresses of peers that once answered."""
-        return tuple(_read_text(self.path / "known_peers").split())
+    def known_peers(self) -> tuple[Remembered, ...]:
+        """Addresses of peers, those that answered last first; lines that make no sense are not."""
+        lines = (line.split() for line in _read_text(self.path / "known_peers").splitlines())
+        return tuple(
+            Remembered(words[0], float(words[1]) if len(words) > 1 else 0.0)
+            for words in lines
+            if len(words) == 1 or (len(words) == 2 and words[1].isdigit())
+        )
 
     @known_peers.setter
-    def known_peers(self, addresses: Iterable[str]) -> None:
-        kept = list(dict.fromkeys(addresses))[:MAX_KNOWN_PEERS]
-        write_whole(self.path / "known_peers", "".join(f"{a}\n" for a in kept).encode())
+    def known_peers(self, addresses: Iterable[Remembered]) -> None:
+        kept = freshest(addresses, limit=MAX_KNOWN_PEERS)
+        lines = (f"{text} {answered_at:.0f}\n" for text, answered_at in kept)
+        write_whole(self.path / "known_peers", "".join(lines).encode())
 
     @property
     def current_run(self) -> str | None:
@@ -188,7 +195,8 @@ def _last_byte(file: IO[bytes]) -> bytes:
 
 
 def _read_text(path: Path) -> str:
+    """The file's text, with marks in place of bytes that are none; "" if there is no file."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except FileNotFoundError:
         return ""

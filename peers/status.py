@@ -95,6 +95,12 @@ class PeerStatus:
         assert manifest is not None
         self._event("finished", round=manifest.round, digest=manifest.digest)
 
+    def follow(self, tip: Manifest) -> None:
+        """After the end the tip may still move, as when survivors reform: the record says so."""
+        if self.manifest is None or tip.digest != self.manifest.digest:
+            self.manifest = tip
+            self.changed.set()
+
     def ended(self) -> None:
         """The process ends; totals since its start."""
         self._event("ended", **asdict(self.traffic()), refused=self.refused_of())

@@ -48,7 +48,7 @@ def header(snapshot: Snapshot, width: int) -> list[Text]:
     """Two lines: which run, and how far it is."""
     rows = snapshot.peers
     first = Text.assemble(
-        (snapshot.run_id, "bold"),
+        (snapshot.run_id or f"{snapshot.name} (gathers peers)", "bold"),
         "  generation ",
         (snapshot.generation[:12], "bold"),
         f"  {len(rows)} peers  ",

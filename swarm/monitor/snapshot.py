@@ -44,14 +44,16 @@ class Sighting:
     """All that was read of one run.
 
     Attributes:
-        run: its id.
+        run: its id; None while its founder gathers peers, when it has none yet.
+        name: what people call it.
         peers: presence records that have not expired, by the peer that signed them.
         merges: merge announcements, likewise.
         validations: held-out losses, likewise.
         tip: the newest manifest, when a peer gave it.
     """
 
-    run: str
+    run: str | None
+    name: str
     peers: Mapping[PeerId, PeerRecord]
     merges: Mapping[PeerId, MergeRecord]
     validations: Mapping[PeerId, ValidationRecord]
@@ -96,7 +98,8 @@ class Merge:
 class Snapshot:
     """The swarm at one moment; `losses` are (round, held-out loss), ascending."""
 
-    run_id: str
+    run_id: str | None
+    name: str
     generation: str
     height: int
     round: int
@@ -118,6 +121,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     generation, height, round_, digest = _tip_of(seen.tip, rows)
     return Snapshot(
         run_id=seen.run,
+        name=seen.name,
         generation=generation,
         height=height,
         round=round_,

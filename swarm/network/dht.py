@@ -44,6 +44,12 @@ class Dht:
         """Size of the routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Peer ids in the routing table."""
+        peers = self._node.protocol.routing_table.uid_to_peer_id.values()
+        return frozenset(peer.to_base58() for peer in peers)
+
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Publishes one's own value; its expiration strictly grows, else holders keep the old."""
         assert len(value) <= MAX_VALUE_BYTES, f"record of {len(value)} bytes"

@@ -15,9 +15,17 @@ from typing import Any
 
 from swarm.codecs import check_finite
 from swarm.config import RunConfig
-from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable, RunMismatch
+from swarm.errors import (
+    BadManifest,
+    BadMessage,
+    BadRecord,
+    HostileInput,
+    NobodyReachable,
+    RunMismatch,
+)
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
+from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.inbound import open_message, verified
 from swarm.network.node import Node, Unreachable
 from swarm.network.records import fetch_records, publish
@@ -69,6 +77,12 @@ async def announced_runs(node: Node) -> list[Announced]:
     records = await fetch_records(node, RunRecord, [runs_key()])
     by_run: dict[tuple[str, str], list[tuple[PeerId, RunRecord]]] = {}
     for peer, record in sorted(records.items()):
+        try:
+            check_announcement(record)
+        except BadRecord as error:
+            node.traffic.refuse(error.reason)
+            logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
+            continue
         by_run.setdefault((record.run, record.state.value), []).append((peer, record))
     runs = [Announced(group[0][1], tuple(p for p, _ in group)) for group in by_run.values()]
     return sorted(
@@ -127,15 +141,13 @@ async def fetch_config(announced: Announced, downloads: Downloads) -> RunConfig:
 
     Raises:
         NobodyReachable: no publisher gave it in time.
+        BadBlob: it is no configuration.
         RunMismatch: what came is not what was announced.
     """
     record = announced.record
     wanted = Want(record.config, record.config_bytes, announced.publishers)
     blob = await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S)
-    run = RunConfig.model_validate_json(bytes(blob))
-    if run.fingerprint() != record.fingerprint or run.run.name != record.name:
-        raise RunMismatch(f"the configuration of {record.run} is not the announced one")
-    return run
+    return decode_config(blob, record)
 
 
 def _log_failure(digest: Digest, peer: PeerId, reason: str) -> None:
@@ -292,7 +304,11 @@ async def fetch_state(
         manifest: the state to take over.
         sources: members that may have it.
         on_blob: told how many of how many bytes are here.
+
+    Raises:
+        BadManifest: its blobs are not those of this layout.
     """
+    check_state(manifest, layout)
     sizes = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
     units = {entry.digest: unit for unit, entry in manifest.entries.items()}
     founding = manifest.founding
@@ -335,6 +351,7 @@ async def fetch_founding_manifest(announced: Announced, downloads: Downloads) ->
 
     Raises:
         NobodyReachable: no publisher gave it in time.
+        BadManifest: it is none.
     """
     record = announced.record
     wanted = Want(record.founding, record.founding_bytes, announced.publishers)

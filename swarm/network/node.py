@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, NobodyReachable, StateLocked
 from swarm.errors import Unreachable as Unreachable
-from swarm.network.address_book import AddressBook
+from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control, peer_of
 from swarm.network.daemon import (
     Address,
@@ -43,10 +44,10 @@ from swarm.network.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
-HEAL_EVERY_S = 30.0
-HEAL_ALONE_EVERY_S = 2.0
-"""When nobody is in the routing table: after all peers were killed, they start one by one."""
+HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
+REMEMBERED_TRIED = 64
+"""Addresses from the disk that are probed at a start; all in parallel."""
 _PROBE_S = 3.0
 _CONNECT_S = 5.0
 _CLOSE_S = 2.0
@@ -110,6 +111,7 @@ class Node:
         identity_path: Path | None,
         network: NetworkSection,
         known_peers: Sequence[str] = (),
+        remembered: Sequence[Remembered] = (),
         port: int | None = None,
         handlers: Handlers | None = None,
         deadline_s: float = 30.0,
@@ -120,18 +122,19 @@ class Node:
         Args:
             identity_path: made if missing; None takes a new identity that is forgotten at once.
             network: what the person decided.
-            known_peers: addresses to enter the swarm by; some may be dead.
+            known_peers: addresses that a person gave to enter the swarm by; some may be dead.
+            remembered: addresses from earlier runs, the freshest first; all may be dead.
             port: replaces port 0 in `network.host_maddrs`; if it is taken, a free one is used.
             handlers: may be called before this returns.
             deadline_s: for all of it.
-            must_reach: whether it is an error that none of `known_peers` answers; otherwise the
-                node starts alone and goes on trying.
+            must_reach: whether it is an error that no address answers; otherwise the node starts
+                alone and goes on trying.
 
         Raises:
-            NobodyReachable: no known peer answered.
+            NobodyReachable: no address answered.
             NetworkDown: the daemon did not start.
             StateLocked: a living peer of the swarm has this identity.
-            ConfigError: an address is malformed.
+            ConfigError: one of `known_peers` is malformed.
         """
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO tells of each start
@@ -139,6 +142,9 @@ class Node:
         with tempfile.TemporaryDirectory(prefix="swarm-") as forgotten:
             identity = load_or_create_identity(identity_path or Path(forgotten) / "identity.key")
             node = cls(identity, network, handlers or Handlers(), forgotten=not identity_path)
+            node._book.add((address.text for address in peers), are_given=True)
+            node._book.recall(remembered[:REMEMBERED_TRIED])
+            peers += [a for a in node._book.addresses() if a not in peers]
             try:
                 node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
             except BaseException as error:
@@ -169,7 +175,7 @@ class Node:
         return self._dht.num_neighbours if self._dht else 0
 
     @property
-    def known_addresses(self) -> tuple[str, ...]:
+    def known_addresses(self) -> tuple[Remembered, ...]:
         """Addresses of others, the most reliable first, for the caller to keep on disk."""
         return self._book.known()
 
@@ -242,15 +248,17 @@ class Node:
         self._book.add(addresses)
 
     async def heal(self) -> int:
-        """Connects to and pings up to 16 known addresses; returns how many answered.
+        """Connects to and pings the addresses that are due, at most 16; returns how many answered.
 
-        Runs by itself every 30 s, and every 2 s while nobody is known. Without it a network that
-        was cut stays cut after the link is back (measured: 4 of 5 runs).
+        Looks by itself every 2 s; `address_book.introductions` says what is due. Without it a
+        network that was cut stays cut after the link is back (measured: 4 of 5 runs).
         """
-        chosen = self._book.next(HEAL_ADDRESSES)
+        now = Moment(asyncio.get_running_loop().time(), time.time())
+        neighbours = self._dht.neighbours if self._dht else frozenset()
+        chosen = [i.address for i in self._book.next(neighbours, now, HEAL_ADDRESSES)]
         answered = await asyncio.gather(*(self._reach(address) for address in chosen))
         for address, one_answered in zip(chosen, answered, strict=True):
-            self._book.tried(address, one_answered)
+            self._book.tried(address, one_answered, time.time())
         return sum(answered)
 
     async def _reach(self, address: Address) -> bool:
@@ -265,13 +273,8 @@ class Node:
             return False
 
     async def _heal_for_ever(self) -> None:
-        clock = asyncio.get_running_loop().time
-        healed_s = clock()
         while True:
-            await asyncio.sleep(HEAL_ALONE_EVERY_S)
-            if self.num_neighbours and clock() - healed_s < HEAL_EVERY_S:
-                continue
-            healed_s = clock()
+            await asyncio.sleep(HEAL_LOOK_EVERY_S)
             with suppress(NetworkDown):  # told by _watch already
                 await self.heal()
 
@@ -306,7 +309,6 @@ class Node:
         return self._dht
 
     async def _open(self, peers: Sequence[Address], port: int | None, *, must_reach: bool) -> None:
-        self._book.add(address.text for address in peers)
         peers = await self._answering(peers, must_reach)
         try:
             p2p = await self._start_daemon(peers, port)

@@ -19,7 +19,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Code, Kind
 
 MAX_RECORD_BYTES = 20_000
 NUM_SHARDS = 16
@@ -27,7 +26,7 @@ NUM_SHARDS = 16
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S
-"""Presence, run and tip records: a peer that died is gone from every view after this long."""
+"""Presence and run records: a peer that died is gone from every view after this long."""
 EVENT_TTL_S = 900.0
 """Merge and validation records, which are published once per event."""
 MAX_REASON = 300
@@ -165,27 +164,10 @@ class ValidationRecord:
     """(round, val_loss) of rounds before, as far as the publisher knows them."""
 
 
-@dataclass(frozen=True)
-class TipRecord:
-    """Points to the newest manifest that a peer has applied."""
-
-    __pydantic_config__ = _STRICT
-
-    generation: Id
-    height: Count
-    round: Count
-    kind: Kind
-    code: Code
-    """Place in the total order of manifests; larger is newer."""
-    manifest_digest: Hex
-    manifest_bytes: Count
-
-
-Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord | TipRecord
-AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord, TipRecord)
+Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord
+AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord)
 _SCHEMAS: dict[type, TypeAdapter[Record]] = {
-    kind: TypeAdapter(kind)
-    for kind in (RunRecord, PeerRecord, MergeRecord, ValidationRecord, TipRecord)
+    kind: TypeAdapter(kind) for kind in (RunRecord, PeerRecord, MergeRecord, ValidationRecord)
 }
 
 
@@ -256,11 +238,6 @@ def merges_key(run: str) -> str:
 def validation_key(run: str) -> str:
     """Key of each peer's newest `ValidationRecord`."""
     return f"{run}.validation"
-
-
-def tips_key(run: str) -> str:
-    """Key of the `TipRecord`s."""
-    return f"{run}.tips"
 
 
 def _json(record: Record) -> bytes:

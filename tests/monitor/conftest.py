@@ -93,7 +93,9 @@ def sighting(**changes: Any) -> Sighting:
         "QmA": ValidationRecord(3, OLD, 2.9, 100, ((1, 4.5), (2, 3.5))),
         "QmB": ValidationRecord(5, EQUAL, 2.31, 100, ((2, 3.4), (4, 2.5))),
     }
-    return dataclasses.replace(Sighting("demo-1", peers, merges, validations, None), **changes)
+    return dataclasses.replace(
+        Sighting("demo-1", "demo", peers, merges, validations, None), **changes
+    )
 
 
 @pytest.fixture

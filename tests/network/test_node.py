@@ -20,6 +20,7 @@ from swarm.errors import (
     StateLocked,
     Unreachable,
 )
+from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
@@ -136,7 +137,7 @@ def test_one_dead_address_among_living_ones_is_no_obstacle(peers):
     dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
     second = peers.node(known_peers=(dead, *first.addresses))
     assert second.num_neighbours == 1
-    assert first.addresses[0] in second.known_addresses
+    assert first.addresses[0] in [text for text, _ in second.known_addresses]
 
 
 def test_only_dead_addresses_are_a_clear_error_within_seconds(peers, tmp_path):
@@ -238,6 +239,34 @@ def test_healing_joins_what_knows_of_each_other_by_address_only(peers):
     second.loop.call_soon_threadsafe(second.remember, first.addresses)
     assert second.run(second.heal(), WAIT_S) == 1
     assert (first.num_neighbours, second.num_neighbours) == (1, 1)
+
+
+def test_dhts_that_formed_apart_become_one_by_themselves(peers):
+    """One peer of the one learns one address of the other; nobody asks anybody to heal."""
+    halves = [[peers.node(known_peers=())], [peers.node(known_peers=())]]
+    for half in halves:
+        half.append(peers.node(known_peers=half[0].addresses))
+    for half in halves:
+        half[0].run(half[0].store("key", b"value", 60), WAIT_S)
+    (left, _), (right, far) = halves
+    assert set(far.run(far.get("key"), WAIT_S)) == {right.peer_id}
+    left.loop.call_soon_threadsafe(left.remember, right.addresses)
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        for node in (left, right):  # as heartbeats do
+            node.run(node.store("key", b"value", 60), WAIT_S)
+        if set(far.run(far.get("key"), WAIT_S)) == {left.peer_id, right.peer_id}:
+            return
+        time.sleep(0.2)
+    pytest.fail("the halves did not find each other")
+
+
+def test_remembered_addresses_lead_in_where_the_given_ones_are_dead(peers):
+    first = peers.node()
+    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{first.peer_id}"
+    remembered = [Remembered("nonsense"), Remembered(first.addresses[0], 1.0)]
+    second = peers.node(known_peers=(dead,), remembered=remembered)
+    assert second.num_neighbours == 1
 
 
 def test_stopping_is_quick_clean_and_may_be_repeated(peers, living_daemons, caplog):

@@ -10,8 +10,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from swarm.network import dht
 from swarm.network.records import fetch_records, publish
 from swarm.network.signed_records import MAX_RECORD_BYTES, MAX_TTL_S
-from swarm.protocol.manifest import Kind
-from swarm.protocol.records import TipRecord, ValidationRecord
+from swarm.protocol.records import MergeRecord, ValidationRecord
 
 WAIT_S = 20.0
 
@@ -101,8 +100,8 @@ def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair)
 def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):
     first, second = pair
     first.run(first.store(key, b"{", 60), WAIT_S)
-    tip = TipRecord("g", 0, 0, Kind.QUORUM, (), "0" * 64, 1)
-    second.run(publish(second, key, tip), WAIT_S)
+    merge = MergeRecord("g", 0, 0, 0, 0.0, {})
+    second.run(publish(second, key, merge), WAIT_S)
     assert first.run(fetch_records(first, ValidationRecord, [key]), WAIT_S) == {}
     assert first.traffic.refused == {"record_schema": 2}
 

@@ -119,8 +119,9 @@ def test_losses_of_rounds_before_are_remembered(guest: Guest, watch: Watch) -> N
 
 def test_a_gathering_run_is_looked_for_again_until_it_runs(guest: Guest, watch: Watch) -> None:
     guest.state = RunState.GATHERING
-    watch.look()
+    shown = watch.look()
     assert "tip" not in guest.asked
+    assert (shown.run_id, shown.name) == (None, "demo"), "it has no id before manifest 0"
     guest.state = RunState.RUNNING
     watch.look()
     assert guest.asked == ["find None", "look", "find None", "look", "tip"]

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from peers.state_directory import RunDirectory, StateDirectory
+from peers.state_directory import MAX_KNOWN_PEERS, RunDirectory, StateDirectory
 from swarm.errors import StateLocked
+from swarm.network.address_book import Remembered
 
 
 def test_a_line_torn_by_a_kill_spoils_no_other_line(tmp_path: Path) -> None:
@@ -29,8 +30,25 @@ def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> Non
 def test_port_run_and_known_peers_are_there_after_a_restart(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     assert (state.port, state.current_run, state.known_peers) == (None, None, ())
-    state.port, state.current_run, state.known_peers = 4001, "run-1", ("a", "b", "a")
+    state.port, state.current_run = 4001, "run-1"
+    state.known_peers = [Remembered("a"), Remembered("b", 7.0), Remembered("a", 9.0)]
     state.close()
     again = StateDirectory(tmp_path)
-    assert (again.port, again.current_run, again.known_peers) == (4001, "run-1", ("a", "b"))
+    assert (again.port, again.current_run) == (4001, "run-1")
+    assert again.known_peers == (("a", 9.0), ("b", 7.0)), "freshest first"
     again.close()
+
+
+def test_a_damaged_list_of_peers_costs_its_damaged_lines_only(tmp_path: Path) -> None:
+    (tmp_path / "known_peers").write_bytes(b"a 5\n\xff\xfe too many words\nb\nc never\n\0\n")
+    state = StateDirectory(tmp_path)
+    assert {text for text, _ in state.known_peers} == {"a", "b", "\0"}
+    state.close()
+
+
+def test_only_the_freshest_peers_are_kept(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+    state.known_peers = [Remembered(f"peer{number}", float(number)) for number in range(500)]
+    assert len(state.known_peers) == MAX_KNOWN_PEERS
+    assert state.known_peers[0] == ("peer499", 499.0)
+    state.close()

@@ -173,3 +173,14 @@ def test_a_peer_without_a_run_directory_keeps_no_history(node: SimpleNamespace) 
     status.applied(report(successor(TIP)))
     status.ended()
     assert status.directory is None
+
+
+def test_the_record_of_a_finished_peer_follows_its_tip(status: PeerStatus) -> None:
+    watch(status)
+    status.changed.clear()
+    status.follow(TIP)
+    assert not status.changed.is_set(), "nothing is new"
+    reformed = replace(successor(TIP), kind=Kind.REFORM, generation="ab")
+    status.follow(reformed)
+    assert status.changed.is_set()
+    assert (status.record().generation, status.record().manifest_digest) == ("ab", reformed.digest)

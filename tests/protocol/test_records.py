@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadRecord
 from swarm.protocol import records
-from swarm.protocol.manifest import Kind
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     MergeRecord,
@@ -19,7 +18,6 @@ from swarm.protocol.records import (
     Record,
     RunRecord,
     RunState,
-    TipRecord,
     ValidationRecord,
     decode_record,
     encode_record,
@@ -74,16 +72,7 @@ MERGE = MergeRecord(
 VALIDATION = ValidationRecord(
     round=3, manifest_digest=HEX, val_loss=2.4, tokens=65536, recent=((1, 4.0), (2, 3.0))
 )
-TIP = TipRecord(
-    generation="a1",
-    height=5,
-    round=4,
-    kind=Kind.REFORM,
-    code=((3, (2, "a1")), (5, ())),
-    manifest_digest=HEX,
-    manifest_bytes=4000,
-)
-EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION, TIP]
+EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION]
 KINDS = [type(example) for example in EXAMPLES]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -154,7 +143,6 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (PEER, "state", "idle"),
         (MERGE, "alpha", 1.5),
         (MERGE, "donors", {"x": [[1]]}),
-        (TIP, "code", [[1, [2, "a", 3]]]),
         (RUN, "run", ""),
         (VALIDATION, "recent", [[1, 2.0]] * 201),
     ],
@@ -241,5 +229,5 @@ def test_keys_of_different_runs_and_facts_differ() -> None:
     keys = [records.runs_key()]
     for run in ("a", "b"):
         keys += [records.peers_key(run, shard) for shard in range(records.NUM_SHARDS)]
-        keys += [records.merges_key(run), records.validation_key(run), records.tips_key(run)]
+        keys += [records.merges_key(run), records.validation_key(run)]
     assert len(set(keys)) == len(keys)

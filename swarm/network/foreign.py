@@ -1,0 +1,84 @@
+"""What a stranger announces and serves is checked here before anything is made of it."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.errors import BadBlob, BadManifest, BadRecord, RunMismatch
+from swarm.protocol.digests import Buffer
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
+from swarm.protocol.records import RunRecord
+
+MAX_CONFIG_BYTES = 256 * 1024
+MAX_HELD_OUT_BYTES = 4 * 1_000_000
+MAX_TENSORS = 2**21
+MAX_ELEMENTS = 2**44
+"""35 TB in bf16: beyond it only the list of parts would already fill the memory."""
+
+
+def check_announcement(record: RunRecord) -> None:
+    """Refuses sizes that would take memory before a digest could tell that they are a lie.
+
+    Raises:
+        BadRecord: reason `record_size`.
+    """
+    for what, num_bytes, limit in (
+        ("configuration", record.config_bytes, MAX_CONFIG_BYTES),
+        ("manifest 0", record.founding_bytes, MAX_MANIFEST_BYTES),
+    ):
+        if num_bytes > limit:
+            raise BadRecord(
+                "record_size", f"{record.run}: a {what} of {num_bytes} bytes (limit {limit})"
+            )
+
+
+def decode_config(blob: Buffer, record: RunRecord) -> RunConfig:
+    """The configuration of an announced run.
+
+    Raises:
+        BadBlob: it is none, or of a model that no machine could hold.
+        RunMismatch: it is not the announced one.
+    """
+    try:
+        run = RunConfig.model_validate_json(bytes(blob))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])[:120]
+        raise BadBlob(
+            "config_schema", f"the configuration of {record.run}: {place}: {problem['msg']}"
+        ) from error
+    if run.fingerprint() != record.fingerprint or run.run.name != record.name:
+        raise RunMismatch(f"the configuration of {record.run} is not the announced one")
+    _check_model(run.model, record.run)
+    return run
+
+
+def _check_model(model: ModelConfig, run: str) -> None:
+    """Bounds what follows from it: the layout has an entry for each tensor and each part."""
+    experts = model.num_hidden_layers * model.num_experts
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    per_layer = model.hidden_size * (heads + model.num_attention_heads) * model.dim_per_head
+    elements = 2 * model.vocab_size * model.hidden_size + model.num_hidden_layers * per_layer
+    elements += 3 * experts * model.hidden_size * model.moe_intermediate_size
+    if 3 * experts + 16 * model.num_hidden_layers > MAX_TENSORS or elements > MAX_ELEMENTS:
+        raise BadBlob("config_size", f"the configuration of {run} has too many parameters")
+
+
+def check_state(manifest: Manifest, layout: Layout) -> None:
+    """Refuses a manifest whose blobs are not those of the run, before any is fetched.
+
+    Raises:
+        BadManifest: reason `manifest_units` or `manifest_size`.
+    """
+    sizes = {unit: entry.num_bytes for unit, entry in manifest.entries.items()}
+    if sizes != {unit.unit: unit.num_bytes for unit in layout.units}:
+        raise BadManifest("manifest_units", "the manifest's units are not those of the run")
+    founding = manifest.founding
+    if (
+        founding.validation_bytes > MAX_HELD_OUT_BYTES
+        or founding.config_bytes > MAX_CONFIG_BYTES
+        or founding.validation_bytes % 4
+    ):
+        raise BadManifest("manifest_size", "the manifest's held-out text has an impossible size")
