@@ -151,6 +151,11 @@ OPTIONS = {
     "client_mode": option(
         "--client-mode/--no-client-mode", default=None, help="Only dial out, do not listen."
     ),
+    "relay": option(
+        "--relay/--no-relay",
+        default=None,
+        help="Pass messages on between peers that cannot dial each other (default: yes).",
+    ),
     "run_id": option("--run-id", help="Which run to join, where several are announced."),
     "name": option("--name", help="For people only."),
     "capacity": option("--capacity", type=float, help="Relative share of experts to own."),
@@ -171,6 +176,7 @@ _SETTING_OF = {
     "announce_maddrs": ("network", "announce_maddrs"),
     "identity_path": ("network", "identity_path"),
     "client_mode": ("network", "client_mode"),
+    "relay": ("network", "relay"),
     "name": ("peer", "name"),
     "capacity": ("peer", "capacity"),
     "data_index": ("peer", "data_index"),
@@ -201,6 +207,7 @@ class Options:
     announce_maddrs: tuple[str, ...] = ()
     identity_path: str | None = None
     client_mode: bool | None = None
+    relay: bool | None = None
     run_id: str | None = None
     name: str | None = None
     capacity: float | None = None

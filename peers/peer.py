@@ -288,6 +288,7 @@ class Peer:
             now=time.monotonic(),
             random=random.Random(),
             sign=self._sign,
+            is_dialable=not self.config.network.client_mode,
         )
 
     def _sign(self, statement: bytes) -> Signature:
@@ -348,7 +349,7 @@ def _validation(started: Started) -> torch.Tensor:
 @program("swarm-peer")
 @options(
     "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
-    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "name", "capacity",
+    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "data_index", "wait_for_peers", "linger", "device", "threads", "corpus",
     "print_config", "log_format",
 )  # fmt: skip

@@ -4,6 +4,8 @@ SwarmError (1)
 ├── ConfigError (2)            a setting is wrong; names file, key, value and what is allowed
 ├── NobodyReachable (3)        no peer of a run answered
 │   └── Unreachable            this one peer did not answer; try another, or later
+│       ├── Refused            it answered with an error
+│       └── NoRoute            it cannot be dialled from here; a third peer may reach it
 ├── DataError (4)              the corpus is missing, empty or too small
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
@@ -54,6 +56,14 @@ class NobodyReachable(SwarmError):
 
 class Unreachable(NobodyReachable):
     """One peer did not answer, or answered with an error; another, or a later try, may help."""
+
+
+class Refused(Unreachable):
+    """The peer was reached and answered with an error."""
+
+
+class NoRoute(Unreachable):
+    """This peer cannot be dialled from here; a third one may reach it."""
 
 
 class DataError(SwarmError):

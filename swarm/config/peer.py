@@ -33,6 +33,10 @@ class NetworkSection(Section):
     announce_maddrs: tuple[str, ...] = ()
     identity_path: str | None = None
     client_mode: bool = False
+    """Only dials out: for machines that others cannot dial."""
+    relay: bool = True
+    """Whether it passes messages and blobs on between peers that cannot dial each other; a peer in
+    client mode never does."""
 
 
 class ComputeSection(Section):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 
-from swarm.errors import HostileInput, Unreachable
+from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
 from swarm.network.traffic import Traffic
 
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -63,24 +63,56 @@ class Control:
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver to the handlers that there are."""
         if self._message_handler:
-            await p2p.add_protobuf_handler(_MESSAGE, self._on_message, _Payload)
+            await self.serve(p2p, _MESSAGE, self._on_message)
         if self._request_handler:
-            await p2p.add_protobuf_handler(_REQUEST, self._on_request, _Payload)
+            await self.serve(p2p, _REQUEST, self._on_request)
+
+    async def serve(self, p2p: P2P, name: str, answer: Callable[[str, bytes], Any]) -> None:
+        """Lets `answer(source, payload)` answer the calls of this name, at most 1 MB each."""
+
+        async def answered(payload: _Payload, context: P2PContext) -> _Payload:
+            source = self._receive(payload, context)
+            data = await self._bounded(answer(source, payload.data))
+            assert len(data) <= MAX_ANSWER_BYTES, f"answer of {len(data)} bytes"
+            self._traffic.control_bytes_sent += len(data)
+            return _Payload(data)
+
+        await p2p.add_protobuf_handler(name, answered, _Payload)
+
+    async def handle(self, source: str, payload: bytes, *, is_request: bool) -> bytes:
+        """Handles what a third peer passed on as if it had come straight.
+
+        Raises:
+            BadMessage: this peer takes none of the kind.
+        """
+        if is_request and self._request_handler:
+            return await self._on_request(source, payload)
+        if not is_request and self._message_handler:
+            return await self._on_message(source, payload)
+        raise BadMessage("no_handler", "this peer takes no such message")
 
     async def post(self, p2p: P2P, peer_id: str, payload: bytes, timeout_s: float) -> None:
         """Delivers a message; see `Node.post`."""
-        await self._call(p2p, peer_id, _MESSAGE, payload, timeout_s)
+        await self.call(p2p, peer_id, _MESSAGE, payload, timeout_s)
 
     async def request(self, p2p: P2P, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
         """Asks a question; see `Node.request`."""
-        return await self._call(p2p, peer_id, _REQUEST, payload, timeout_s)
+        return await self.call(p2p, peer_id, _REQUEST, payload, timeout_s)
 
-    async def _call(
+    async def call(
         self, p2p: P2P, peer_id: str, name: str, payload: bytes, timeout_s: float
     ) -> bytes:
+        """Calls a peer's handler.
+
+        Raises:
+            NoRoute: the peer cannot be dialled.
+            Refused: its handler did not take the call.
+            Unreachable: no answer in time.
+        """
         assert len(payload) <= MAX_MESSAGE_BYTES, f"control message of {len(payload)} bytes"
         peer = peer_of(peer_id)
-        assert peer != p2p.peer_id, "a peer does not call itself"
+        if peer == p2p.peer_id:
+            raise Unreachable("a peer does not call itself")
         self._traffic.control_messages_sent += 1
         self._traffic.control_bytes_sent += len(payload)
         try:
@@ -88,24 +120,21 @@ class Control:
                 answer = await p2p.call_protobuf_handler(peer, name, _Payload(payload), _Payload)
         except TimeoutError:
             raise Unreachable(f"{peer_id}: no answer within {timeout_s:g} s") from None
-        except (P2PDaemonError, P2PHandlerError, OSError) as error:
-            raise Unreachable(f"{peer_id}: {error}") from error
+        except P2PHandlerError as error:
+            raise Refused(f"{peer_id}: {error}") from error
+        except (P2PDaemonError, OSError) as error:
+            raise NoRoute(f"{peer_id}: {error}") from error
         self._traffic.control_bytes_received += len(answer.data)
         return bytes(answer.data)
 
-    async def _on_message(self, payload: _Payload, context: P2PContext) -> _Payload:
+    async def _on_message(self, source: str, payload: bytes) -> bytes:
         assert self._message_handler is not None
-        source = self._receive(payload, context)
-        await self._handle(self._message_handler(source, payload.data))
-        return _Payload(b"")
+        await self._message_handler(source, payload)
+        return b""
 
-    async def _on_request(self, payload: _Payload, context: P2PContext) -> _Payload:
+    async def _on_request(self, source: str, payload: bytes) -> bytes:
         assert self._request_handler is not None
-        source = self._receive(payload, context)
-        answer = await self._handle(self._request_handler(source, payload.data))
-        assert len(answer) <= MAX_ANSWER_BYTES, f"answer of {len(answer)} bytes"
-        self._traffic.control_bytes_sent += len(answer)
-        return _Payload(answer)
+        return await self._request_handler(source, payload)
 
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
         self._traffic.control_messages_received += 1
@@ -115,7 +144,7 @@ class Control:
             raise ValueError(f"refused: over {MAX_MESSAGE_BYTES} bytes")
         return str(context.remote_id.to_base58())
 
-    async def _handle(self, handled: Awaitable[Result]) -> Result:
+    async def _bounded(self, handled: Awaitable[Result]) -> Result:
         try:
             async with asyncio.timeout(HANDLER_S):
                 return await handled

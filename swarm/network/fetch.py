@@ -160,6 +160,7 @@ class Downloads:
         if caller not in download.callers:
             download.callers.append(caller)
         others = [peer for peer in want.sources if peer != self._node.peer_id]
+        others.sort(key=self._node.is_far)  # their bytes would take up a third peer's link as well
         download.sources += [peer for peer in others if peer not in download.sources]
         self._want_pieces(download)
 

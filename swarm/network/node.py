@@ -1,7 +1,8 @@
-"""A peer's place in the network: one libp2p daemon, one DHT node, one thread.
+"""A peer's place in the network: libp2p's daemon, one DHT node, one thread.
 
 Everything that waits here has a deadline, because nothing in the substrate says that a peer is
-gone: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all.
+gone: calls to it hang, stores succeed locally, and a dead daemon raises nothing at all. A daemon
+that died is started again under the same identity.
 """
 
 from __future__ import annotations
@@ -17,30 +18,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.logging import use_hivemind_log_handler
-from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.config import NetworkSection
-from swarm.errors import NetworkDown, NobodyReachable, StateLocked
+from swarm.errors import NetworkDown, SwarmError
 from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
-from swarm.network.control import Control, peer_of
-from swarm.network.daemon import (
-    Address,
-    dialable,
-    listen_addresses,
-    probe,
-    start_daemon,
-)
-from swarm.network.dht import Dht, Record, open_dht
+from swarm.network.control import Control
+from swarm.network.daemon import Address
+from swarm.network.dht import Dht, Record
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.loop_thread import LoopThread
-from swarm.network.signed_records import SignedRecords
-from swarm.network.streams import Serve, open_stream
+from swarm.network.relay import Relay
+from swarm.network.streams import Serve
+from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
+from swarm.network.ways import Ways
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +44,11 @@ HEAL_LOOK_EVERY_S = 2.0
 HEAL_ADDRESSES = 16
 REMEMBERED_TRIED = 64
 """Addresses from the disk that are probed at a start; all in parallel."""
-_PROBE_S = 3.0
-_CONNECT_S = 5.0
+RESTART_AFTER_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
+"""Pauses before a dead daemon is started again, as long as starts fail or it dies at once."""
+STEADY_S = 60.0
+BACK_S = 10.0
+"""Calls that may wait for a daemon that is being started again wait so long."""
 _CLOSE_S = 2.0
 
 Result = TypeVar("Result")
@@ -60,16 +59,15 @@ class Handlers:
     """What the node calls for others, always in its own loop; so none of them may block.
 
     Attributes:
-        on_message: gets the sender's peer id, as libp2p proved it, and the payload.
+        on_message: gets the sender's peer id, as libp2p (or its signature) proved it, and the
+            payload.
         on_request: the same, and returns the answer, at most 1 MB.
         streams: who serves which bulk protocol.
-        on_death: told why, when the daemon has died.
     """
 
     on_message: Callable[[str, bytes], Awaitable[None]] | None = None
     on_request: Callable[[str, bytes], Awaitable[bytes]] | None = None
     streams: Mapping[str, Serve] = field(default_factory=dict)
-    on_death: Callable[[str], None] | None = None
 
 
 class Node:
@@ -81,28 +79,41 @@ class Node:
         addresses: to be handed out; loopback only if there is nothing else. Empty for a node that
             does not listen.
         traffic: counters.
-        failure: why the daemon is dead, if it is.
+        failure: why the daemon is dead, while it is.
     """
 
     def __init__(
-        self, identity: Identity, network: NetworkSection, handlers: Handlers, *, forgotten: bool
+        self,
+        identity: Identity,
+        network: NetworkSection,
+        handlers: Handlers,
+        forgotten: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
         self.addresses: tuple[str, ...] = ()
         self.traffic = Traffic()
         self.failure: str | None = None
-        self._network = network
         self._handlers = handlers
         self._control = Control(self.traffic, handlers.on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)
+        self._relay = Relay(
+            identity,
+            self._control,
+            self.traffic,
+            frozenset(handlers.streams),
+            is_willing=network.relay and not network.client_mode,
+            p2p=self._living_p2p,
+        )
+        self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self._neighbours)
+        self._opening = Opening(identity, network, self.traffic, self._register)
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._given_up = False
         self._forgotten = forgotten
-        """Whether the identity is kept nowhere and so cannot be another peer's."""
-        self._p2p: P2P | None = None
-        self._dht: Dht | None = None
+        """Holds an identity that is kept nowhere else, and so cannot be another peer's."""
+        self._substrate: Substrate | None = None
 
     @classmethod
     def start(
@@ -139,30 +150,31 @@ class Node:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO tells of each start
         peers = [Address.parse(text) for text in known_peers]
-        with tempfile.TemporaryDirectory(prefix="swarm-") as forgotten:
-            identity = load_or_create_identity(identity_path or Path(forgotten) / "identity.key")
-            node = cls(identity, network, handlers or Handlers(), forgotten=not identity_path)
-            node._book.add((address.text for address in peers), are_given=True)
-            node._book.recall(remembered[:REMEMBERED_TRIED])
-            peers += [a for a in node._book.addresses() if a not in peers]
-            try:
-                node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
-            except BaseException as error:
-                node.stop(_CLOSE_S)
-                if isinstance(error, TimeoutError):
-                    raise NetworkDown(f"the network did not start: {error}") from error
-                raise
+        # The daemon reads the identity again when it is started again.
+        folder = None if identity_path else tempfile.TemporaryDirectory(prefix="swarm-")
+        path = identity_path or Path(folder.name if folder else "") / "identity.key"
+        node = cls(load_or_create_identity(path), network, handlers or Handlers(), folder)
+        node._book.add((address.text for address in peers), are_given=True)
+        node._book.recall(remembered[:REMEMBERED_TRIED])
+        peers += [address for address in node._book.addresses() if address not in peers]
+        try:
+            node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
+        except BaseException as error:
+            node.stop(_CLOSE_S)
+            if isinstance(error, TimeoutError):
+                raise NetworkDown(f"the network did not start: {error}") from error
+            raise
         return node
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop in which everything of this node happens."""
+        """Where everything of this node happens."""
         return self._thread.loop
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon runs."""
-        return self.failure is None and not self._stopping
+        """Whether the daemon runs or is being started again; False once that was given up."""
+        return not (self._given_up or self._stopping)
 
     @property
     def port(self) -> int | None:
@@ -172,11 +184,11 @@ class Node:
     @property
     def num_neighbours(self) -> int:
         """Size of the DHT's routing table: the honest sign of being connected."""
-        return self._dht.num_neighbours if self._dht else 0
+        return len(self._neighbours)
 
     @property
     def known_addresses(self) -> tuple[Remembered, ...]:
-        """Addresses of others, the most reliable first, for the caller to keep on disk."""
+        """Addresses of others, the best first, for the caller to keep on disk."""
         return self._book.known()
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
@@ -194,23 +206,28 @@ class Node:
             logger.warning("the network did not close within %g s", timeout_s)
         self._thread.stop(timeout_s)
 
+    # ------------------------------------------------ talking to one peer
+
     async def post(self, peer_id: str, payload: bytes, timeout_s: float = 5.0) -> None:
-        """Delivers one control message (at most 256 KB); returns when it has been handled.
+        """Delivers one control message (at most 64 KB); returns when it has been handled.
+
+        A peer that cannot be dialled is reached through one that both have dialled.
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.
             NetworkDown: the daemon is dead.
         """
-        await self._control.post(self._living_p2p(), peer_id, payload, timeout_s)
+        await self._ways.post(peer_id, payload, timeout_s)
 
     async def request(self, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
-        """Asks a small question (at most 256 KB) and returns the answer (at most 1 MB).
+        """Asks a small question (at most 64 KB) and returns the answer (at most 1 MB).
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.
             NetworkDown: the daemon is dead.
         """
-        return await self._control.request(self._living_p2p(), peer_id, payload, timeout_s)
+        await self._back()
+        return await self._ways.request(peer_id, payload, timeout_s)
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """A non-blocking socket to a peer's handler of a bulk protocol.
@@ -219,8 +236,13 @@ class Node:
             Unreachable: no connection in time.
             NetworkDown: the daemon is dead.
         """
-        path = self._living_p2p().daemon_listen_maddr["unix"]
-        return await open_stream(path, peer_of(peer_id), protocol, timeout_s)
+        return await self._ways.open_stream(peer_id, protocol, timeout_s)
+
+    def is_far(self, peer_id: str) -> bool:
+        """Whether a peer is reached only through others, so that its bytes travel twice."""
+        return self._ways.is_far(peer_id)
+
+    # ------------------------------------------------ the DHT
 
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Publishes one's own record (at most 20 KB) under a key, in place of the one before.
@@ -229,7 +251,8 @@ class Node:
             Whether any holder took it. The DHT says True also when the network is gone and only
             this node holds it: judge by seeing one's own record through others.
         """
-        return await self._living_dht().store(key, value, ttl_s)
+        await self._back()
+        return await self._living().dht.store(key, value, ttl_s)
 
     async def get(self, key: str) -> dict[str, Record]:
         """All records of a key, by the peer id of the owner who signed them."""
@@ -241,7 +264,8 @@ class Node:
         Raises:
             TimeoutError: the DHT did not answer within 15 s.
         """
-        return await self._living_dht().get_many(keys)
+        await self._back()
+        return await self._living().dht.get_many(keys)
 
     def remember(self, addresses: Sequence[str]) -> None:
         """Adds addresses that `heal` tries; to be called in the loop, with those from records."""
@@ -253,118 +277,104 @@ class Node:
         Looks by itself every 2 s; `address_book.introductions` says what is due. Without it a
         network that was cut stays cut after the link is back (measured: 4 of 5 runs).
         """
-        now = Moment(asyncio.get_running_loop().time(), time.time())
-        neighbours = self._dht.neighbours if self._dht else frozenset()
-        chosen = [i.address for i in self._book.next(neighbours, now, HEAL_ADDRESSES)]
-        answered = await asyncio.gather(*(self._reach(address) for address in chosen))
+        now = Moment(time.monotonic(), time.time())
+        chosen = [i.address for i in self._book.next(self._neighbours, now, HEAL_ADDRESSES)]
+        substrate = self._living()
+        answered = await asyncio.gather(*(substrate.reach(address) for address in chosen))
         for address, one_answered in zip(chosen, answered, strict=True):
             self._book.tried(address, one_answered, time.time())
         return sum(answered)
 
-    async def _reach(self, address: Address) -> bool:
-        peer = PeerID.from_base58(address.peer_id)
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                client = self._living_p2p()._client
-                await client.connect(peer, [Multiaddr(address.transport)])
-                return await self._living_dht().ping(peer)
-        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
-            logger.debug("%s does not answer: %s", address.text, error)
-            return False
-
     async def _heal_for_ever(self) -> None:
         while True:
             await asyncio.sleep(HEAL_LOOK_EVERY_S)
-            with suppress(NetworkDown):  # told by _watch already
+            with suppress(NetworkDown):  # told by _supervise already
                 await self.heal()
 
-    async def _watch(self, p2p: P2P) -> None:
-        """Notices when the daemon is dead, or can no longer be heard."""
-        ended = asyncio.create_task(p2p._child.wait())
-        try:
-            watched = {ended, p2p._client.control._read_task}
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ended}, timeout=_CLOSE_S)  # the connection ends first
-        finally:
-            ended.cancel()
-        if self._stopping:
-            return
-        self.failure = (
-            f"libp2p's daemon ended with status {ended.result()}"
-            if ended.done() and not ended.cancelled()
-            else "the connection to libp2p's daemon broke"
-        )
-        logger.error("%s; nothing can be sent or received any more", self.failure)
-        if self._handlers.on_death:
-            self._handlers.on_death(self.failure)
+    # ------------------------------------------------ the daemon's lives
+
+    @property
+    def _p2p(self) -> P2P | None:
+        return self._substrate.p2p if self._substrate else None
+
+    @property
+    def _dht(self) -> Dht | None:
+        return self._substrate.dht if self._substrate else None
+
+    @property
+    def _neighbours(self) -> frozenset[str]:
+        return self._substrate.neighbours if self._substrate else frozenset()
+
+    def _living(self) -> Substrate:
+        if self.failure or self._substrate is None:
+            raise NetworkDown(self.failure or "the network has not started")
+        return self._substrate
 
     def _living_p2p(self) -> P2P:
-        if self.failure or self._p2p is None:
-            raise NetworkDown(self.failure or "the network has not started")
-        return self._p2p
+        return self._living().p2p
 
-    def _living_dht(self) -> Dht:
-        if self.failure or self._dht is None:
-            raise NetworkDown(self.failure or "the network has not started")
-        return self._dht
+    async def _back(self) -> None:
+        """Waits a little for a daemon that is being started again."""
+        end_s = time.monotonic() + BACK_S
+        while self.failure and self.alive and time.monotonic() < end_s:
+            await asyncio.sleep(0.1)
 
     async def _open(self, peers: Sequence[Address], port: int | None, *, must_reach: bool) -> None:
-        peers = await self._answering(peers, must_reach)
-        try:
-            p2p = await self._start_daemon(peers, port)
-        except NobodyReachable:
-            if must_reach:
-                raise
-            peers = []
-            p2p = await self._start_daemon(peers, port)
-        self._p2p = p2p
-        self._tasks.append(asyncio.create_task(self._watch(p2p)))
-        await self._control.register(p2p)
-        for protocol, serve in sorted(self._handlers.streams.items()):
-            await p2p.add_binary_stream_handler(protocol, self._stream_handler(serve))
-        self._dht = await open_dht(
-            p2p,
-            SignedRecords(self.identity, self.traffic.refuse),
-            self.traffic,
-            peers=peers,
-            client_mode=self._network.client_mode,
-            must_reach=must_reach,
+        check, opening = self._forgotten is None, self._opening
+        self._use(
+            await open_substrate(opening, peers, port, must_reach=must_reach, check_identity=check)
         )
-        if not self._network.client_mode:
-            visible = await p2p.get_visible_maddrs(latest=True)
-            self.addresses = dialable([str(address) for address in visible])
+        self._tasks.append(asyncio.create_task(self._supervise()))
         self._tasks.append(asyncio.create_task(self._heal_for_ever()))
 
-    async def _start_daemon(self, peers: Sequence[Address], port: int | None) -> P2P:
-        listen = listen_addresses(self._network, port)
-        try:
-            return await start_daemon(
-                self._network,
-                identity_path=self.identity.path,
-                listen=listen,
-                initial_peers=[address.text for address in peers],
-                check_identity=not self._forgotten,
-            )
-        except P2PDaemonError as error:
-            if "already taken" in str(error):
-                raise StateLocked(f"a living peer already is {self.peer_id}") from error
-            if "bootstrap peers" in str(error):
-                texts = ", ".join(address.text for address in peers)
-                raise NobodyReachable(f"another peer, or none, is at {texts}") from error
-            where = ", ".join(listen)
-            raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
+    def _use(self, substrate: Substrate) -> None:
+        self._substrate = substrate
+        self.addresses = substrate.addresses
+        self.failure = None
 
-    async def _answering(self, peers: Sequence[Address], must_reach: bool) -> list[Address]:
-        """The peers whose port is open: the daemon would wait long for the others."""
-        faults = await asyncio.gather(*(probe(address, _PROBE_S) for address in peers))
-        open_ones = [address for address, fault in zip(peers, faults, strict=True) if not fault]
-        if peers and must_reach and not open_ones:
-            tried = "; ".join(f"{a.text}: {f}" for a, f in zip(peers, faults, strict=True))
-            raise NobodyReachable(
-                f"no known peer answers: {tried}",
-                hint="check the address, and that the other peer still runs",
-            )
-        return [address for address in open_ones if address.peer_id != self.peer_id]
+    async def _register(self, p2p: P2P) -> None:
+        await self._control.register(p2p)
+        await self._relay.register(p2p)
+        for protocol, serve in sorted(self._handlers.streams.items()):
+            await p2p.add_binary_stream_handler(protocol, self._stream_handler(serve))
+
+    async def _supervise(self) -> None:
+        """Starts a daemon that died again, until that fails too often in a row."""
+        attempt, began_s = 0, time.monotonic()
+        while True:
+            why = await self._living().ended()
+            if self._stopping:
+                return
+            attempt = 0 if time.monotonic() - began_s > STEADY_S else attempt
+            self.failure = why
+            logger.error("%s; nothing can be sent or received until it runs again", why)
+            attempt = await self._restart(attempt)
+            if self.failure:
+                return
+            began_s = time.monotonic()
+
+    async def _restart(self, attempt: int) -> int:
+        """Returns the number of the attempt after the one that succeeded, or the last."""
+        assert self._substrate is not None
+        port = self.port
+        await self._substrate.close(is_dead=True)
+        for number, pause_s in enumerate(RESTART_AFTER_S[attempt:], attempt + 1):
+            await asyncio.sleep(pause_s)
+            try:
+                peers = self._book.addresses()[:HEAL_ADDRESSES]
+                # Others may still take the connection of the life before for a living twin.
+                substrate = await open_substrate(
+                    self._opening, peers, port, must_reach=False, check_identity=False
+                )
+            except (SwarmError, P2PDaemonError, OSError, TimeoutError) as error:
+                logger.error("libp2p's daemon did not start again: %s", error)
+                continue
+            self._use(substrate)
+            logger.warning("libp2p's daemon runs again after %d attempts", number - attempt)
+            return number
+        self._given_up = True
+        logger.error("libp2p's daemon is not started again: it died or failed too often")
+        return attempt
 
     def _stream_handler(self, serve: Serve) -> Callable[..., Awaitable[None]]:
         async def handle(
@@ -383,13 +393,7 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._dht and not self.failure:
-            with suppress(TimeoutError, P2PDaemonError, OSError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._dht.close()
-        if self._p2p:
-            try:
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._p2p.shutdown()
-            except TimeoutError:
-                self._p2p._child.kill()
+        if self._substrate:
+            await self._substrate.close(is_dead=self.failure is not None)
+        if self._forgotten:
+            self._forgotten.cleanup()

@@ -249,7 +249,7 @@ class RoundDriver:
     async def _post(self, destination: PeerId, payload: bytes) -> None:
         try:
             await self.node.post(destination, payload, timeout_s=POST_DEADLINE_S)
-        except Unreachable as error:  # messages may be lost; the machine repeats what matters
+        except (Unreachable, NetworkDown) as error:  # the machine repeats what matters
             logger.debug("to=%s lost: %s", destination[-6:], error)
 
     async def _fetch(self, effect: Fetch) -> None:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 
-from swarm.errors import Unreachable
+from swarm.errors import NoRoute, Unreachable
 from swarm.network.traffic import Traffic
 
 Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -31,6 +31,7 @@ async def open_stream(
 
     Raises:
         Unreachable: no connection in time.
+        NoRoute: the peer cannot be dialled, or does not serve this protocol.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -42,7 +43,7 @@ async def open_stream(
         raise Unreachable(f"{peer}: no stream within {timeout_s:g} s") from None
     except (OSError, DecodeError) as error:
         connection.close()
-        raise Unreachable(f"{peer}: {error}") from error
+        raise NoRoute(f"{peer}: {error}") from error
     except BaseException:
         connection.close()
         raise

@@ -18,6 +18,7 @@ class Traffic:
         control_bytes_received: the same, from others.
         blob_bytes_sent: contents of other blobs only.
         blob_bytes_received: contents of blobs, those refused later and those of messages included.
+        relayed_bytes: passed on between two other peers; in no other counter.
         refused: how often bytes of others were refused, by reason.
     """
 
@@ -27,6 +28,7 @@ class Traffic:
     control_bytes_received: int = 0
     blob_bytes_sent: int = 0
     blob_bytes_received: int = 0
+    relayed_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, reason: str) -> None:

@@ -100,6 +100,8 @@ class Ready:
     accepted: Accepted | None
     capacity: float
     leave: bool = False
+    dialable: bool = True
+    """Whether others can dial the sender: only then is it asked to reduce, if anybody else can."""
 
 
 @dataclass(frozen=True)

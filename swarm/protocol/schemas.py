@@ -122,6 +122,7 @@ class ReadySchema(Schema):
     accepted: AcceptedSchema | None
     capacity: Capacity
     leave: bool
+    dialable: bool
 
 
 class RosterSchema(Schema):

@@ -139,6 +139,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "accepted": _vote(message.accepted, attach),
                 "capacity": float(message.capacity),
                 "leave": message.leave,
+                "dialable": message.dialable,
             }
         case Roster():
             body = {
@@ -241,6 +242,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 Accepted(vote.ballot.value(), _manifest(vote.manifest, blobs)) if vote else None,
                 body.capacity,
                 body.leave,
+                body.dialable,
             )
         case RosterSchema():
             offers = {

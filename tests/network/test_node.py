@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from swarm.errors import (
     StateLocked,
     Unreachable,
 )
+from swarm.network import node as node_module
 from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
 from swarm.network.identity import load_or_create_identity
@@ -215,21 +217,47 @@ def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
     assert first.num_neighbours == 0
 
 
-def test_a_dead_daemon_is_noticed_and_told(peers, caplog):
-    told = threading.Event()
-    node = peers.node(Handlers(on_death=lambda reason: told.set()))
-    assert node.alive
+def test_a_dead_daemon_is_replaced_by_one_of_the_same_identity_and_port(peers, caplog):
+    inbox = Inbox()
+    first = peers.node()
+    node = peers.node(inbox.handlers)
+    first.run(first.store("key", b"value", 60), WAIT_S)
+    before = (node.peer_id, node.addresses)
     os.kill(node._p2p._child.pid, signal.SIGKILL)
-    assert told.wait(5)
-    assert not node.alive
+    end_s = time.monotonic() + WAIT_S
+    while node.failure is None and time.monotonic() < end_s:
+        time.sleep(0.01)
     assert "status -9" in node.failure
-    begin = time.monotonic()
+    assert node.alive, "it is being started again"
+    with pytest.raises(NetworkDown, match="status -9"):
+        node.run(node.post(first.peer_id, b"x"), WAIT_S)
+    assert set(node.run(node.get("key"), WAIT_S)) == {first.peer_id}, "waits until it is back"
+    assert (node.peer_id, node.addresses) == before
+    assert node.failure is None
+    while time.monotonic() < end_s:
+        with contextlib.suppress(Unreachable):
+            first.run(first.post(node.peer_id, b"again"), WAIT_S)
+            break
+    assert inbox.messages == [(first.peer_id, b"again")]
+    assert "nothing can be sent" in caplog.text and "runs again" in caplog.text
+
+
+def test_a_daemon_that_does_not_start_again_is_given_up_with_the_reason(peers, monkeypatch, caplog):
+    node = peers.node()
+    monkeypatch.setattr(node_module, "RESTART_AFTER_S", (0.01, 0.01))
+
+    async def fails(*_: object, **__: object) -> None:
+        raise NetworkDown("no more processes")
+
+    monkeypatch.setattr(node_module, "open_substrate", fails)
+    os.kill(node._p2p._child.pid, signal.SIGKILL)
+    end_s = time.monotonic() + WAIT_S
+    while node.alive and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not node.alive
     with pytest.raises(NetworkDown, match="status -9"):
         node.run(node.get("key"), WAIT_S)
-    with pytest.raises(NetworkDown):
-        node.run(node.store("key", b"", 1), WAIT_S)
-    assert time.monotonic() - begin < 1
-    assert "nothing can be sent" in caplog.text
+    assert caplog.text.count("no more processes") == 2
 
 
 def test_healing_joins_what_knows_of_each_other_by_address_only(peers):

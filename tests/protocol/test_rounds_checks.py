@@ -118,6 +118,21 @@ def test_reducers_are_sources_and_everybody_derives_the_same() -> None:
     assert set(reducers) == {unit for unit, values in sources.items() if len(values) > 1}
 
 
+def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
+    peers = list("ABCD")
+    rules = make_rules(experts=8, parts=6, owners_per_expert=2)
+    tip = found(rules, peers)
+    offers = {peer: make_offer(rules, peer, tip) for peer in peers}
+    plan = plan_roster(tip, offers, rules, {"A", "B"})
+    assert plan.able == ("C", "D")
+    for unit, reducer in plan.reducers.items():
+        sources = {peer for peer, _ in plan.sources[unit]}
+        assert reducer in (sources & {"C", "D"} or sources), unit
+    assert set(plan.reducers) == set(plan_roster(tip, offers, rules).reducers)
+    assert assign_reducers(offers, plan.able, rules.unit_bytes) == plan.reducers
+    assert plan_roster(tip, offers, rules, set(peers)).able == tuple(peers), "somebody has to"
+
+
 def test_a_roster_of_other_offers_has_another_id() -> None:
     offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
     ids = {

@@ -39,6 +39,8 @@ class Campaign:
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     joiners: dict[PeerId, float] = field(default_factory=dict)
     leaving: set[PeerId] = field(default_factory=set)
+    undialable: set[PeerId] = field(default_factory=set)
+    """Members that others cannot dial: they reduce only if nobody else can."""
     quorum_offered_at: float | None = None
     has_told_wait: bool = False
     # A roster is out.

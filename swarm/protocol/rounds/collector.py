@@ -80,6 +80,8 @@ class Collector(Merger):
                 campaign.joiners[source] = ready.capacity
             return
         campaign.seen[source] = self._now
+        if not ready.dialable:
+            campaign.undialable.add(source)
         if ready.leave:
             campaign.leaving.add(source)
         if ready.ballot == campaign.ballot:
@@ -218,7 +220,7 @@ class Collector(Merger):
         offers = {
             peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
         }
-        campaign.plan = plan_roster(self.tip, offers, self.rules)
+        campaign.plan = plan_roster(self.tip, offers, self.rules, campaign.undialable)
         campaign.results = {}
         campaign.reported_at = {}
         campaign.missing = {}
@@ -232,4 +234,5 @@ class Collector(Merger):
     def _roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:
         assert campaign.plan is not None
         offers = {} if is_heartbeat else campaign.plan.offers
-        return Roster(campaign.ballot, campaign.plan.roster_id, offers, tuple(offers))
+        able = () if is_heartbeat else campaign.plan.able
+        return Roster(campaign.ballot, campaign.plan.roster_id, offers, able)

@@ -40,7 +40,14 @@ class Contributor(Adopter):
 
     def _ready(self, ballot: Ballot) -> Ready:
         """This peer's answer; a refusal (higher ballot) has the same content."""
-        return Ready(ballot, self._offer, self.record.accepted, self.capacity, self.is_leaving)
+        return Ready(
+            ballot,
+            self._offer,
+            self.record.accepted,
+            self.capacity,
+            self.is_leaving,
+            self.is_dialable,
+        )
 
     def _on_leave_asked(self) -> None:
         """Tells the convener and goes when a manifest lists this peer no longer."""

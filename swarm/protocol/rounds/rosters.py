@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.protocol.adoption import experts_due
@@ -25,6 +25,8 @@ class Plan:
     """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
     reducers: Mapping[Unit, PeerId]
     """Who averages each unit with more than one source."""
+    able: tuple[PeerId, ...]
+    """Who was asked to: those that others can dial, or all where nobody can be."""
 
 
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
@@ -67,13 +69,19 @@ def _unit_problem(
     return None
 
 
-def plan_roster(tip: Manifest, offers: Mapping[PeerId, Offer], rules: Rules) -> Plan:
-    """The round over exactly these (valid) offers."""
+def plan_roster(
+    tip: Manifest,
+    offers: Mapping[PeerId, Offer],
+    rules: Rules,
+    undialable: Collection[PeerId] = (),
+) -> Plan:
+    """The round over exactly these (valid) offers; peers nobody can dial reduce only at need."""
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
-    reducers = assign_reducers(ordered, tuple(ordered), rules.unit_bytes)
+    able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
+    reducers = assign_reducers(ordered, able, rules.unit_bytes)
     identity = json.dumps([tip.digest, sources, reducers], sort_keys=True, separators=(",", ":"))
-    return Plan(digest_of(identity.encode()), ordered, sources, reducers)
+    return Plan(digest_of(identity.encode()), ordered, sources, reducers, able)
 
 
 def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
@@ -97,17 +105,18 @@ def assign_reducers(
 
     Args:
         offers: the roster.
-        reducers: peers of the roster that may reduce, in any order.
+        reducers: peers of the roster that may reduce, in any order. A unit that none of them
+            offers is averaged by one of its sources all the same.
         unit_bytes: size of every unit.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
     """
     fan_out = max(1, len(offers) - 1)
-    burden = dict.fromkeys(sorted(reducers), 0)
+    burden = dict.fromkeys(sorted(offers), 0)
     shared: list[tuple[int, Unit, list[PeerId]]] = []
     for unit, values in sources_of(offers).items():
-        able = [peer for peer, _ in values if peer in burden]
+        able = [peer for peer, _ in values if peer in reducers] or [peer for peer, _ in values]
         num_bytes = unit_bytes.get(unit, 0)
         if len(values) > 1 and able:
             shared.append((-num_bytes, unit, able))

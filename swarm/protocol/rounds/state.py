@@ -104,9 +104,11 @@ class MachineState(ABC):
         now: float,
         random: Randomness,
         sign: Sign = unsigned,
+        is_dialable: bool = True,
     ) -> None:
         self.me = me
         self.capacity = capacity
+        self.is_dialable = is_dialable
         self.rules = rules
         self.timers = timers
         self.record = record

@@ -1,0 +1,121 @@
+"""Which way a message goes to a peer: straight, or through others. Decisions only, no clock.
+
+A peer that only dials out can be reached over connections that it opened, so by the peers it
+dialled, and by nobody else. Two such peers reach each other through a third that both dialled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+MAX_PEERS = 1024
+RELAYS_PER_TRY = 3
+DIRECT_AGAIN_S = 30.0
+"""A peer that was reached through others is dialled again after this."""
+REST_S = 10.0
+LONGEST_REST_S = 120.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to reach a peer now.
+
+    Attributes:
+        straight: whether to try without a relay first.
+        relays: whom to ask then, one after another.
+        reason: why.
+    """
+
+    straight: bool
+    relays: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class _Known:
+    failed_s: float | None = None
+    """When it last could not be dialled; None once it could."""
+    was_dialled: bool = False
+    """Whether it ever answered without a relay."""
+    relay: str | None = None
+    """Who reached it last."""
+    rests: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Relays that could not reach it: until when they are left alone, and failures in a row."""
+
+
+class Routes:
+    """What one peer has learnt about the ways to the others."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Known] = {}
+
+    def plan(self, peer: str, relays: Iterable[str], now_s: float) -> Route:
+        """The way to try.
+
+        Args:
+            peer: whom to reach.
+            relays: peers that listen and answered lately, in any order.
+            now_s: the time.
+        """
+        known = self._peers.get(peer) or _Known()
+        rested = [r for r in relays if r != peer and known.rests.get(r, (now_s, 0))[0] <= now_s]
+        rested.sort(key=lambda relay: (relay != known.relay, _turn(peer, relay)))
+        chosen = tuple(rested[:RELAYS_PER_TRY])
+        if self.needs_relay(peer, now_s) and chosen:
+            return Route(False, chosen, f"could not be dialled, {chosen[0][-6:]} reached it")
+        return Route(True, chosen, "straight first")
+
+    def needs_relay(self, peer: str, now_s: float) -> bool:
+        """Whether the peer is reached only through others, as far as is known."""
+        known = self._peers.get(peer)
+        if known is None or known.failed_s is None or known.relay is None:
+            return False
+        return now_s - known.failed_s < DIRECT_AGAIN_S
+
+    def dialled(self, peer: str) -> None:
+        """The peer answered without a relay."""
+        known = self._note(peer)
+        known.failed_s, known.was_dialled = None, True
+
+    def failed(self, peer: str, now_s: float, *, is_slow: bool) -> bool:
+        """The peer did not answer without a relay; returns whether one may help.
+
+        Args:
+            peer: whom.
+            now_s: the time.
+            is_slow: it did not answer in time. Then no relay helps, unless it was never reached:
+                its port may be closed.
+        """
+        known = self._note(peer)
+        if is_slow and known.was_dialled:
+            return False
+        known.failed_s = now_s
+        return True
+
+    def relayed(self, peer: str, relay: str, answered: bool, now_s: float) -> None:
+        """Notes what came of a try through a relay."""
+        known = self._note(peer)
+        if answered:
+            known.relay = relay
+            known.rests.pop(relay, None)
+            return
+        if known.relay == relay:
+            known.relay = None
+        failures = known.rests.get(relay, (0.0, 0))[1] + 1
+        rest_s = min(REST_S * 2.0 ** min(failures - 1, 10), LONGEST_REST_S)
+        known.rests[relay] = (now_s + rest_s, failures)
+
+    def _note(self, peer: str) -> _Known:
+        known = self._peers.pop(peer, None) or _Known()
+        self._peers[peer] = known
+        while len(self._peers) > MAX_PEERS:
+            self._peers.pop(next(iter(self._peers)))
+        return known
+
+
+def _turn(peer: str, relay: str) -> bytes:
+    """Another order for each peer, so that relays share the load."""
+    return blake3(f"{peer}/{relay}".encode()).digest()

@@ -1,0 +1,193 @@
+"""One life of libp2p's daemon, with the DHT node on it; a `Node` may go through several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.config import NetworkSection
+from swarm.errors import NetworkDown, NobodyReachable, StateLocked
+from swarm.network.daemon import Address, dialable, listen_addresses, probe, start_daemon
+from swarm.network.dht import Dht, open_dht
+from swarm.network.identity import Identity
+from swarm.network.signed_records import SignedRecords
+from swarm.network.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+ENTRANCES = 16
+"""Living addresses that a start goes in by, of all that were probed."""
+_PROBE_S = 3.0
+_CONNECT_S = 5.0
+_CLOSE_S = 2.0
+
+Register = Callable[[P2P], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What every life of the daemon has in common.
+
+    Attributes:
+        identity: the same in all of them.
+        network: what the person decided.
+        traffic: counters.
+        register: makes this peer's handlers known to a new daemon, before the DHT is up.
+    """
+
+    identity: Identity
+    network: NetworkSection
+    traffic: Traffic
+    register: Register
+
+
+@dataclass(frozen=True)
+class Substrate:
+    """A daemon that ran when this was made, and its DHT node.
+
+    Attributes:
+        p2p: the daemon.
+        dht: the node.
+        addresses: to be handed out; empty for a peer that does not listen.
+    """
+
+    p2p: P2P
+    dht: Dht
+    addresses: tuple[str, ...]
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Peer ids in the routing table."""
+        return self.dht.neighbours
+
+    async def ended(self) -> str:
+        """Waits until the daemon is dead, or can no longer be heard, and says which."""
+        ended = asyncio.create_task(self.p2p._child.wait())
+        try:
+            watched = {ended, self.p2p._client.control._read_task}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=_CLOSE_S)  # the connection ends first
+        finally:
+            ended.cancel()
+        if ended.done() and not ended.cancelled():
+            return f"libp2p's daemon ended with status {ended.result()}"
+        return "the connection to libp2p's daemon broke"
+
+    async def reach(self, address: Address) -> bool:
+        """Connects to an address and pings the peer there; whether its DHT node answered."""
+        peer = PeerID.from_base58(address.peer_id)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await self.p2p._client.connect(peer, [Multiaddr(address.transport)])
+                return await self.dht.ping(peer)
+        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            logger.debug("%s does not answer: %s", address.text, error)
+            return False
+
+    async def close(self, *, is_dead: bool) -> None:
+        """Leaves the DHT, if there is still a way to, and ends the daemon; bounded."""
+        if not is_dead:
+            with suppress(TimeoutError, P2PDaemonError, OSError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self.dht.close()
+        await _end(self.p2p)
+
+
+async def open_substrate(
+    opening: Opening,
+    peers: Sequence[Address],
+    port: int | None,
+    *,
+    must_reach: bool,
+    check_identity: bool,
+) -> Substrate:
+    """Starts daemon, handlers and DHT node, in this order.
+
+    Args:
+        opening: who and how.
+        peers: to enter by, the best first; some may be dead.
+        port: to listen on, where the configuration leaves it open.
+        must_reach: whether it is an error that none of them answers.
+        check_identity: whether to look for a living peer with the same identity.
+
+    Raises:
+        NobodyReachable: `must_reach`, and nobody answered.
+        NetworkDown: the daemon did not start.
+        StateLocked: a living peer of the swarm has this identity.
+    """
+    entrances = await _answering(opening.identity.peer_id, peers, must_reach)
+    try:
+        p2p = await _start(opening, entrances, port, check_identity=check_identity)
+    except NobodyReachable:
+        if must_reach:
+            raise
+        entrances = []
+        p2p = await _start(opening, entrances, port, check_identity=check_identity)
+    try:
+        await opening.register(p2p)
+        dht = await open_dht(
+            p2p,
+            SignedRecords(opening.identity, opening.traffic.refuse),
+            opening.traffic,
+            peers=entrances,
+            client_mode=opening.network.client_mode,
+            must_reach=must_reach,
+        )
+        addresses: tuple[str, ...] = ()
+        if not opening.network.client_mode:
+            visible = await p2p.get_visible_maddrs(latest=True)
+            addresses = dialable([str(address) for address in visible])
+    except BaseException:
+        await _end(p2p)
+        raise
+    return Substrate(p2p, dht, addresses)
+
+
+async def _end(p2p: P2P) -> None:
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await p2p.shutdown()
+    except TimeoutError:
+        p2p._child.kill()
+
+
+async def _start(
+    opening: Opening, peers: Sequence[Address], port: int | None, *, check_identity: bool
+) -> P2P:
+    listen = listen_addresses(opening.network, port)
+    try:
+        return await start_daemon(
+            opening.network,
+            identity_path=opening.identity.path,
+            listen=listen,
+            initial_peers=[address.text for address in peers],
+            check_identity=check_identity,
+        )
+    except P2PDaemonError as error:
+        if "already taken" in str(error):
+            raise StateLocked(f"a living peer already is {opening.identity.peer_id}") from error
+        if "bootstrap peers" in str(error):
+            texts = ", ".join(address.text for address in peers)
+            raise NobodyReachable(f"another peer, or none, is at {texts}") from error
+        where = ", ".join(listen)
+        raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
+
+
+async def _answering(me: str, peers: Sequence[Address], must_reach: bool) -> list[Address]:
+    """The peers whose port is open: the daemon would wait long for the others."""
+    faults = await asyncio.gather(*(probe(address, _PROBE_S) for address in peers))
+    open_ones = [address for address, fault in zip(peers, faults, strict=True) if not fault]
+    if peers and must_reach and not open_ones:
+        tried = "; ".join(f"{a.text}: {f}" for a, f in zip(peers, faults, strict=True))
+        raise NobodyReachable(
+            f"no known peer answers: {tried}",
+            hint="check the address, and that the other peer still runs",
+        )
+    return [address for address in open_ones if address.peer_id != me][:ENTRANCES]

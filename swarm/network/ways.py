@@ -1,0 +1,113 @@
+"""Gets messages, questions and streams to a peer: straight, or through one that both dialled."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from hivemind.p2p import P2P
+
+from swarm.errors import NoRoute, Refused, Unreachable
+from swarm.network.control import Control, peer_of
+from swarm.network.envelope import Letter
+from swarm.network.relay import Relay
+from swarm.network.routes import Routes
+from swarm.network.streams import open_stream
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Ways:
+    """All ways from this peer to others; carries out what `Routes` says, and tells it the outcome.
+
+    The coroutines raise as those of `Node` do that have the same names.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        relay: Relay,
+        p2p: Callable[[], P2P],
+        relays: Callable[[], frozenset[str]],
+    ) -> None:
+        """Knows nothing yet.
+
+        Args:
+            control: straight messages.
+            relay: messages and streams through others.
+            p2p: the living daemon; raises NetworkDown when there is none.
+            relays: peers that listen and answered lately.
+        """
+        self._control, self._relay, self._p2p, self._relays = control, relay, p2p, relays
+        self._routes = Routes()
+
+    def is_far(self, peer_id: str) -> bool:
+        """Whether a peer is only reached through others, so that its bytes travel twice."""
+        return self._routes.needs_relay(peer_id, time.monotonic())
+
+    async def post(self, peer_id: str, payload: bytes, timeout_s: float) -> None:
+        """See `Node.post`."""
+        await self._take(
+            peer_id,
+            lambda: self._control.post(self._p2p(), peer_id, payload, timeout_s),
+            lambda relay: self._relay.send(
+                relay, peer_id, payload, letter=Letter.MESSAGE, timeout_s=timeout_s
+            ),
+        )
+
+    async def request(self, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
+        """See `Node.request`."""
+        return await self._take(
+            peer_id,
+            lambda: self._control.request(self._p2p(), peer_id, payload, timeout_s),
+            lambda relay: self._relay.send(
+                relay, peer_id, payload, letter=Letter.REQUEST, timeout_s=timeout_s
+            ),
+        )
+
+    async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
+        """See `Node.open_stream`."""
+        path = self._p2p().daemon_listen_maddr["unix"]
+        return await self._take(
+            peer_id,
+            lambda: open_stream(path, peer_of(peer_id), protocol, timeout_s),
+            lambda relay: self._relay.open_stream(relay, peer_id, protocol, timeout_s),
+        )
+
+    async def _take(
+        self,
+        peer_id: str,
+        straight: Callable[[], Awaitable[Result]],
+        through: Callable[[str], Awaitable[Result]],
+    ) -> Result:
+        route = self._routes.plan(peer_id, self._relays(), time.monotonic())
+        failure: Unreachable = NoRoute(f"{peer_id}: {route.reason}")
+        if route.straight:
+            try:
+                result = await straight()
+            except Refused:
+                self._routes.dialled(peer_id)
+                raise
+            except Unreachable as error:
+                failure = error
+                is_slow = not isinstance(error, NoRoute)
+                if not self._routes.failed(peer_id, time.monotonic(), is_slow=is_slow):
+                    raise
+            else:
+                self._routes.dialled(peer_id)
+                return result
+        for relay in route.relays:
+            try:
+                result = await through(relay)
+            except NoRoute as error:
+                logger.debug("%s", error)
+                self._routes.relayed(peer_id, relay, False, time.monotonic())
+            else:
+                self._routes.relayed(peer_id, relay, True, time.monotonic())
+                return result
+        raise failure

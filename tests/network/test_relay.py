@@ -1,0 +1,121 @@
+"""Two peers that only dial out talk and fetch through a third, which cannot change what they say.
+
+A daemon without a listen address cannot be dialled, on loopback as behind a NAT.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.errors import BadMessage, NoRoute, Unreachable
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.envelope import Letter, open_sealed, seal
+from swarm.network.fetch import Downloads, Want
+from swarm.network.identity import load_or_create_identity
+from swarm.network.node import Handlers, Node
+from swarm.network.serve import BlobServer
+from tests.network.conftest import LOOPBACK, Peers
+
+WAIT_S = 20.0
+CLIENT = NetworkSection(client_mode=True)
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes]] = []
+
+    async def on_message(self, source: str, payload: bytes) -> None:
+        if payload == b"nonsense":
+            raise BadMessage("message_schema", "no such message")
+        self.messages.append((source, payload))
+
+    async def on_request(self, source: str, payload: bytes) -> bytes:
+        return source.encode() + payload[::-1]
+
+
+class Hidden:
+    """A peer in client mode that serves one store."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.inbox, self.store = Inbox(), BlobStore()
+        server = BlobServer()
+        server.attach(self.store)
+        self.node: Node = peers.node(
+            Handlers(self.inbox.on_message, self.inbox.on_request, {PROTOCOL: server.serve}),
+            network=CLIENT,
+        )
+
+
+@pytest.fixture(scope="module")
+def hidden(lasting_peers: Peers) -> tuple[Node, Hidden, Hidden]:
+    relay = lasting_peers.serving()
+    return relay, Hidden(lasting_peers), Hidden(lasting_peers)
+
+
+def test_messages_and_answers_pass_between_two_that_cannot_be_dialled(hidden) -> None:
+    relay, left, right = hidden
+    a, b = left.node, right.node
+    a.run(a.post(b.peer_id, b"hello"), WAIT_S)
+    assert right.inbox.messages == [(a.peer_id, b"hello")], "the sender is the one who signed"
+    answer = b.run(b.request(a.peer_id, b"abc", 5.0), WAIT_S)
+    assert answer == b.peer_id.encode() + b"cba"
+    assert a.is_far(b.peer_id) and not a.is_far(relay.peer_id)
+    assert relay.traffic.relayed_bytes > 0
+
+
+def test_a_blob_of_several_pieces_comes_through_whole(hidden) -> None:
+    relay, left, right = hidden
+    before = relay.traffic.relayed_bytes
+    content = random.Random(1).randbytes(9_000_000)
+    digest = left.store.put(content)
+    downloads = Downloads(right.node, right.store)
+    want = Want(digest, len(content), (left.node.peer_id,))
+    got = right.node.run(downloads.fetch_one(want, timeout_s=WAIT_S), WAIT_S)
+    assert bytes(got) == content
+    assert relay.traffic.relayed_bytes - before >= len(content)
+    assert relay.traffic.blob_bytes_sent == 0, "passed on, not served"
+
+
+def test_what_the_destination_refuses_is_refused_and_counted(hidden) -> None:
+    _, left, right = hidden
+    with pytest.raises(Unreachable, match="no such message"):
+        left.node.run(left.node._relay.send(
+            hidden[0].peer_id, right.node.peer_id, b"nonsense", letter=Letter.MESSAGE, timeout_s=5
+        ), WAIT_S)  # fmt: skip
+    assert right.node.traffic.refused["message_schema"] == 1
+
+
+def test_a_peer_that_nobody_reaches_is_an_error_within_seconds(hidden, tmp_path) -> None:
+    _, left, _ = hidden
+    stranger = load_or_create_identity(tmp_path / "stranger.key").peer_id
+    with pytest.raises(NoRoute):
+        left.node.run(left.node.post(stranger, b"x"), WAIT_S)
+
+
+def test_nobody_passes_on_who_does_not_want_to(peers: Peers) -> None:
+    unwilling = peers.node(network=LOOPBACK.model_copy(update={"relay": False}))
+    left, right = Hidden(peers), Hidden(peers)
+    with pytest.raises(NoRoute):
+        left.node.run(left.node.post(right.node.peer_id, b"x"), WAIT_S)
+    assert unwilling.traffic.relayed_bytes == 0 and right.inbox.messages == []
+
+
+def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_path) -> None:
+    sender = load_or_create_identity(tmp_path / "a.key")
+    sealed = seal(sender, Letter.MESSAGE, "QmB", b"payload")
+    opened = open_sealed(sealed, "QmB")
+    assert (opened.source, opened.payload) == (sender.peer_id, b"payload")
+    with pytest.raises(BadMessage, match="somebody else"):
+        open_sealed(sealed, "QmC")
+    rng = random.Random(0)
+    for _ in range(200):
+        broken = bytearray(sealed)
+        broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+        with pytest.raises(BadMessage):
+            open_sealed(bytes(broken[: rng.randrange(len(broken)) or None]), "QmB")
+        with pytest.raises(BadMessage):
+            open_sealed(bytes(broken), "QmB")

@@ -1,0 +1,60 @@
+"""Which way is tried when: with times of the test's own."""
+
+from __future__ import annotations
+
+from swarm.network.routes import DIRECT_AGAIN_S, LONGEST_REST_S, RELAYS_PER_TRY, Routes
+
+RELAYS = ["r1", "r2", "r3", "r4", "r5"]
+
+
+def test_a_peer_is_dialled_first_and_others_are_asked_only_then() -> None:
+    route = Routes().plan("p", RELAYS, 0.0)
+    assert route.straight and len(route.relays) == RELAYS_PER_TRY
+
+
+def test_a_peer_that_a_relay_reached_is_not_dialled_for_a_while() -> None:
+    routes = Routes()
+    assert routes.failed("p", 0.0, is_slow=False)
+    assert not routes.needs_relay("p", 0.0), "no relay has reached it yet"
+    routes.relayed("p", "r4", True, 0.0)
+    route = routes.plan("p", RELAYS, 1.0)
+    assert not route.straight and route.relays[0] == "r4"
+    assert routes.plan("p", RELAYS, DIRECT_AGAIN_S).straight
+    assert routes.plan("p", [], 1.0).straight, "without a relay it is dialled all the same"
+
+
+def test_a_peer_that_can_be_dialled_again_is() -> None:
+    routes = Routes()
+    routes.failed("p", 0.0, is_slow=False)
+    routes.relayed("p", "r1", True, 0.0)
+    routes.dialled("p")
+    assert routes.plan("p", RELAYS, 0.0).straight
+
+
+def test_relays_help_a_silent_peer_only_if_it_was_never_reached() -> None:
+    routes = Routes()
+    assert routes.failed("p", 0.0, is_slow=True), "its port may be closed"
+    routes.dialled("q")
+    assert not routes.failed("q", 0.0, is_slow=True), "it is only slow"
+    assert routes.failed("q", 0.0, is_slow=False)
+
+
+def test_a_relay_that_failed_rests_longer_each_time_for_this_peer_only() -> None:
+    routes = Routes()
+    rests = []
+    now_s = 0.0
+    for _ in range(6):
+        routes.relayed("p", "r1", False, now_s)
+        began_s = now_s
+        while "r1" not in routes.plan("p", ["r1"], now_s).relays:
+            now_s += 1.0
+        rests.append(now_s - began_s)
+    assert rests == [10, 20, 40, 80, LONGEST_REST_S, LONGEST_REST_S]
+    assert routes.plan("q", ["r1"], 0.0).relays == ("r1",)
+
+
+def test_a_peer_is_no_relay_to_itself_and_relays_share_the_load() -> None:
+    routes = Routes()
+    assert routes.plan("r1", ["r1"], 0.0).relays == ()
+    firsts = {routes.plan(f"p{number}", RELAYS, 0.0).relays[0] for number in range(50)}
+    assert firsts == set(RELAYS)

@@ -1,0 +1,83 @@
+"""Peers that nobody can dial are full members: a daemon without a listen address stands for a NAT.
+
+One peer listens, two only dial out: whatever these two have for each other goes through the third.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.data.corpus import standard_library_corpus
+from swarm.data.shards import open_shards
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
+from tests.scenarios.spes_reference import train_by_reference
+from tests.scenarios.swarms import (
+    agreed_state,
+    finish,
+    peer_id,
+    read_record,
+    read_run,
+    rounds,
+    write_run,
+)
+
+pytestmark = pytest.mark.scenario
+
+NUM_PEERS = 3
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
+    """A finished run of one peer that listens and two that only dial out."""
+    folder = tmp_path_factory.mktemp("unreachable")
+    run_file = write_run(folder, ["ownership.owners_per_expert=2"])
+    with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
+        founder = started.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
+        address = founder.join_address()
+        for _ in range(1, NUM_PEERS):
+            started.add(["--initial-peers", address, "--client-mode"])
+        finish(started, 150)
+        return started
+
+
+def test_their_work_is_in_every_round_and_nothing_is_lost(swarm: LocalSwarm) -> None:
+    verdict = summary(swarm)
+    assert len(verdict["manifest_digests"]) == 1
+    assert (verdict["rounds"], verdict["merges"], verdict["tokens_lost"]) == (3, 1, 0)
+    for event in (event for peer in swarm.peers for event in rounds(peer)):
+        assert sorted(event["contributors"]) == sorted(map(peer_id, swarm.peers))
+
+
+def test_their_experts_reach_everybody_bit_for_bit(swarm: LocalSwarm, tmp_path: Path) -> None:
+    run = read_run(swarm.run_file)
+    peers = {peer_id(peer): peer.index for peer in swarm.peers}
+    ordered = sorted(peers)
+    tip = read_record(swarm.peers[0]).tip
+    expected = train_by_reference(
+        run,
+        [open_shards(standard_library_corpus(), tmp_path / "data")] * NUM_PEERS,
+        [peers[peer_id] for peer_id in ordered],
+        {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
+        rounds=run.run.rounds,
+    )
+    for state in (agreed_state(peer, run) for peer in swarm.peers):
+        assert not [name for name in expected if not torch.equal(state[name], expected[name])]
+
+
+def test_who_cannot_be_dialled_reduces_nothing(swarm: LocalSwarm) -> None:
+    tip, listening = read_record(swarm.peers[0]).tip, peer_id(swarm.peers[0])
+    averaged = [unit for unit, values in tip.sources.items() if len(values) > 1]
+    parent = read_record(swarm.peers[0]).parent
+    assert parent is not None
+    manifest = tip if averaged else parent  # a merge averages nothing
+    shared = [unit for unit in manifest.entries if unit.startswith("shared")]
+    assert {manifest.entries[unit].source for unit in shared} == {listening}
+
+
+def prints_no_line(peer: LocalPeer) -> bool:
+    return "swarm-peer --initial-peers" not in peer.output()
+
+
+def test_only_who_can_be_dialled_prints_a_line_for_joiners(swarm: LocalSwarm) -> None:
+    assert [prints_no_line(peer) for peer in swarm.peers] == [False, True, True]
