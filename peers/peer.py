@@ -43,6 +43,8 @@ from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.joining import TIP_QUESTION, announced_runs
 from swarm.network.node import Handlers, Node
+from swarm.network.probing import PROTOCOL as MEASURE
+from swarm.network.probing import QUESTION, Prober
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
@@ -94,7 +96,8 @@ class Peer:
     driver: RoundDriver | None = None
 
     def __post_init__(self) -> None:
-        """Prepares to serve blobs."""
+        """Prepares to serve blobs and to answer questions."""
+        self.prober = Prober()
         self.server = BlobServer(
             on_ask=self._on_ask,
             is_control=lambda digest: (
@@ -117,7 +120,7 @@ class Peer:
             handlers=Handlers(
                 on_message=self._on_message,
                 on_request=self._on_request,
-                streams={PROTOCOL: self.server.serve},
+                streams={PROTOCOL: self.server.serve, MEASURE: self.prober.serve},
             ),
             deadline_s=deadline_s,
             must_reach=bool(network.initial_peers) and self.state.current_run is None,
@@ -137,7 +140,9 @@ class Peer:
         if self.driver:
             self.driver.inbound.take(source, payload)
 
-    async def _on_request(self, _source: PeerId, payload: bytes) -> bytes:
+    async def _on_request(self, source: PeerId, payload: bytes) -> bytes:
+        if payload.startswith(QUESTION) and hasattr(self, "node"):
+            return await self.prober.answer(self.node, source, payload)
         driver = self.driver
         if driver and payload == TIP_QUESTION + driver.machine.rules.run.encode():
             return driver.commit_of_tip()

@@ -17,7 +17,8 @@ SwarmError (1)
 │   ├── BadRecord              wrong signature, too large, not of its schema
 │   ├── BadMessage             a control message that is not of its schema
 │   └── BadManifest            no certificate, or not a successor of its parent
-└── NetworkDown (9)            libp2p's daemon did not start, or died
+├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
+└── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 """
 
 from __future__ import annotations
@@ -132,3 +133,9 @@ class NetworkDown(SwarmError):
     """libp2p's daemon did not start or has ended; nothing can be sent or received."""
 
     exit_code = 9
+
+
+class LinkTooSlow(SwarmError):
+    """With this machine's link a peer would be one round late for ever; says the numbers."""
+
+    exit_code = 10

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from swarm.config import NetworkSection
@@ -33,7 +32,7 @@ from swarm.network.dht import Dht, Record
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.loop_thread import LoopThread
 from swarm.network.relay import Relay
-from swarm.network.streams import Serve
+from swarm.network.streams import Serve, stream_handler
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
 from swarm.network.ways import Ways
@@ -105,7 +104,7 @@ class Node:
             is_willing=network.relay and not network.client_mode,
             p2p=self._living_p2p,
         )
-        self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self._neighbours)
+        self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self.neighbours)
         self._opening = Opening(identity, network, self.traffic, self._register)
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,7 +183,12 @@ class Node:
     @property
     def num_neighbours(self) -> int:
         """Size of the DHT's routing table: the honest sign of being connected."""
-        return len(self._neighbours)
+        return len(self.neighbours)
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Peer ids in the DHT's routing table."""
+        return self._substrate.neighbours if self._substrate else frozenset()
 
     @property
     def known_addresses(self) -> tuple[Remembered, ...]:
@@ -238,6 +242,12 @@ class Node:
         """
         return await self._ways.open_stream(peer_id, protocol, timeout_s)
 
+    async def seen_at(self, peer_id: str) -> str:
+        """Transport address that a connected peer has here; "" if it is not connected."""
+        peers = await self._living_p2p().list_peers()
+        found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
+        return next(found, "")
+
     def is_far(self, peer_id: str) -> bool:
         """Whether a peer is reached only through others, so that its bytes travel twice."""
         return self._ways.is_far(peer_id)
@@ -278,7 +288,7 @@ class Node:
         network that was cut stays cut after the link is back (measured: 4 of 5 runs).
         """
         now = Moment(time.monotonic(), time.time())
-        chosen = [i.address for i in self._book.next(self._neighbours, now, HEAL_ADDRESSES)]
+        chosen = [i.address for i in self._book.next(self.neighbours, now, HEAL_ADDRESSES)]
         substrate = self._living()
         answered = await asyncio.gather(*(substrate.reach(address) for address in chosen))
         for address, one_answered in zip(chosen, answered, strict=True):
@@ -300,10 +310,6 @@ class Node:
     @property
     def _dht(self) -> Dht | None:
         return self._substrate.dht if self._substrate else None
-
-    @property
-    def _neighbours(self) -> frozenset[str]:
-        return self._substrate.neighbours if self._substrate else frozenset()
 
     def _living(self) -> Substrate:
         if self.failure or self._substrate is None:
@@ -336,7 +342,7 @@ class Node:
         await self._control.register(p2p)
         await self._relay.register(p2p)
         for protocol, serve in sorted(self._handlers.streams.items()):
-            await p2p.add_binary_stream_handler(protocol, self._stream_handler(serve))
+            await p2p.add_binary_stream_handler(protocol, stream_handler(serve, self.traffic))
 
     async def _supervise(self) -> None:
         """Starts a daemon that died again, until that fails too often in a row."""
@@ -375,19 +381,6 @@ class Node:
         self._given_up = True
         logger.error("libp2p's daemon is not started again: it died or failed too often")
         return attempt
-
-    def _stream_handler(self, serve: Serve) -> Callable[..., Awaitable[None]]:
-        async def handle(
-            info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-        ) -> None:
-            try:
-                await serve(self.traffic, info.peer_id.to_base58(), reader, writer)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-                logger.debug("stream of %s ended: %s", info.peer_id, error)
-            finally:
-                writer.close()
-
-        return handle
 
     async def _close(self) -> None:
         for task in self._tasks:

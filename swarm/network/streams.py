@@ -7,21 +7,41 @@ wrapped, so received bytes go from the kernel into their final buffer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import p2pd_pb2
 
 from swarm.errors import NoRoute, Unreachable
 from swarm.network.traffic import Traffic
 
+logger = logging.getLogger(__name__)
+
 Serve = Callable[[Traffic, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one stream: the node's counters, the asking peer's id, reader and writer."""
 _MAX_RESPONSE_BYTES = 65_536
 _PART_BYTES = 256 * 1024
+
+
+def stream_handler(serve: Serve, traffic: Traffic) -> Callable[..., Awaitable[None]]:
+    """What the daemon's bindings call for each stream that others open; ends in their log only."""
+
+    async def handle(
+        info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            await serve(traffic, info.peer_id.to_base58(), reader, writer)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            logger.debug("stream of %s ended: %s", info.peer_id, error)
+        finally:
+            writer.close()
+
+    return handle
 
 
 async def open_stream(

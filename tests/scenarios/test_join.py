@@ -3,6 +3,7 @@
 The tests share one swarm and run in order: each begins with what the one before left.
 """
 
+import json
 import signal
 import statistics
 import time
@@ -10,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from peers.doctor import main as doctor
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, digests_by_height
 from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, peer_id, rounds, write_run
 
@@ -91,6 +94,17 @@ def test_a_peer_joins_through_any_member_after_the_founder_was_killed(swarm: Loc
     swarm.peers[0].kill()
     joiner = join(swarm, via=swarm.peers[2])
     wait_until_contributing(swarm, joiner)
+
+
+def test_the_doctor_says_that_this_machine_can_take_part(swarm: LocalSwarm, tmp_path: Path) -> None:
+    address = swarm.peers[2].join_address()
+    options = ["--state-dir", str(tmp_path), "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--json"]
+    result = CliRunner().invoke(doctor, ["--initial-peers", address, *options])
+    said = json.loads(result.stdout)
+    levels = {finding["topic"]: finding["level"] for finding in said["findings"]}
+    assert (result.exit_code, said["can_take_part"]) == (0, True), said
+    assert levels["link"] == levels["reachability"] == levels["clock"] == "good", said
+    assert said["down_mbit"] > 0 and len(said["peers"]) >= 2
 
 
 def test_ctrl_c_leaves_cleanly_and_the_experts_are_adopted_at_once(swarm: LocalSwarm) -> None:

@@ -1,0 +1,268 @@
+"""What swarm-doctor makes of its measurements: findings with their remedies. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+from swarm.protocol.fitness import Fitness, LinkVerdict
+
+CLOCK_LIMIT_S = 3.0
+"""Beyond it peers refuse each other's pings (hivemind)."""
+CLOCK_NEAR_S = 1.0
+LONG_RTT_MS = 1000.0
+FEW_FILES = 1024
+MEMORY_MARGIN = 1.3
+"""Activations and the process itself come on top of the training state."""
+
+
+class Level(Enum):
+    """How bad a finding is."""
+
+    GOOD = "good"  # nothing to do
+    WARNING = "warning"  # the peer can take part, though not as it could
+    FAULT = "fault"  # it cannot take part
+
+
+class Nat(Enum):
+    """What lies between this machine and the others, as far as they can tell."""
+
+    NONE = "none"  # they see an address of this machine
+    SAME_PORT = "same_port"  # translated; all of them see one port
+    OTHER_PORTS = "other_ports"  # translated; each of them sees another port
+    TRANSLATED = "translated"  # only one peer was there to ask
+    UNKNOWN = "unknown"  # nobody told
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine; None where it could not be read."""
+
+    disk_free_bytes: int | None
+    memory_bytes: int | None
+    """Available now."""
+    open_files: int
+    """Limit of this process."""
+    state_fault: str | None
+    """Why the state directory cannot be written."""
+    state_in_use: bool
+    version: str
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one peer saw and said.
+
+    Attributes:
+        peer_id: who.
+        rtt_ms: round trip.
+        clock_offset_s: its clock minus ours.
+        version: of its software.
+        seen_at: transport address that our connection comes from.
+        dialled: whether it was asked to dial us.
+        dial_fault: why it could not.
+    """
+
+    peer_id: str
+    rtt_ms: float
+    clock_offset_s: float
+    version: str
+    seen_at: str
+    dialled: bool
+    dial_fault: str | None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of a peer."""
+
+    name: str
+    disk_bytes: float
+    state_bytes: float
+    link: LinkVerdict | None
+
+
+@dataclass(frozen=True)
+class Examined:
+    """All measurements.
+
+    Attributes:
+        machine: this one.
+        network_fault: why there is no connection at all.
+        addresses: that this machine listens on; empty in client mode.
+        sights: of the peers that answered.
+        down_mbit: best rate to any of them.
+        up_mbit: likewise.
+        needs: of the run, if one was named or found.
+    """
+
+    machine: Machine
+    network_fault: str | None
+    addresses: tuple[str, ...]
+    sights: tuple[Sight, ...]
+    down_mbit: float | None
+    up_mbit: float | None
+    needs: Needs | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, what was found, and what to do about it."""
+
+    topic: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def findings_of(examined: Examined) -> tuple[Finding, ...]:
+    """Everything that there is to say, in a fixed order of topics."""
+    found = [*_of_machine(examined.machine)]
+    if examined.network_fault:
+        found.append(
+            Finding(
+                "network", Level.FAULT, examined.network_fault,
+                "check --initial-peers, and that this machine may open TCP connections to it",
+            )
+        )  # fmt: skip
+    elif examined.sights:
+        found += [
+            _of_clock(examined.sights),
+            _of_reachability(examined.addresses, examined.sights),
+            _of_latency(examined.sights),
+            _of_versions(examined.machine.version, examined.sights),
+            _of_rates(examined.down_mbit, examined.up_mbit),
+        ]
+    else:
+        found.append(
+            Finding(
+                "network", Level.WARNING, "no peer was asked",
+                "name one with --initial-peers to have clock, reachability and rates checked",
+            )
+        )  # fmt: skip
+    if examined.needs:
+        found += _of_needs(examined.needs, examined.machine)
+    return tuple(found)
+
+
+def can_take_part(findings: Sequence[Finding]) -> bool:
+    """Whether nothing found keeps this machine from taking part."""
+    return all(finding.level is not Level.FAULT for finding in findings)
+
+
+def nat_of(addresses: Sequence[str], seen_at: Sequence[str]) -> Nat:
+    """What translates this machine's addresses.
+
+    Args:
+        addresses: that this machine listens on, concrete ones.
+        seen_at: transport addresses that peers see its connections come from.
+    """
+    seen = [(parts[2], parts[4]) for text in seen_at if len(parts := text.split("/")) >= 5]
+    if not seen or not addresses:
+        return Nat.UNKNOWN
+    own = {address.split("/")[2] for address in addresses}
+    if all(host in own for host, _ in seen):
+        return Nat.NONE
+    if len(seen) == 1:
+        return Nat.TRANSLATED
+    return Nat.SAME_PORT if len({port for _, port in seen}) == 1 else Nat.OTHER_PORTS
+
+
+def _of_machine(machine: Machine) -> list[Finding]:
+    if machine.state_fault:
+        state = Finding(
+            "state directory", Level.FAULT, machine.state_fault,
+            "name another one with --state-dir, or free space and set its permissions",
+        )  # fmt: skip
+    elif machine.state_in_use:
+        state = Finding("state directory", Level.GOOD, "a peer is running with it now")
+    else:
+        state = Finding("state directory", Level.GOOD, "can be written")
+    files = Finding("open files", Level.GOOD, f"limit {machine.open_files}")
+    if machine.open_files < FEW_FILES:
+        files = Finding(
+            "open files", Level.WARNING, f"limit {machine.open_files}, below {FEW_FILES}",
+            f"ulimit -n {FEW_FILES} before the start",
+        )  # fmt: skip
+    return [state, files]
+
+
+def _of_clock(sights: Sequence[Sight]) -> Finding:
+    offset_s = median(sight.clock_offset_s for sight in sights)
+    direction = "behind" if offset_s > 0 else "ahead of"
+    text = f"{abs(offset_s):.2f} s {direction} the clocks of {len(sights)} peers"
+    remedy = "set this machine's clock, best by NTP (timedatectl set-ntp true)"
+    if abs(offset_s) > CLOCK_LIMIT_S:
+        return Finding("clock", Level.FAULT, f"{text}; the limit is {CLOCK_LIMIT_S:.0f} s", remedy)
+    if abs(offset_s) > CLOCK_NEAR_S:
+        return Finding("clock", Level.WARNING, text, remedy)
+    return Finding("clock", Level.GOOD, text)
+
+
+def _of_reachability(addresses: Sequence[str], sights: Sequence[Sight]) -> Finding:
+    topic, nat = "reachability", nat_of(addresses, [sight.seen_at for sight in sights])
+    asked = [sight for sight in sights if sight.dialled]
+    able = [sight for sight in asked if sight.dial_fault is None]
+    if not addresses:
+        return Finding(topic, Level.GOOD, "client mode: only dials out, so nobody joins through it")
+    if able:
+        text = f"{len(able)} of {len(asked)} peers can dial it at {addresses[0]} (NAT: {nat.value})"
+        return Finding(topic, Level.GOOD, text)
+    why = asked[0].dial_fault if asked else "no peer was asked to"
+    port = addresses[0].split("/")[4]
+    return Finding(
+        topic, Level.WARNING, f"no peer can dial it (NAT: {nat.value}): {why}",
+        f"open TCP port {port} and forward it to this machine, name the outer address with "
+        "--announce-maddrs, or use --client-mode",
+    )  # fmt: skip
+
+
+def _of_latency(sights: Sequence[Sight]) -> Finding:
+    rtt_ms = sorted(sight.rtt_ms for sight in sights)
+    text = f"{rtt_ms[0]:.0f} to {rtt_ms[-1]:.0f} ms to {len(sights)} peers"
+    if rtt_ms[0] > LONG_RTT_MS:
+        return Finding("latency", Level.WARNING, text, "use a wired or less loaded link")
+    return Finding("latency", Level.GOOD, text)
+
+
+def _of_versions(version: str, sights: Sequence[Sight]) -> Finding:
+    others = sorted({sight.version for sight in sights} - {version})
+    if others:
+        return Finding(
+            "version", Level.WARNING, f"{version} here, {', '.join(others)} at other peers",
+            "install the version of the others",
+        )  # fmt: skip
+    return Finding("version", Level.GOOD, f"{version}, as the others")
+
+
+def _of_rates(down_mbit: float | None, up_mbit: float | None) -> Finding:
+    if down_mbit is None or up_mbit is None:
+        return Finding("rate", Level.WARNING, "not measured: no peer took part", "try again later")
+    return Finding("rate", Level.GOOD, f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up")
+
+
+def _of_needs(needs: Needs, machine: Machine) -> list[Finding]:
+    found = [
+        _room("disk", needs.name, needs.disk_bytes, machine.disk_free_bytes, "free space"),
+        _room(
+            "memory", needs.name, needs.state_bytes * MEMORY_MARGIN, machine.memory_bytes,
+            "stop other programs, or train with a smaller --capacity",
+        ),
+    ]  # fmt: skip
+    if needs.link:
+        levels = {Fitness.HOPELESS: Level.FAULT, Fitness.ENOUGH: Level.GOOD}
+        level = levels.get(needs.link.fitness, Level.WARNING)
+        remedy = "" if level is Level.GOOD else "use a faster link, or a run with more local steps"
+        found.append(Finding("link", level, needs.link.text, remedy))
+    return found
+
+
+def _room(topic: str, name: str, needed: float, have: int | None, remedy: str) -> Finding:
+    if have is None:
+        return Finding(topic, Level.WARNING, "could not be read", remedy)
+    text = f"{have / 1e9:.1f} GB available, {name} needs about {needed / 1e9:.1f} GB"
+    if have < needed:
+        return Finding(topic, Level.FAULT, text, remedy)
+    return Finding(topic, Level.GOOD, text)

@@ -1,0 +1,70 @@
+"""Tells a joiner whether its link can carry the run, before it downloads anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from swarm.config import RunConfig
+from swarm.errors import LinkTooSlow, Unreachable
+from swarm.model.cost import cost_of
+from swarm.network.node import Node
+from swarm.network.probing import measure_mbit
+from swarm.protocol.fitness import Fitness, LinkVerdict, link_verdict, training_s
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.records import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+ASKED = 2
+MEASURE_S = 1.5
+"""For each direction and asked peer, at most."""
+
+Rates = tuple[float | None, float | None]
+"""Down and up, in Mbit/s; None where nobody answered."""
+
+
+async def measured_rates(node: Node, present: Mapping[PeerId, PeerRecord]) -> Rates:
+    """The best rates to a few peers that listen: what this machine's own link allows.
+
+    Moves up to 8 MiB each way and peer.
+    """
+    listening = [peer for peer in sorted(present) if present[peer].addresses]
+    best: dict[bool, float | None] = {True: None, False: None}
+    for peer in [peer for peer in listening if peer != node.peer_id][:ASKED]:
+        for is_down, before in best.items():
+            try:
+                rate = await measure_mbit(node, peer, is_down=is_down, limit_s=MEASURE_S)
+            except Unreachable as error:
+                logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
+            else:
+                best[is_down] = max(rate, before or 0.0)
+    return best[True], best[False]
+
+
+def verdict_for(
+    run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord], rates: Rates
+) -> LinkVerdict:
+    """What these rates mean for one peer more in this run."""
+    phase = run.phase_at(tip.tokens)
+    num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
+    round_s = training_s(
+        phase.local_steps * phase.batch_tokens,
+        [record.tokens_per_s for record in present.values()],
+    )
+    return link_verdict(num_bytes, round_s, *rates)
+
+
+def require_link(verdict: LinkVerdict) -> None:
+    """Says what was found, and refuses a link with which the peer would always be late.
+
+    Raises:
+        LinkTooSlow: names the numbers.
+    """
+    if verdict.fitness is Fitness.HOPELESS:
+        raise LinkTooSlow(
+            f"this machine's link cannot carry the run: {verdict.text}",
+            hint="use another link, or a run with a smaller model or more local steps",
+        )
+    level = logging.WARNING if verdict.fitness is Fitness.SLOW else logging.INFO
+    logger.log(level, "link=%s %s", verdict.fitness.value, verdict.text)

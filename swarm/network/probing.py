@@ -1,0 +1,278 @@
+"""Peers look at each other: who are you, where do I come from, can you dial me, how fast is this.
+
+Every peer answers these questions, within limits, so that one that wants to join can be told what
+is wrong with its machine before it downloads anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm import __version__
+from swarm.errors import BadMessage, ConfigError, Unreachable
+from swarm.network.daemon import Address
+from swarm.network.node import Node
+from swarm.network.streams import receive_into
+from swarm.network.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+QUESTION = b"probe "
+PROTOCOL = "swarm.measure/1"
+MAX_BYTES = 8 * 2**20
+BYTES_PER_PEER = 4 * MAX_BYTES
+"""Within `WINDOW_S`; more is refused, so that nobody can use up a peer's link with it."""
+DIALS_PER_PEER = 8
+WINDOW_S = 60.0
+STREAMS = 4
+ANSWER_S = 10.0
+_DIAL_S = 5.0
+_STREAM_S = 30.0
+_PART_BYTES = 64 * 1024
+_ASK = struct.Struct(">BI")
+_BANNER = b"/multistream/1.0.0\n"
+"""What a libp2p peer says first to whoever connects."""
+
+
+class Question(BaseModel):
+    """What is asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["about", "dial"]
+    address: str = Field(default="", max_length=256)
+
+
+class About(BaseModel):
+    """What a peer says of itself, and of the one that asks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    version: str = Field(max_length=64)
+    clock: float
+    """Seconds since 1970."""
+    seen_at: str = Field(max_length=256)
+    """Transport address that the asking peer's connection comes from; "" if it is not known."""
+
+
+class Dialled(BaseModel):
+    """What came of dialling the asking peer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    fault: str | None = Field(max_length=300)
+
+
+Answer = TypeVar("Answer", About, Dialled)
+
+
+# ---------------------------------------------------------------- answering
+
+
+class Prober:
+    """The answering side: `answer` for questions, `serve` for the bulk protocol."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._dials: Counter[str] = Counter()
+        self._streams = 0
+        self._window_s = time.monotonic()
+
+    async def answer(self, node: Node, source: str, payload: bytes) -> bytes:
+        """Answers a question that begins with `QUESTION`.
+
+        Raises:
+            BadMessage: not of the schema, or too many questions.
+        """
+        try:
+            question = Question.model_validate_json(payload[len(QUESTION) :])
+        except ValidationError as error:
+            raise BadMessage("probe_schema", "no such question") from error
+        seen_at = await node.seen_at(source)
+        if question.kind == "about":
+            about = About(version=__version__, clock=time.time(), seen_at=seen_at)
+            return about.model_dump_json().encode()
+        self._count(self._dials, source, 1, DIALS_PER_PEER)
+        fault = await _dial(question.address, source, seen_at)
+        return Dialled(fault=fault).model_dump_json().encode()
+
+    async def serve(
+        self,
+        traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Sends or takes as many bytes as asked for; the asking side closes."""
+        async with asyncio.timeout(_STREAM_S):
+            is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
+            try:
+                self._count(self._bytes, source, min(num_bytes, MAX_BYTES + 1), BYTES_PER_PEER)
+                if num_bytes > MAX_BYTES or self._streams >= STREAMS:
+                    raise BadMessage("probe_limit", "too much is being measured")
+            except BadMessage as error:
+                traffic.refuse(error.reason)
+                return
+            self._streams += 1
+            try:
+                await (_send if is_down else _take)(num_bytes, reader, writer)
+                while await reader.read(_PART_BYTES):
+                    pass
+            finally:
+                self._streams -= 1
+
+    def _count(self, counter: Counter[str], source: str, more: int, limit: int) -> None:
+        if time.monotonic() - self._window_s > WINDOW_S:
+            self._window_s = time.monotonic()
+            self._bytes.clear()
+            self._dials.clear()
+        if counter[source] + more > limit:
+            raise BadMessage("probe_limit", f"too much asked for within {WINDOW_S:.0f} s")
+        counter[source] += more
+
+
+async def _send(num_bytes: int, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    part = bytes(_PART_BYTES)
+    for start in range(0, num_bytes, _PART_BYTES):
+        writer.write(part[: num_bytes - start])
+        await writer.drain()
+
+
+async def _take(num_bytes: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers each part with a byte, so that the sender counts what came, not what it sent."""
+    for _ in range(num_bytes // _PART_BYTES):
+        await reader.readexactly(_PART_BYTES)
+        writer.write(b"\x01")
+        await writer.drain()
+
+
+async def _dial(text: str, source: str, seen_at: str) -> str | None:
+    """Why the asking peer cannot be dialled at an address of its own; None if it can.
+
+    Only the host that its connection comes from is dialled: nobody can have a third one probed.
+    """
+    try:
+        address = Address.parse(text)
+    except ConfigError as error:
+        return str(error)
+    if address.peer_id != source:
+        return "this is not your address"
+    host = seen_at.split("/")[2] if seen_at.count("/") >= 2 else "?"
+    if address.host != host:
+        return f"you come from {host}, not from {address.host}"
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                greeting = await reader.readexactly(1 + len(_BANNER))
+            finally:
+                writer.close()
+    except TimeoutError:
+        return f"no answer within {_DIAL_S:g} s"
+    except (OSError, asyncio.IncompleteReadError) as error:
+        number = getattr(error, "errno", None)
+        return os.strerror(number) if number else "it hung up at once"
+    return None if greeting[1:] == _BANNER else "another program answers there"
+
+
+# ---------------------------------------------------------------- asking
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one peer said, and how it sounded.
+
+    Attributes:
+        about: its answer.
+        rtt_ms: shortest of a few questions.
+        clock_offset_s: its clock minus this machine's.
+    """
+
+    about: About
+    rtt_ms: float
+    clock_offset_s: float
+
+
+async def look_at(node: Node, peer: str, questions: int = 3) -> Look:
+    """Asks a peer who it is, and takes the time.
+
+    Raises:
+        Unreachable: no answer, or none that makes sense.
+    """
+    looks = []
+    for _ in range(questions):
+        sent, began_s = time.time(), time.monotonic()
+        about = await _ask(node, peer, Question(kind="about"), About)
+        rtt_s = time.monotonic() - began_s
+        looks.append(Look(about, rtt_s * 1e3, about.clock - sent - rtt_s / 2))
+    return min(looks, key=lambda look: look.rtt_ms)
+
+
+async def dial_back(node: Node, peer: str, address: str) -> str | None:
+    """Why a peer cannot dial this one at an address; None if it can.
+
+    Raises:
+        Unreachable: the peer gave no answer.
+    """
+    return (await _ask(node, peer, Question(kind="dial", address=address), Dialled)).fault
+
+
+async def measure_mbit(node: Node, peer: str, *, is_down: bool, limit_s: float) -> float:
+    """The rate towards (down) or away from this peer over one connection; moves up to 8 MiB.
+
+    Raises:
+        Unreachable: no connection, or too few bytes to tell.
+    """
+    connection = await node.open_stream(peer, PROTOCOL, limit_s)
+    moved, began_s = Counter[str](), time.monotonic()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await (_receive if is_down else _transmit)(connection, moved)
+    except OSError as error:
+        raise Unreachable(f"{peer}: {error}") from error
+    finally:
+        connection.close()
+    if moved["bytes"] < _PART_BYTES:
+        raise Unreachable(f"{peer}: only {moved['bytes']} bytes within {limit_s:g} s")
+    return moved["bytes"] * 8 / 1e6 / (time.monotonic() - began_s)
+
+
+async def _receive(connection: socket.socket, moved: Counter[str]) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, _ASK.pack(True, MAX_BYTES))
+    buffer = memoryview(bytearray(MAX_BYTES))
+    await receive_into(connection, buffer, lambda count: moved.update(bytes=count))
+
+
+async def _transmit(connection: socket.socket, moved: Counter[str]) -> None:
+    """Counts what was acknowledged: much of what was sent may still be in this machine."""
+    loop = asyncio.get_running_loop()
+    content = _ASK.pack(False, MAX_BYTES) + bytes(MAX_BYTES)
+    sending = loop.create_task(loop.sock_sendall(connection, content))
+    try:
+        acknowledged = memoryview(bytearray(MAX_BYTES // _PART_BYTES))
+        await receive_into(
+            connection, acknowledged, lambda parts: moved.update(bytes=parts * _PART_BYTES)
+        )
+    finally:
+        sending.cancel()
+
+
+async def _ask(node: Node, peer: str, question: Question, kind: type[Answer]) -> Answer:
+    payload = QUESTION + question.model_dump_json().encode()
+    answer = await node.request(peer, payload, ANSWER_S)
+    try:
+        return kind.model_validate_json(answer)
+    except ValidationError as error:
+        raise Unreachable(f"{peer}: its answer makes no sense") from error

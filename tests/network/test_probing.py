@@ -1,0 +1,104 @@
+"""Peers tell each other what they see; nobody is probed on another's behalf."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from swarm import __version__
+from swarm.config import NetworkSection
+from swarm.errors import Unreachable
+from swarm.network import probing
+from swarm.network.node import Handlers, Node
+from swarm.network.probing import (
+    PROTOCOL,
+    Prober,
+    dial_back,
+    look_at,
+    measure_mbit,
+)
+from tests.network.conftest import Peers
+from tests.network.test_node import free_port
+
+WAIT_S = 20.0
+
+
+def probed(peers: Peers) -> Node:
+    """A node that answers questions."""
+    prober = Prober()
+    started: list[Node] = []
+
+    async def on_request(source: str, payload: bytes) -> bytes:
+        return await prober.answer(started[0], source, payload)
+
+    node = peers.node(Handlers(on_request=on_request, streams={PROTOCOL: prober.serve}))
+    started.append(node)
+    return node
+
+
+@pytest.fixture(scope="module")
+def pair(lasting_peers: Peers) -> tuple[Node, Node]:
+    return probed(lasting_peers), lasting_peers.node()
+
+
+def test_a_peer_says_its_version_its_clock_and_where_one_comes_from(pair) -> None:
+    peer, me = pair
+    look = me.run(look_at(me, peer.peer_id), WAIT_S)
+    assert look.about.version == __version__
+    assert abs(look.clock_offset_s) < 1.0, "the same clock, on a busy machine"
+    assert 0 < look.rtt_ms < 1000
+    assert look.about.seen_at.startswith("/ip4/127.0.0.1/tcp/")
+
+
+def test_a_clock_that_is_ahead_is_seen(pair, monkeypatch) -> None:
+    peer, me = pair
+    monkeypatch.setattr(probing.About, "model_validate_json", staged(time.time() + 100.0))
+    look = me.run(look_at(me, peer.peer_id), WAIT_S)
+    assert look.clock_offset_s == pytest.approx(100.0, abs=5.0)
+
+
+def staged(clock: float):
+    return lambda _: probing.About(version="0", clock=clock, seen_at="")
+
+
+def test_a_peer_that_listens_can_be_dialled_back(pair) -> None:
+    peer, me = pair
+    assert me.run(dial_back(me, peer.peer_id, me.addresses[0]), WAIT_S) is None
+
+
+def test_why_it_cannot_be_dialled_is_said(pair) -> None:
+    peer, me = pair
+    closed = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{me.peer_id}"
+    assert "refused" in me.run(dial_back(me, peer.peer_id, closed), WAIT_S).lower()
+    foreign = f"/ip4/192.0.2.1/tcp/80/p2p/{me.peer_id}"
+    assert me.run(dial_back(me, peer.peer_id, foreign), WAIT_S) == (
+        "you come from 127.0.0.1, not from 192.0.2.1"
+    )
+    assert me.run(dial_back(me, peer.peer_id, peer.addresses[0]), WAIT_S) == (
+        "this is not your address"
+    )
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_a_rate_is_measured_both_ways(pair, is_down: bool) -> None:
+    peer, me = pair
+    rate_mbit = me.run(measure_mbit(me, peer.peer_id, is_down=is_down, limit_s=5.0), WAIT_S)
+    assert 10 < rate_mbit < 100_000
+
+
+def test_who_measures_too_much_is_refused(peers: Peers) -> None:
+    peer, me = probed(peers), peers.node()
+    with pytest.raises(Unreachable):
+        for _ in range(10):
+            me.run(measure_mbit(me, peer.peer_id, is_down=True, limit_s=5.0), WAIT_S)
+    assert peer.traffic.refused["probe_limit"] >= 1
+    with pytest.raises(Unreachable, match="too much asked for"):
+        for _ in range(20):
+            me.run(dial_back(me, peer.peer_id, "x"), WAIT_S)
+
+
+def test_a_peer_that_answers_nothing_is_unreachable(peers: Peers) -> None:
+    silent, me = peers.node(), peers.node(network=NetworkSection(client_mode=True))
+    with pytest.raises(Unreachable):
+        me.run(look_at(me, silent.peer_id), WAIT_S)

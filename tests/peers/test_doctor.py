@@ -1,0 +1,78 @@
+"""swarm-doctor: its exit code, its JSON, and what it leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from peers.doctor import main
+from peers.state_directory import StateDirectory
+from swarm.config import NetworkSection
+from swarm.network.node import Handlers, Node
+from swarm.network.probing import PROTOCOL, Prober
+
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+RUN_FILE = Path(__file__).parents[2] / "configs/runs/demo.toml"
+LISTEN = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+
+
+def run_program(*args: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    return result.exit_code, result.stdout
+
+
+def test_without_peers_it_checks_this_machine_alone(tmp_path: Path) -> None:
+    code, out = run_program("--state-dir", tmp_path / "new", "--run", RUN_FILE, "--json")
+    said = json.loads(out)
+    topics = {finding["topic"]: finding["level"] for finding in said["findings"]}
+    assert topics["network"] == "warning" and topics["disk"] == topics["memory"] == "good"
+    assert (code, said["can_take_part"], said["nat"]) == (0, True, "unknown")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["lock"]
+
+
+def test_a_model_that_does_not_fit_is_a_fault_and_status_1(tmp_path: Path) -> None:
+    sizes = ["--set", "model.hidden_size=65536", "--set", "model.moe_intermediate_size=65536"]
+    code, out = run_program("--state-dir", tmp_path, "--run", RUN_FILE, *sizes)
+    assert code == 1
+    assert "memory: fault: " in out and "  do: " in out
+    assert out.endswith("This machine cannot take part.\n")
+
+
+def test_nobody_at_the_address_is_a_fault_with_a_remedy(tmp_path: Path) -> None:
+    code, out = run_program("--state-dir", tmp_path, *LISTEN, "--initial-peers", DEAD)
+    assert code == 1
+    assert "network: fault: no known address answers as a peer" in out
+
+
+@pytest.mark.parametrize("mode", [(), ("--client-mode",)])
+def test_peers_say_what_they_see(
+    tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.doctor.FIND_S", 0.1)  # there is no run to be found
+    prober, nodes = Prober(), []
+
+    async def on_request(source: str, payload: bytes) -> bytes:
+        return await prober.answer(nodes[0], source, payload)
+
+    nodes.append(
+        Node.start(
+            identity_path=None,
+            network=NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
+            handlers=Handlers(on_request=on_request, streams={PROTOCOL: prober.serve}),
+        )
+    )
+    try:
+        state = StateDirectory(tmp_path)  # a peer runs with it: the doctor looks all the same
+        address = nodes[0].addresses[0]
+        arguments = ["--state-dir", tmp_path, *LISTEN, "--initial-peers", address, *mode]
+        code, out = run_program(*arguments, "--json")
+        state.close()
+    finally:
+        nodes[0].stop(5.0)
+    said = json.loads(out)
+    levels = {finding["topic"]: finding["level"] for finding in said["findings"]}
+    assert code == 0, said
+    assert levels["clock"] == levels["reachability"] == levels["version"] == "good", said
+    assert [peer["dialled"] for peer in said["peers"]] == [not mode]
+    assert said["nat"] == ("unknown" if mode else "none")

@@ -1,0 +1,132 @@
+"""What swarm-doctor says about which measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.findings import (
+    Examined,
+    Finding,
+    Level,
+    Machine,
+    Nat,
+    Needs,
+    Sight,
+    can_take_part,
+    findings_of,
+    nat_of,
+)
+from swarm.protocol.fitness import Fitness, LinkVerdict
+
+GB = 10**9
+ME = "/ip4/192.168.1.7/tcp/4001/p2p/QmMe"
+OUTSIDE = "/ip4/203.0.113.5/tcp/{}"
+MACHINE = Machine(
+    disk_free_bytes=100 * GB, memory_bytes=16 * GB, open_files=4096, state_fault=None,
+    state_in_use=False, version="0.1.0",
+)  # fmt: skip
+SIGHT = Sight("QmA", 12.0, 0.01, "0.1.0", OUTSIDE.format(4001), True, None)
+ENOUGH = LinkVerdict(Fitness.ENOUGH, 1.0, "fast")
+GOOD = Examined(MACHINE, None, (ME,), (SIGHT,), 50.0, 20.0, Needs("demo", GB, GB, ENOUGH))
+
+
+def finding(examined: Examined, topic: str) -> Finding:
+    return next(found for found in findings_of(examined) if found.topic == topic)
+
+
+def with_sight(**changes: object) -> Examined:
+    return replace(GOOD, sights=(replace(SIGHT, **changes),))
+
+
+def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
+    findings = findings_of(GOOD)
+    assert {found.level for found in findings} == {Level.GOOD}
+    assert not any(found.remedy for found in findings)
+    assert can_take_part(findings)
+    assert len({found.topic for found in findings}) == len(findings)
+
+
+@pytest.mark.parametrize(
+    ("examined", "topic", "level", "text"),
+    [
+        (with_sight(clock_offset_s=3.1), "clock", Level.FAULT, "3.10 s behind"),
+        (with_sight(clock_offset_s=-3.1), "clock", Level.FAULT, "3.10 s ahead of"),
+        (with_sight(clock_offset_s=1.5), "clock", Level.WARNING, "1.50 s"),
+        (with_sight(dial_fault="no answer"), "reachability", Level.WARNING, "no answer"),
+        (replace(GOOD, addresses=()), "reachability", Level.GOOD, "client mode"),
+        (with_sight(rtt_ms=1500.0), "latency", Level.WARNING, "1500 ms"),
+        (with_sight(version="0.2.0"), "version", Level.WARNING, "0.2.0 at other peers"),
+        (replace(GOOD, up_mbit=None), "rate", Level.WARNING, "not measured"),
+        (replace(GOOD, network_fault="dead"), "network", Level.FAULT, "dead"),
+        (replace(GOOD, sights=()), "network", Level.WARNING, "no peer was asked"),
+        (
+            replace(GOOD, machine=replace(MACHINE, disk_free_bytes=GB // 2)),
+            "disk", Level.FAULT, "0.5 GB available, demo needs about 1.0 GB",
+        ),
+        (
+            replace(GOOD, machine=replace(MACHINE, memory_bytes=GB)),
+            "memory", Level.FAULT, "1.0 GB available, demo needs about 1.3 GB",
+        ),
+        (
+            replace(GOOD, machine=replace(MACHINE, memory_bytes=None)),
+            "memory", Level.WARNING, "could not be read",
+        ),
+        (
+            replace(GOOD, machine=replace(MACHINE, state_fault="read-only")),
+            "state directory", Level.FAULT, "read-only",
+        ),
+        (
+            replace(GOOD, machine=replace(MACHINE, state_in_use=True)),
+            "state directory", Level.GOOD, "running with it",
+        ),
+        (
+            replace(GOOD, machine=replace(MACHINE, open_files=256)),
+            "open files", Level.WARNING, "limit 256",
+        ),
+        (
+            replace(GOOD, needs=Needs("demo", 1, 1, replace(ENOUGH, fitness=Fitness.SLOW))),
+            "link", Level.WARNING, "fast",
+        ),
+        (
+            replace(GOOD, needs=Needs("demo", 1, 1, replace(ENOUGH, fitness=Fitness.HOPELESS))),
+            "link", Level.FAULT, "fast",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_its_numbers_and_a_remedy(
+    examined: Examined, topic: str, level: Level, text: str
+) -> None:
+    found = finding(examined, topic)
+    assert (found.level, text in found.text) == (level, True), found
+    assert bool(found.remedy) == (level is not Level.GOOD)
+    assert can_take_part(findings_of(examined)) == (level is not Level.FAULT)
+
+
+def test_one_peer_with_a_wrong_clock_among_several_is_not_ours() -> None:
+    sights = (SIGHT, replace(SIGHT, peer_id="QmB"), replace(SIGHT, clock_offset_s=100.0))
+    assert finding(replace(GOOD, sights=sights), "clock").level is Level.GOOD
+
+
+def test_one_peer_that_gets_through_is_enough() -> None:
+    sights = (replace(SIGHT, dial_fault="refused"), SIGHT)
+    found = finding(replace(GOOD, sights=sights), "reachability")
+    assert found.level is Level.GOOD and "1 of 2 peers can dial it" in found.text
+
+
+@pytest.mark.parametrize(
+    ("addresses", "seen_at", "nat"),
+    [
+        ([ME], ["/ip4/192.168.1.7/tcp/4001"], Nat.NONE),
+        ([ME], [OUTSIDE.format(4001), OUTSIDE.format(4001)], Nat.SAME_PORT),
+        ([ME], [OUTSIDE.format(4001), OUTSIDE.format(5002)], Nat.OTHER_PORTS),
+        ([ME], [OUTSIDE.format(4001)], Nat.TRANSLATED),
+        ([ME], ["", "nonsense"], Nat.UNKNOWN),
+        ([], [OUTSIDE.format(4001)], Nat.UNKNOWN),
+    ],
+)
+def test_the_kind_of_nat_is_told_from_what_peers_see(
+    addresses: list[str], seen_at: list[str], nat: Nat
+) -> None:
+    assert nat_of(addresses, seen_at) is nat

@@ -1,0 +1,44 @@
+"""What the numbers of a link mean for a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.protocol.fitness import SHORTEST_ROUND_S, Fitness, link_verdict, training_s
+
+
+@pytest.mark.parametrize(
+    ("down_mbit", "up_mbit", "fitness"),
+    [
+        (8.0, 8.0, Fitness.ENOUGH),  # 100 MB take 100 s
+        (8.0, 7.9, Fitness.SLOW),
+        (2.7, 1000.0, Fitness.SLOW),
+        (1000.0, 2.6, Fitness.HOPELESS),  # over 300 s
+        (0.0, None, Fitness.HOPELESS),
+        (None, None, Fitness.UNKNOWN),
+    ],
+)
+def test_the_slower_direction_decides(
+    down_mbit: float | None, up_mbit: float | None, fitness: Fitness
+) -> None:
+    verdict = link_verdict(1e8, 100.0, down_mbit, up_mbit)
+    assert verdict.fitness is fitness
+
+
+def test_the_numbers_are_told() -> None:
+    verdict = link_verdict(1e8, 100.0, 2.0, 4.0)
+    assert verdict.needed_mbit == pytest.approx(8.0)
+    assert verdict.text == (
+        "2 Mbit/s down; a round moves 100 MB each way and trains for 100 s, so 8 Mbit/s are "
+        "needed; here it takes 400 s"
+    )
+
+
+def test_without_a_known_round_nothing_is_said() -> None:
+    assert link_verdict(1e8, None, 1.0, 1.0).fitness is Fitness.UNKNOWN
+    assert training_s(1000, []) is None and training_s(1000, [0.0]) is None
+
+
+def test_the_median_peer_says_how_long_local_steps_take() -> None:
+    assert training_s(50_000, [0.0, 500.0, 1000.0, 50_000.0]) == pytest.approx(50.0)
+    assert training_s(10, [1000.0]) == SHORTEST_ROUND_S
