@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from peers.local_faults import named_fault
 from peers.program_log import LOG_FORMATS, configure_logging
 from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
@@ -49,6 +50,11 @@ class Program(click.Command):
             code: Any = run()
         except SwarmError as error:
             self._fail(str(error), error.exit_code)
+        except (MemoryError, RuntimeError, OSError) as error:
+            typed = named_fault(error)
+            if typed is None:
+                raise
+            self._fail(str(typed), typed.exit_code)
         except click.ClickException as error:
             self._fail(error.format_message(), error.exit_code)
         except (click.Abort, KeyboardInterrupt):

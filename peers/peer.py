@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
 from peers.live_model import Agreed, LiveModel, merge_blobs
+from peers.local_faults import raise_file_limit
 from peers.options import Options, as_toml, options, program
 from peers.publisher import Publisher
 from peers.start import (
@@ -100,9 +101,7 @@ class Peer:
         self.prober = Prober()
         self.server = BlobServer(
             on_ask=self._on_ask,
-            is_control=lambda digest: (
-                self.driver is not None and digest in self.driver.control_blobs
-            ),
+            is_control=lambda digest: self.driver is not None and digest in self.driver.outbound,
         )
 
     # ------------------------------------------------ the network
@@ -377,6 +376,7 @@ def main(options: Options) -> None:
     torch.set_num_threads(config.compute.threads or torch.get_num_threads())
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)
+    raise_file_limit()
     state = StateDirectory(options.state_dir)
     peer = Peer(config, state, Stop())
     try:

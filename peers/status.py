@@ -180,8 +180,12 @@ class PeerStatus:
         self.changed.set()
 
     def _event(self, kind: str, /, **fields: object) -> None:
-        if self.directory:
+        if not self.directory:
+            return
+        try:
             self.directory.append_event(kind, **fields)
+        except OSError as error:  # history is for people; training does not wait for it
+            logger.error("event %s was not written: %s", kind, error)
 
     # ------------------------------------------------ read by others
 

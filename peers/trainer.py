@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
+from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action
 from swarm.protocol.manifest import Digest, Manifest
@@ -123,7 +125,8 @@ class Trainer:
         """Stores the offered values, then makes the private state durable, then offers [P6]."""
         units = {}
         for unit, value, base in self.model.offered_values(tip):
-            digest, num_bytes = self.rounds.store_value(value)
+            store = partial(self.rounds.store_value, value)
+            digest, num_bytes = patiently(store, "offered value", self._pause)
             units[unit] = OfferedUnit(digest, num_bytes, base)
         private = PrivateState(
             engine=self.model.engine.state_dict(),
@@ -138,7 +141,8 @@ class Trainer:
             expert_bases=dict(self.model.bases),
             rng=read_rng(torch.device("cpu")),
         )
-        save_private(self.directory.private_path, private)
+        path = self.directory.private_path
+        patiently(partial(save_private, path, private), "private state", self._pause)
         return Offer(tip.digest, steps, tokens, units)
 
     def _wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
@@ -207,6 +211,11 @@ class Trainer:
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return
         self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
+
+    def _pause(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while not self._check_stop() and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, WAIT_SLICE_S))
 
     def _check_stop(self) -> bool:
         if self.stopping():

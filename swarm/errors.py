@@ -18,6 +18,7 @@ SwarmError (1)
 │   ├── BadMessage             a control message that is not of its schema
 │   └── BadManifest            no certificate, or not a successor of its parent
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
+├── OutOfMemory (11)           this machine, or its GPU, has no memory left for the model
 └── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 """
 
@@ -133,6 +134,12 @@ class NetworkDown(SwarmError):
     """libp2p's daemon did not start or has ended; nothing can be sent or received."""
 
     exit_code = 9
+
+
+class OutOfMemory(SwarmError):
+    """No memory is left, of the machine or of its GPU; what was offered is on disk."""
+
+    exit_code = 11
 
 
 class LinkTooSlow(SwarmError):

@@ -129,6 +129,15 @@ class BlobStore:
             self._places.setdefault(digest, _Place(pack, offset, len(view), durable=False))
         return digest
 
+    def put_pinned(self, blob: Buffer, digest: str) -> None:
+        """Adds a blob of this digest and pins it, with no collection in between."""
+        self.pin([digest])
+        try:
+            self.put(blob, digest)
+        except BaseException:
+            self.unpin([digest])
+            raise
+
     def writer(self, digest: str, num_bytes: int) -> Partial:
         """The blob of this digest and size that is arriving, with the pieces that came before."""
         key = (digest, num_bytes)

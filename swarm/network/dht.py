@@ -10,11 +10,11 @@ from typing import NamedTuple
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils import get_dht_time
 
 from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.daemon import Address
 from swarm.network.signed_records import SignedRecords, owner_of
+from swarm.network.steady_clock import dht_clock
 from swarm.network.traffic import Traffic
 
 MAX_VALUE_BYTES = 20_000
@@ -54,7 +54,7 @@ class Dht:
         """Publishes one's own value; its expiration strictly grows, else holders keep the old."""
         assert len(value) <= MAX_VALUE_BYTES, f"record of {len(value)} bytes"
         assert b"[signature:" not in value, "would be taken for the record's signature"
-        expiration = max(get_dht_time() + ttl_s, self._expirations.get(key, 0.0) + 0.001)
+        expiration = max(dht_clock()() + ttl_s, self._expirations.get(key, 0.0) + 0.001)
         self._expirations[key] = expiration
         async with asyncio.timeout(_CALL_S):
             stored = await self._node.store(

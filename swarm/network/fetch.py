@@ -156,7 +156,11 @@ class Downloads:
         if download is None:
             download = self._downloads[key] = Incoming(*key)
             self._store.pin([want.digest])
-            self._prepare(download)
+            try:
+                self._prepare(download)
+            except BaseException:
+                self._remove(download)
+                raise
         if caller not in download.callers:
             download.callers.append(caller)
         others = [peer for peer in want.sources if peer != self._node.peer_id]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarm.errors import HostileInput
+from swarm.errors import HostileInput, StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
@@ -79,6 +79,8 @@ class Inbound:
             logger.warning("from=%s refused=%s: %s", source[-6:], error.reason, error)
         except TimeoutError:
             logger.debug("from=%s dropped: its attachments did not arrive", source[-6:])
+        except StateError as error:
+            logger.error("from=%s dropped: %s", source[-6:], error)
         finally:
             self._pending[source] -= 1
 

@@ -32,6 +32,7 @@ from swarm.network.dht import Dht, Record
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.loop_thread import LoopThread
 from swarm.network.relay import Relay
+from swarm.network.steady_clock import dht_clock
 from swarm.network.streams import Serve, stream_handler
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
@@ -146,6 +147,7 @@ class Node:
             StateLocked: a living peer of the swarm has this identity.
             ConfigError: one of `known_peers` is malformed.
         """
+        dht_clock()
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.WARNING)  # its INFO tells of each start
         peers = [Address.parse(text) for text in known_peers]
@@ -298,6 +300,7 @@ class Node:
     async def _heal_for_ever(self) -> None:
         while True:
             await asyncio.sleep(HEAL_LOOK_EVERY_S)
+            dht_clock().look()
             with suppress(NetworkDown):  # told by _supervise already
                 await self.heal()
 

@@ -19,10 +19,12 @@ from typing import Any
 
 from swarm.codecs import mean
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, SwarmError
+from swarm.errors import NetworkDown, StateError, SwarmError
 from swarm.network.blobs import BlobStore
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
+from swarm.network.outbound import Outbound
+from swarm.network.patience import patiently_async
 from swarm.network.record_file import RecordFile
 from swarm.network.transfers import Transfers
 from swarm.protocol.deadlines import production_timers
@@ -57,13 +59,11 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     Commit,
     Header,
-    Message,
     Offer,
     Ready,
     ReducedUnit,
 )
 from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.wire import encode
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,7 @@ class RoundDriver:
         self.inbound = Inbound(
             store, self.downloads, machine.rules.run, self._inbox_put, self.refused
         )
-        self.control_blobs: deque[Digest] = deque(maxlen=256)
-        """Offers, manifests and certificates that went with messages lately."""
+        self.outbound = Outbound(store)
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,8 +138,7 @@ class RoundDriver:
     def store_value(self, blob: bytes | memoryview) -> tuple[Digest, int]:
         """Stores a value of this peer's own and tells the machine; returns digest and size."""
         digest = digest_of(blob)
-        self.store.pin([digest])  # before `put`, so that no collection falls between
-        self.store.put(blob, digest)
+        self.store.put_pinned(blob, digest)
         self._send_in(Stored(digest))
         return digest, len(blob)
 
@@ -179,6 +177,8 @@ class RoundDriver:
                 return self._applied[-1:]
 
     def _raise_failure(self) -> None:
+        if isinstance(self._failure, SwarmError):
+            raise self._failure
         if self._failure:
             raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
         if not self.node.alive:
@@ -240,10 +240,14 @@ class RoundDriver:
             await self._actions[type(effect)](self, effect)
 
     async def _persist(self, effect: Persist) -> None:
-        await self._in_thread(self.record_file.write, effect.record)
+        await self._to_disk("record", self.record_file.write, effect.record)
 
     async def _send(self, effect: Send) -> None:
-        payload = self._encode(effect.header, effect.message)
+        try:
+            payload = self.outbound.encode(effect.header, effect.message)
+        except StateError as error:  # as good as lost on the way
+            logger.error("a message was not sent: %s", error)
+            return
         self._spawn(self._post(effect.destination, payload))
 
     async def _post(self, destination: PeerId, payload: bytes) -> None:
@@ -262,11 +266,11 @@ class RoundDriver:
         self._spawn(self._sync_blobs(effect.manifest))
 
     async def _sync_blobs(self, manifest: Manifest) -> None:
-        if not self.store.has(manifest.digest):
-            self.store.put(manifest.encoded, manifest.digest)
+        await self._to_disk("manifest", self.store.put, manifest.encoded, manifest.digest)
         digests = [manifest.digest, *(entry.digest for entry in manifest.entries.values())]
         founding = manifest.founding
-        await self._in_thread(self.store.sync, [*digests, founding.config, founding.validation])
+        held = [*digests, founding.config, founding.validation]
+        await self._to_disk("blobs", self.store.sync, held)
         self._inbox_put(Synced(manifest.digest))
 
     async def _reduce(self, effect: Reduce) -> None:
@@ -279,7 +283,7 @@ class RoundDriver:
             return
         codec = self.layout.by_unit[effect.unit].codec
         value = await self._in_thread(mean, blobs, codec)
-        digest, num_bytes = await self._in_thread(self.store_value, value)
+        digest, num_bytes = await self._to_disk("mean", self.store_value, value)
         result = ReducedUnit(digest, num_bytes)
         self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
 
@@ -290,7 +294,7 @@ class RoundDriver:
         merged = await self._in_thread(self.merger, tip)
         units = {}
         for unit, value in merged.items():
-            digest, num_bytes = await self._in_thread(self.store_value, value)
+            digest, num_bytes = await self._to_disk("merged expert", self.store_value, value)
             units[unit] = ReducedUnit(digest, num_bytes)
         self._inbox_put(MergeComputed(tip.digest, units))
 
@@ -314,7 +318,7 @@ class RoundDriver:
             logger.debug("%s", reason)
 
     async def _keep(self, effect: Keep) -> None:
-        await self._in_thread(self.store.collect, effect.digests, time.monotonic())
+        await self._to_disk("blobs", self.store.collect, effect.digests, time.monotonic())
 
     async def _leave(self, effect: Left) -> None:
         with self._tip_changed:
@@ -349,7 +353,7 @@ class RoundDriver:
         record = self.machine.record
         tip = record.tip
         header = Header(tip.code, tip.digest, tip.generation)
-        return self._encode(header, Commit(tip, record.certificate, record.parent))
+        return self.outbound.encode(header, Commit(tip, record.certificate, record.parent))
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob: to a stranger the manifest that it belongs to is leased [GC].
@@ -365,19 +369,14 @@ class RoundDriver:
                 self.store.lease(manifest.digest, {manifest.digest, *blobs}, time.monotonic())
                 return
 
-    def _encode(self, header: Header, message: Message) -> bytes:
-        """The message's payload, with what it refers to put into the store."""
-        payload, attachments = encode(header, message)
-        for digest, blob in attachments.items():
-            if digest not in self.control_blobs:
-                self.control_blobs.append(digest)
-            self.store.put(blob, digest)
-        return payload
-
     # ------------------------------------------------ plumbing
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self.node.loop.run_in_executor(None, partial(function, *arguments))
+
+    async def _to_disk(self, what: str, write: Callable[..., Any], *arguments: Any) -> Any:
+        """Waits as long as the disk does not let it; see `patience`."""
+        return await patiently_async(lambda: self._in_thread(write, *arguments), what)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord
-from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.network.identity import Identity, peer_id_of_ssh_key
+from swarm.network.steady_clock import dht_clock
 
 MAX_RECORD_BYTES = 32 * 1024
 """With signature. All records of a key come back in one message of at most 4 MiB; a larger sum
@@ -41,7 +42,7 @@ class SignedRecords(RSASignatureValidator):
         if len(record.value) > MAX_RECORD_BYTES:
             return "record_size"
         # Written so that NaN is refused too.
-        if not record.expiration_time <= get_dht_time() + MAX_TTL_S:
+        if not record.expiration_time <= dht_clock()() + MAX_TTL_S:
             return "record_expiration"
         owners = self._PUBLIC_KEY_RE.findall(record.subkey)
         if len(owners) != 1 or record.subkey != MSGPackSerializer.dumps(b"[owner:%b]" % owners[0]):

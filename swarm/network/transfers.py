@@ -13,6 +13,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Node
 from swarm.network.pace import Pace
+from swarm.network.patience import patiently_async
 from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, PeerId, Unit
@@ -60,16 +61,20 @@ class Transfers:
         pinned = set(units)
 
         def stored(digest: Digest) -> None:
-            pinned.discard(digest)  # from here on the event holds the pin
-            self._deliver(Stored(digest))
+            if digest in pinned:  # not told yet by a try that the disk ended
+                pinned.discard(digest)  # from here on the event holds the pin
+                self._deliver(Stored(digest))
 
         began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
         try:
-            await self.downloads.fetch(
-                wants,
-                check=lambda digest, blob: self._check(units[digest], blob),
-                on_blob=stored,
-                on_failure=self._failed,
+            await patiently_async(
+                lambda: self.downloads.fetch(
+                    wants,
+                    check=lambda digest, blob: self._check(units[digest], blob),
+                    on_blob=stored,
+                    on_failure=self._failed,
+                ),
+                f"blobs for {effect.purpose.value}",
             )
             received = self._node.traffic.blob_bytes_received - received
             self.pace.fetched(received, time.monotonic() - began_s)

@@ -5,6 +5,7 @@ The machine here only does what a test scripts; node and disk are fakes, loop an
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, SwarmError, Unreachable
+from swarm.errors import NetworkDown, StateError, SwarmError, Unreachable
 from swarm.experts import Slice, UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.loop_thread import LoopThread
@@ -96,10 +97,13 @@ class FakeDisk:
     """Takes its time, so that what does not wait for it would come first."""
 
     def __init__(self, log: list[str]) -> None:
+        self.failures: list[OSError] = []
         self._log = log
 
     def write(self, record: Record) -> None:
         time.sleep(0.05)
+        if self.failures:
+            raise self.failures.pop(0)
         self._log.append(f"persist {record.tip.height}")
 
 
@@ -148,11 +152,12 @@ class Bench:
         self.store = BlobStore()
         self.machine = FakeMachine()
         self.merged: dict[str, memoryview] = {}
+        self.disk = FakeDisk(self.log)
         self.driver = RoundDriver(
             cast(Node, self.node),
             self.store,
             cast(RoundMachine, self.machine),
-            record_file=cast(RecordFile, FakeDisk(self.log)),
+            record_file=cast(RecordFile, self.disk),
             layout=LAYOUT,
             settings=RoundConfig(local_steps=1),
             merger=lambda tip: self.merged,
@@ -206,7 +211,7 @@ def test_what_a_message_refers_to_can_be_fetched_when_it_leaves(bench: Bench) ->
     bench.start(Send("B", HEADER, Ready(Ballot(0, "B"), offer, None, 1.0)))
     assert wait_until(lambda: len(bench.node.posted) == 1)
     (_, payload), *_ = bench.node.posted
-    (digest,) = bench.driver.control_blobs
+    (digest,) = bench.driver.outbound._sent
     blob = bench.store.get(digest)
     assert blob is not None
     _, message = decode(payload, {digest: bytes(blob)})
@@ -332,6 +337,24 @@ def test_a_machine_that_fails_is_told_to_the_trainer_not_waited_for(bench: Bench
         bench.driver.wait_for_tip(TIP.digest, WAIT_S)
     assert time.monotonic() - began_s < WAIT_S / 2
     assert "the round driver stopped" in caplog.text
+
+
+def test_a_full_disk_is_waited_for_and_nothing_is_said_before_the_record_is_durable(
+    bench: Bench, caplog
+) -> None:
+    bench.disk.failures = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    bench.start(Persist(Record(manifest(1), None, None)), hello("B"))
+    assert wait_until(lambda: len(bench.log) == 2)
+    assert bench.log == ["persist 1", "post B"]
+    assert caplog.text.count("record: No space left on device (free some space)") == 2
+
+
+def test_a_disk_that_fails_for_good_ends_the_peer_with_the_error_of_its_kind(bench: Bench) -> None:
+    bench.disk.failures = [OSError(errno.EACCES, "Permission denied")]
+    bench.machine.first = [Persist(Record(manifest(1), None, None))]
+    bench.driver.start()
+    with pytest.raises(StateError, match=r"record: .*Permission denied"):
+        bench.driver.wait_for_tip(TIP.digest, WAIT_S)
 
 
 def test_a_dead_network_is_told_to_the_trainer(bench: Bench) -> None:

@@ -1,0 +1,118 @@
+"""A disk that is full, read-only or out of descriptors is waited for: a person can mend it.
+
+A peer that waits says nothing in the rounds, as if it were paused; the others go on, and nothing
+that it has not made durable was ever promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swarm.errors import CorruptState, StateError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+LONGEST_PAUSE_S = 10.0
+MENDED_BY = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "mount the file system writable again",
+    errno.EIO: "check the disk",
+    errno.EMFILE: "close what holds files open, or raise the limit (ulimit -n)",
+    errno.ENFILE: "close programs that hold files open",
+    errno.ENOMEM: "stop other programs",
+}
+"""What may pass, and what a person does about it."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What to do after a failure.
+
+    Attributes:
+        seconds: to wait before the next try; None to give up.
+        reason: what failed, and what mends it.
+    """
+
+    seconds: float | None
+    reason: str
+
+
+def after_failure(error: OSError | StateError, attempt: int, waited_s: float) -> Pause:
+    """Whether a failed write is tried again.
+
+    Args:
+        error: with which it failed.
+        attempt: 0 for the first.
+        waited_s: since the first.
+    """
+    number = _number(error)
+    if isinstance(error, CorruptState) or number not in MENDED_BY:
+        return Pause(None, str(error))
+    reason = f"{error if isinstance(error, StateError) else os.strerror(number)}"
+    mended_by = MENDED_BY[number]
+    reason = reason if mended_by in reason else f"{reason} ({mended_by})"
+    if waited_s >= PATIENCE_S:
+        return Pause(None, f"{reason}; gave up after {waited_s:.0f} s")
+    return Pause(min(0.5 * 2.0 ** min(attempt, 10), LONGEST_PAUSE_S), reason)
+
+
+def _number(error: BaseException) -> int:
+    """The system's number of an error, or of what caused it; 0 if there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    return _number(error.__cause__) if error.__cause__ else 0
+
+
+def patiently(
+    write: Callable[[], Result], what: str, sleep: Callable[[float], None] = time.sleep
+) -> Result:
+    """Writes, again and again while the disk does not let it; what is written must not change.
+
+    Args:
+        write: may raise OSError or StateError, and may be called again then.
+        what: for the log.
+        sleep: waits; may raise to end it.
+
+    Raises:
+        StateError: it does not pass by itself, or not in half an hour.
+    """
+    attempt, began_s = 0, time.monotonic()
+    while True:
+        try:
+            return write()
+        except (OSError, StateError) as error:
+            pause_s = _told(error, what, attempt, time.monotonic() - began_s)
+        sleep(pause_s)
+        attempt += 1
+
+
+async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> Result:
+    """The same in a loop."""
+    attempt, began_s = 0, time.monotonic()
+    while True:
+        try:
+            return await write()
+        except (OSError, StateError) as error:
+            pause_s = _told(error, what, attempt, time.monotonic() - began_s)
+        await asyncio.sleep(pause_s)
+        attempt += 1
+
+
+def _told(error: OSError | StateError, what: str, attempt: int, waited_s: float) -> float:
+    pause = after_failure(error, attempt, waited_s)
+    if pause.seconds is None:
+        raise StateError(f"{what}: {pause.reason}") from error
+    logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
+    return pause.seconds

@@ -1,0 +1,72 @@
+"""What a disk's failure means: wait, or give up; with a clock of the test's own."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from swarm.errors import CorruptState, StateError
+from swarm.network.packs import _state_error
+from swarm.network.patience import (
+    LONGEST_PAUSE_S,
+    MENDED_BY,
+    PATIENCE_S,
+    after_failure,
+    patiently,
+)
+
+
+def failure(number: int) -> OSError:
+    return OSError(number, "it failed")
+
+
+@pytest.mark.parametrize("number", sorted(MENDED_BY))
+def test_what_a_person_can_mend_is_waited_for_and_the_remedy_is_said(number: int) -> None:
+    pause = after_failure(failure(number), 0, 0.0)
+    assert pause.seconds == 0.5
+    assert pause.reason.endswith(f"({MENDED_BY[number]})")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [failure(errno.EACCES), OSError("no number"), StateError("no cause"), CorruptState("x")],
+)
+def test_what_does_not_pass_by_itself_is_given_up_at_once(error: OSError | StateError) -> None:
+    assert after_failure(error, 0, 0.0).seconds is None
+
+
+def test_the_cause_behind_a_state_error_counts(tmp_path) -> None:
+    try:
+        raise _state_error(tmp_path, failure(errno.ENOSPC)) from failure(errno.ENOSPC)
+    except StateError as error:
+        pause = after_failure(error, 0, 0.0)
+    assert pause.seconds is not None
+    assert pause.reason.count("free some space") == 1
+
+
+def test_pauses_grow_to_a_limit_and_patience_ends() -> None:
+    pauses = [after_failure(failure(errno.ENOSPC), n, 0.0).seconds for n in range(8)]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, *[LONGEST_PAUSE_S] * 3]
+    last = after_failure(failure(errno.ENOSPC), 9, PATIENCE_S)
+    assert last.seconds is None and "gave up after 1800 s" in last.reason
+
+
+def test_a_write_is_repeated_until_it_succeeds() -> None:
+    failures, slept = [failure(errno.ENOSPC), failure(errno.EROFS)], []
+
+    def write() -> str:
+        if failures:
+            raise failures.pop(0)
+        return "written"
+
+    assert patiently(write, "record", slept.append) == "written"
+    assert slept == [0.5, 1.0]
+
+
+def test_a_write_that_cannot_succeed_is_a_state_error_at_once() -> None:
+    def write() -> None:
+        raise failure(errno.EACCES)
+
+    with pytest.raises(StateError, match="record: "):
+        patiently(write, "record", lambda _: pytest.fail("not waited for"))

@@ -1,0 +1,49 @@
+"""A jump of this machine's clock changes nothing for the DHT, and is said once."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from swarm.network import steady_clock
+from swarm.network.steady_clock import SteadyClock
+from tests.network.conftest import Peers
+
+WAIT_S = 20.0
+real_time = time.time
+
+
+def test_records_outlive_jumps_of_the_clock(peers: Peers, monkeypatch) -> None:
+    first = peers.node()
+    second = peers.node()
+    second.run(second.store("key", b"before", 60), WAIT_S)
+    for jump_s in (600.0, -600.0):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real_time() + jump_s)
+        assert set(first.run(first.get("key"), WAIT_S)) == {second.peer_id}
+        second.run(second.store("key", f"{jump_s}".encode(), 60), WAIT_S)
+        (record,) = first.run(first.get("key"), WAIT_S).values()
+        assert record.value == f"{jump_s}".encode()
+        left_s = record.expiration - real_time()
+        assert 30 < left_s < 65, "others must not take it for expired, nor keep it for ever"
+    third = peers.node()  # whose ping compares clocks
+    assert third.num_neighbours > 0
+
+
+def test_a_jump_is_said_once_with_its_size(monkeypatch, caplog) -> None:
+    clock = SteadyClock()
+    assert abs(clock.look()) < 1
+    monkeypatch.setattr(time, "time", lambda: real_time() + 300)
+    with caplog.at_level(logging.WARNING):
+        assert clock.look() == pytest.approx(300, abs=1)
+        clock.look()
+    assert caplog.text.count("jumped by +300.0 s") == 1
+
+
+def test_time_in_which_the_machine_slept_counts(monkeypatch) -> None:
+    clock = SteadyClock()
+    before = clock()
+    passed_s = steady_clock._passed_s
+    monkeypatch.setattr(steady_clock, "_passed_s", lambda: passed_s() + 3600)
+    assert clock() - before == pytest.approx(3600, abs=5)

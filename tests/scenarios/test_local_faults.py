@@ -1,0 +1,91 @@
+"""Faults of one machine: its peer says what is wrong, spoils nothing, and is back by itself."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
+from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, rounds, write_run
+
+pytestmark = pytest.mark.scenario
+
+NUM_PEERS = 3
+FAULT_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    folder = tmp_path_factory.mktemp("local_faults")
+    run_file = write_run(folder, ["run.rounds=100000"])
+    with LocalSwarm(folder / "swarm", run_file, NUM_PEERS) as started:
+        started.start()
+        started.wait_until(has_rounds(2), what="two rounds", timeout_s=2 * ROUND_S)
+        yield started
+        started.kill()
+        histories = [peer.events() for peer in started.peers]
+        assert {len(digests) for digests in digests_by_height(histories).values()} == {1}
+        assert all("runs already" not in peer.output() for peer in started.peers)
+
+
+def daemon_of(peer: LocalPeer) -> int:
+    """Process id of a peer's p2pd."""
+    assert peer.process is not None
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, rest = (folder / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        except OSError:
+            continue
+        if name == "p2pd" and int(rest.split()[1]) == peer.process.pid:
+            found.append(int(folder.name))
+    (daemon,) = found
+    return daemon
+
+
+def is_back(swarm: LocalSwarm, peer: LocalPeer) -> None:
+    """It contributes again, in the life it had."""
+    swarm.wait_until(contributes(peer), what="its return", timeout_s=2 * ROUND_S)
+
+
+def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int) -> None:
+    """Lets the peer run under a limit of the system for a while."""
+    assert peer.process is not None
+    pid = peer.process.pid
+    before = resource.prlimit(pid, kind, (limit, resource.prlimit(pid, kind)[1]))
+    try:
+        time.sleep(FAULT_S)
+    finally:
+        resource.prlimit(pid, kind, before)
+    assert peer.alive, peer.output()[-2000:]
+
+
+def test_a_daemon_that_is_killed_runs_again_under_the_same_identity(swarm: LocalSwarm) -> None:
+    victim = swarm.peers[1]
+    life, daemon = victim.process, daemon_of(victim)
+    os.kill(daemon, signal.SIGKILL)
+    is_back(swarm, victim)
+    assert victim.process is life and daemon_of(victim) != daemon
+    assert "status -9; nothing can be sent or received until it runs again" in victim.output()
+
+
+def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
+    """A limit on the size of files stands for a full disk."""
+    victim = swarm.peers[2]
+    known = rounds(swarm.peers[0])[-1]["round"]
+    limited(swarm, victim, resource.RLIMIT_FSIZE, 16)
+    assert "raise the limit of file sizes" in victim.output()
+    is_back(swarm, victim)
+    assert rounds(swarm.peers[0])[-1]["round"] > known
+
+
+def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: LocalSwarm) -> None:
+    victim = swarm.peers[0]
+    assert victim.process is not None
+    used = max(int(path.name) for path in Path(f"/proc/{victim.process.pid}/fd").iterdir())
+    limited(swarm, victim, resource.RLIMIT_NOFILE, used + 1)
+    is_back(swarm, victim)
