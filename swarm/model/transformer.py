@@ -17,8 +17,8 @@ from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
 from swarm.experts import all_shapes, expert_tensor
 from swarm.model.attention import Attention, RMSNorm, rotary_tables
-from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
+from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.moe import PROJECTIONS, ExpertBank, Recall, Routing, SparseMLP
 
 ComputeType = Literal["fp32", "bf16", "fp16"]

@@ -35,7 +35,8 @@ def unit_of(name: str) -> str:
 
 def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
     """The norm of all gradients from the norms of each, added up in the order of their names."""
-    return torch.linalg.vector_norm(torch.stack([norms[name] for name in sorted(norms)]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in sorted(norms)]))
+    return total
 
 
 def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
@@ -52,11 +53,15 @@ def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict
     units: dict[str, dict[str, Tensor]] = {}
     for name, norm in norms.items():
         units.setdefault(unit_of(name), {})[name] = norm
-    share = settings.clip_norm / math.sqrt(len(units))
-    factors = {}
+    factors: dict[str, Tensor] = {}
     for named in units.values():
-        factors |= dict.fromkeys(named, _factor(total_norm(named), share))
+        factors |= dict.fromkeys(named, unit_factor(named, settings, len(units)))
     return factors
+
+
+def unit_factor(norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int) -> Tensor:
+    """What the gradients of one of so many units are multiplied by."""
+    return _factor(total_norm(norms), settings.clip_norm / math.sqrt(num_units))
 
 
 def _factor(norm: Tensor, limit: float) -> Tensor:

@@ -56,7 +56,9 @@ class Moments:
         """Moments of a parameter that was never updated."""
         if form != "int8":
             dtype = torch.float32 if form == "fp32" else torch.bfloat16
-            return cls(form, {k: torch.zeros(rows, size, dtype=dtype, device=device) for k in KINDS})
+            return cls(
+                form, {k: torch.zeros(rows, size, dtype=dtype, device=device) for k in KINDS}
+            )
         parts = {}
         for kind, dtype in zip(KINDS, (torch.int8, torch.uint8), strict=True):
             parts[kind] = torch.zeros(rows, size, dtype=dtype, device=device)
@@ -84,7 +86,10 @@ class Moments:
         """Puts a piece back, rounded; `seed` draws the directions in bf16."""
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
-            values = (round_up_or_down(values[0], generator), round_up_or_down(values[1], generator))
+            values = (
+                round_up_or_down(values[0], generator),
+                round_up_or_down(values[1], generator),
+            )
         if self.form != "int8":
             for kind, value in zip(KINDS, values, strict=True):
                 self.parts[kind][row, part] = value

@@ -55,6 +55,12 @@ class OwnedAdamW:
         """The names of `parameters`."""
         return list(self._parameters)
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of all moments."""
+        parts = [part for moments in self._moments.values() for part in moments.parts.values()]
+        return sum(part.nbytes for part in parts)
+
     def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
         """Trains `parameters` from now on.
 

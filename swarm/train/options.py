@@ -45,6 +45,8 @@ class EngineOptions:
         boundaries: where the streaming engine keeps the inputs of layers.
         frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
             in memory.
+        gradient_buffers: host memory for gradients of so many layers, which takes clipping by
+            unit; 0 holds those of all layers.
         host_threads: threads that update host memory.
     """
 
@@ -57,6 +59,7 @@ class EngineOptions:
     resident_layers: int | None = 0
     boundaries: Boundaries = Boundaries.DEVICE
     frozen_folder: Path | None = None
+    gradient_buffers: int = 0
     host_threads: int = 1
 
     @classmethod
