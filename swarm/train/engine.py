@@ -17,7 +17,7 @@ from swarm.config import RunConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.transformer import Transformer
-from swarm.train.guard import Guard, LossScale, clip_factors, total_norm
+from swarm.train.guard import UNSCALED, Guard, LossScale, clip_factors, total_norm
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
 
@@ -71,7 +71,7 @@ class EngineState:
     updates: int
     skipped: int
     skipped_in_a_row: int
-    scale: LossScale = LossScale()
+    scale: LossScale = UNSCALED
 
     def require(self, run: RunConfig) -> None:
         """Raises CorruptState if it is not a state of this run's model."""
@@ -151,6 +151,10 @@ class Engine(Protocol):
         Raises:
             CorruptState: it belongs to another model.
         """
+        ...
+
+    def close(self) -> None:
+        """Ends what works beside the caller and gives memory back; nothing may follow."""
         ...
 
 
@@ -263,6 +267,9 @@ class ResidentEngine:
         self._optimizer.load(state.tensors)
         self._optimizer.count_from(state.updates)
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
+
+    def close(self) -> None:
+        """See `Engine`; there is nothing beside."""
 
     def _accumulate(self, tokens_BT1: Tensor) -> tuple[dict[str, float], Tensor]:
         """Forms the gradient of the mean loss over micro-batches.

@@ -94,6 +94,10 @@ class LossScale:
         return replace(self, good_steps=self.good_steps + 1)
 
 
+UNSCALED = LossScale()
+"""What all types but fp16 use."""
+
+
 class Guard:
     """Counts what was skipped and ends training that diverges.
 
@@ -106,7 +110,7 @@ class Guard:
 
     def __init__(self, compute: str) -> None:
         self._scaled = compute == "fp16"
-        self.scale = LossScale(LossScale.START) if self._scaled else LossScale()
+        self.scale = LossScale(LossScale.START) if self._scaled else UNSCALED
         self.skipped = self.skipped_in_a_row = self.spikes = 0
         self._mean_norm: float | None = None
 
