@@ -30,12 +30,26 @@ SCALE = "_scale"
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of one row of a parameter: [start, stop)."""
+    """A run of elements of one row of a parameter: [start, stop).
+
+    `offset` is where the row begins in the flattened parameter.
+    """
 
     name: str
     row: int
     start: int
     stop: int
+    offset: int
+
+    @property
+    def in_row(self) -> slice:
+        """Where it lies in its row."""
+        return slice(self.start, self.stop)
+
+    @property
+    def in_whole(self) -> slice:
+        """Where it lies in the flattened parameter."""
+        return slice(self.offset + self.start, self.offset + self.stop)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,16 @@ class Moments:
             parts[kind] = torch.zeros(rows, size, dtype=dtype, device=device)
             parts[kind + SCALE] = torch.zeros(rows, -(-size // BLOCK), device=device)
         return cls(form, parts)
+
+    def flat(self) -> Moments:
+        """The same memory as one row, where no scales belong to rows.
+
+        Cut anywhere else than at multiples of a vector register's width, the fused kernel would
+        round its last elements otherwise than it does in the middle of a whole parameter.
+        """
+        if self.form == "int8":
+            return self
+        return Moments(self.form, {name: part.view(1, -1) for name, part in self.parts.items()})
 
     def copy_row(self, row: int, old: Moments, old_row: int) -> None:
         """Takes over a row of other moments, which may have another format."""
@@ -147,24 +171,23 @@ def update_tensors(
 
 
 def update_piece(
-    master_X: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
+    master_x: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
 ) -> None:
     """AdamW on a piece of a row, whatever the moments' format; uses about 8 bytes per element.
 
     Args:
-        master_X: the whole flattened row.
-        gradient_x: fp32 gradient of the piece.
-        moments: of the parameter.
+        master_x: the piece of the parameter.
+        gradient_x: its fp32 gradient.
+        moments: of the parameter; see `Moments.flat`.
         piece: where; `start` is a multiple of `BLOCK`.
         update: lr and count.
     """
-    part = slice(piece.start, piece.stop)
-    values = moments.load(piece.row, part)
-    update_tensors([master_X[part]], [gradient_x], [values], update)
+    values = moments.load(piece.row, piece.in_row)
+    update_tensors([master_x], [gradient_x], [values], update)
     if moments.form != "fp32":
         # Of place and count alone, so that a resumed peer draws what it would have drawn.
         place = f"{update.count} {piece.name} {piece.row} {piece.start}"
-        moments.store(piece.row, part, values, seed=zlib.crc32(place.encode()))
+        moments.store(piece.row, piece.in_row, values, seed=zlib.crc32(place.encode()))
 
 
 def round_up_or_down(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -105,8 +105,7 @@ class OwnedAdamW:
             for piece in self.pieces():
                 gradient = self._parameters[piece.name].grad
                 assert gradient is not None
-                rows_RX = gradient.view(len(self._moments[piece.name].parts["exp_avg"]), -1)
-                self.update_piece(piece, rows_RX[piece.row, piece.start : piece.stop], update)
+                self.update_piece(piece, gradient.view(-1)[piece.in_whole], update)
         self.updates += 1
         self.free_gradients()
 
@@ -118,11 +117,11 @@ class OwnedAdamW:
         """All parameters, cut so that each piece can be updated by itself."""
         pieces = []
         for name, parameter in self._parameters.items():
-            rows, size = self._moments[name].parts["exp_avg"].shape
+            rows, size = self._moments[name].flat().parts["exp_avg"].shape
             step = PIECE_GPU if parameter.is_cuda else PIECE
             for row in range(rows):
                 cuts = range(0, size, step)
-                pieces += [Piece(name, row, at, min(size, at + step)) for at in cuts]
+                pieces += [Piece(name, row, at, min(size, at + step), row * size) for at in cuts]
         return pieces
 
     def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
@@ -130,9 +129,8 @@ class OwnedAdamW:
 
         The caller adds to `updates` once all pieces are done.
         """
-        moments = self._moments[piece.name]
-        rows_RX = self._parameters[piece.name].detach().view(len(moments.parts["exp_avg"]), -1)
-        update_piece(rows_RX[piece.row], gradient_x, moments, piece, update)
+        master_x = self._parameters[piece.name].detach().view(-1)[piece.in_whole]
+        update_piece(master_x, gradient_x, self._moments[piece.name].flat(), piece, update)
 
     def free_gradients(self) -> None:
         """Drops all gradients without an update."""
@@ -197,6 +195,9 @@ def _stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:
         if (part := tensors.get(f"{kind}.{name}")) is not None:
             parts[kind] = part.reshape(1, -1)
     whole = math.prod(tensors[f"master.{name}"].shape) if f"master.{name}" in tensors else -1
-    if any(kind not in parts or parts[kind].numel() != whole for kind in KINDS):
+    sizes = {kind: parts[kind].numel() for kind in KINDS if kind in parts}
+    form = forms[parts["exp_avg"].element_size()] if "exp_avg" in parts else "fp32"
+    missing = form == "int8" and any(kind + SCALE not in parts for kind in KINDS)
+    if missing or sizes != dict.fromkeys(KINDS, whole):
         raise CorruptState(f"the private state belongs to another model: {name}")
-    return Moments(forms[parts["exp_avg"].element_size()], parts)
+    return Moments(form, parts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.experts import Shape, expert_tensor, owned_stack, stacked_tensors
+from swarm.experts import Shape, expert_tensor, owned_stack
 from swarm.model.frozen import FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
 from swarm.train.moments import MomentsFormat, Piece, Update
@@ -119,14 +119,11 @@ class HostUnit:
 
         The gradient of the whole parameter is multiplied by `factor` in place, piece by piece.
         """
-        rows = len(self.masters[piece.name]) if stacked_tensors(piece.name, (0,)) else 1
-        part = slice(piece.start, piece.stop)
-        gradient_x = gradient.view(rows, -1)[piece.row, part].mul_(factor)
+        gradient_x = gradient.view(-1)[piece.in_whole].mul_(factor)
         self.optimizer.update_piece(piece, gradient_x, update)
         if self.wire_buffer is not self.master_buffer:
-            wire = self._wire[piece.name]
-            master = self.masters[piece.name].detach().view(rows, -1)
-            wire.view(rows, -1)[piece.row, part].copy_(master[piece.row, part])
+            master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
+            self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
     def wait(self) -> None:
         """Waits for the update under way; raises what it raised."""
