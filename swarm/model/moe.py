@@ -62,10 +62,10 @@ class Router(nn.Module):
         """Routes every token to its most probable experts, or to those of `recall`."""
         logits_NE = F.linear(x_ND.float(), self.weight)
         probabilities_NE = logits_NE.softmax(-1)
-        if recall is None or recall.expert_NK is None:
-            weight_NK, expert_NK = probabilities_NE.topk(self.top_k, dim=-1)
-        else:
-            expert_NK = recall.expert_NK
+        weight_NK, expert_NK = probabilities_NE.topk(self.top_k, dim=-1)
+        if recall is not None:
+            # Gathered the first time too: both passes must keep the same tensors for backward.
+            expert_NK = expert_NK if recall.expert_NK is None else recall.expert_NK
             weight_NK = probabilities_NE.gather(-1, expert_NK)
         if self.renormalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
