@@ -15,7 +15,8 @@ SwarmError (1)
 │   ├── BadRecord              wrong signature, too large, not of its schema
 │   ├── BadMessage             a control message that is not of its schema
 │   └── BadManifest            no certificate, or not a successor of its parent
-└── NetworkDown (9)            libp2p's daemon did not start, or died
+├── NetworkDown (9)            libp2p's daemon did not start, or died
+└── OutOfMemory (10)           no engine fits this machine's memory
 """
 
 from __future__ import annotations
@@ -122,3 +123,9 @@ class NetworkDown(SwarmError):
     """libp2p's daemon did not start or has ended; nothing can be sent or received."""
 
     exit_code = 9
+
+
+class OutOfMemory(SwarmError):
+    """The engine that needs least does not fit either, or memory ran out within an update."""
+
+    exit_code = 10

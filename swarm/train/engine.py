@@ -101,6 +101,11 @@ class Engine(Protocol):
         """Steps skipped since the engine was made or its state first saved."""
         ...
 
+    @property
+    def intact(self) -> bool:
+        """Whether all masters are those after a whole number of steps, also after an error."""
+        ...
+
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.
 
@@ -176,6 +181,7 @@ class ResidentEngine:
         self._optimizer = OwnedAdamW(run.optimizer, options.moments)
         self._optimizer.follow(self._model.trained_parameters(), self.owned)
         self._guard = Guard(options.compute)
+        self._intact = True
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -186,6 +192,11 @@ class ResidentEngine:
     def skipped(self) -> int:
         """See `Engine`."""
         return self._guard.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._intact
 
     def own(self, experts: Sequence[int]) -> None:
         """See `Engine`."""
@@ -212,7 +223,9 @@ class ResidentEngine:
             factors = clip_factors(norms, self._run.optimizer)
             for name, gradient in zip(optimizer.names, gradients, strict=True):
                 gradient.mul_(factors[name] / scale)
+            self._intact = False
             optimizer.update(lr)
+            self._intact = True
         return StepStats(
             **means,
             grad_norm=norm,

@@ -45,6 +45,8 @@ class EngineOptions:
         boundaries: where the streaming engine keeps the inputs of layers.
         frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
             in memory.
+        pass_micro_batches: the streaming engine takes so many micro-batches through all layers
+            together, and adds up the gradients of several such passes on the host; 0 takes all.
         gradient_buffers: host memory for gradients of so many layers, which takes clipping by
             unit; 0 holds those of all layers.
         host_threads: threads that update host memory.
@@ -59,6 +61,7 @@ class EngineOptions:
     resident_layers: int | None = 0
     boundaries: Boundaries = Boundaries.DEVICE
     frozen_folder: Path | None = None
+    pass_micro_batches: int = 0
     gradient_buffers: int = 0
     host_threads: int = 1
 

@@ -52,6 +52,15 @@ def assert_equal_for_steps(run, left, right, steps=5):
         pytest.param({"loss": {"balance": "global"}}, {}, {}, id="loss over all layers"),
         pytest.param({"model": {"num_hidden_layers": 5}}, {}, {}, id="five layers"),
         pytest.param({}, {"compute": "fp16"}, {}, id="fp16"),
+        pytest.param(
+            {"train": {"micro_batch_sequences": 1}}, {}, {"pass_micro_batches": 2}, id="two passes"
+        ),
+        pytest.param(
+            {"train": {"micro_batch_sequences": 1}, **BY_UNIT},
+            {},
+            {"pass_micro_batches": 3, "resident_layers": 1},
+            id="uneven passes",
+        ),
     ],
 )
 def test_streaming_equals_resident_in_every_bit(engines, sections, common, only):

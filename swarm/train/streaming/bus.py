@@ -47,12 +47,12 @@ class Bus:
         if mark.event is not None:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 
-    def fetch(self, target: Tensor, source: Tensor, after: Mark | None = None) -> Mark:
-        """Copies to the device, once `after` is reached; returns when it will have been."""
+    def fetch(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
+        """Copies to the device, once all of `after` are reached; returns when it will have been."""
         self.bytes_in += source.nbytes
         return self._copy(self._in, target, source, after)
 
-    def send(self, target: Tensor, source: Tensor, after: Mark | None = None) -> Mark:
+    def send(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
         """Copies from the device likewise."""
         self.bytes_out += source.nbytes
         return self._copy(self._out, target, source, after)
@@ -64,13 +64,18 @@ class Bus:
                 tensor.record_stream(lane)
 
     def _copy(
-        self, lane: torch.cuda.Stream | None, target: Tensor, source: Tensor, after: Mark | None
+        self,
+        lane: torch.cuda.Stream | None,
+        target: Tensor,
+        source: Tensor,
+        after: tuple[Mark, ...],
     ) -> Mark:
         if lane is None:
             target.copy_(source)
             return Mark()
-        if after is not None and after.event is not None:
-            lane.wait_event(after.event)
+        for mark in after:
+            if mark.event is not None:
+                lane.wait_event(mark.event)
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
         return Mark(lane.record_event())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.streaming.arena import Packing
 from swarm.train.streaming.bus import Bus
 from swarm.train.streaming.gradients import Accumulator, Buffers
+from swarm.train.streaming.host import Departure
 from swarm.train.streaming.places import Place, Places, Source, layer_place
 from swarm.train.streaming.store import HostStore
 
@@ -133,10 +136,10 @@ class DeviceSide:
         """Says that everything that computes with a place was given to the device."""
         self._places.release(place)
 
-    def next_accumulator(self, layer: int) -> Accumulator:
-        """Where the gradients of a layer are added up."""
+    def next_accumulator(self, layer: int, before: Departure | None) -> Accumulator:
+        """Where the gradients of a layer are added up, to what earlier passes have found."""
         accumulator = self._accumulators[layer % 2]
-        accumulator.begin(self._store.units[f"layer.{layer}"].packing)
+        accumulator.begin(self._store.units[f"layer.{layer}"].packing, before)
         return accumulator
 
     # ------------------------------------------------ embedding and head
@@ -162,11 +165,11 @@ class DeviceSide:
         assert self._table is not None
         return self._norm, self._table
 
-    def begin_head(self) -> None:
-        """Starts adding up the gradients of norm and head."""
+    def begin_head(self, before: Mapping[str, Departure]) -> None:
+        """Starts adding up the gradients of norm and head, to those of earlier passes by unit."""
         if self._store.tied:
-            self.ends.begin(self._store.units["embedding"].packing)
-        self.head_gradients.begin(self._store.units["head"].packing)
+            self.ends.begin(self._store.units["embedding"].packing, before.get("embedding"))
+        self.head_gradients.begin(self._store.units["head"].packing, before.get("head"))
 
     def add_head(self, norm: Tensor, matrix_VD: Tensor) -> None:
         """Adds one micro-batch's gradients of norm and head."""
@@ -177,10 +180,10 @@ class DeviceSide:
         """Says that everything that computes with the head was given to the device."""
         self._places.release(self._head)
 
-    def begin_embedding(self) -> None:
+    def begin_embedding(self, before: Departure | None) -> None:
         """Starts adding up the gradient of the embedding, unless the head has begun it."""
         if not self._store.tied:
-            self.ends.begin(self._store.units["embedding"].packing)
+            self.ends.begin(self._store.units["embedding"].packing, before)
 
     def add_embedding(self, dx_BTD: Tensor, ids_BT: Tensor) -> None:
         """Adds one micro-batch's gradient of the embedding."""

@@ -51,7 +51,7 @@ class StreamingEngine:
         self._host = HostOptimizer(options.host_threads)
         self._guard = Guard(options.compute)
         self._updates = 0
-        self._early = run.optimizer.clip == "unit"
+        self._early, self._whole = run.optimizer.clip == "unit", True
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -62,6 +62,11 @@ class StreamingEngine:
     def skipped(self) -> int:
         """See `Engine`."""
         return self._guard.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._whole and not self._host.failed
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -134,58 +139,71 @@ class StreamingEngine:
 
     def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
         """See `Engine`."""
+        self._whole, scale = True, self._guard.scale.value
         micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
         update = Update(self._run.optimizer, lr, self._updates + 1)
-        done, departures = self._pass(micro_batches, update)
-        scale = self._guard.scale.value
-        norms: dict[str, Tensor] = {}
-        for departure in departures:
-            departure.arrived.wait()
-            norms |= {name: norm / scale for name, norm in departure.norms.items()}
-        norm = total_norm(norms).item()
-        loss = dict(zip(TERMS, torch.stack(done.terms).mean(dim=0).tolist(), strict=True))
+        together = self._options.pass_micro_batches or len(micro_batches)
+        passes: list[Pass] = []
+        gone: dict[str, Departure] = {}
+        for first in range(0, len(micro_batches), together):
+            one = self._begin(micro_batches, slice(first, first + together), gone)
+            last = first + together >= len(micro_batches)
+            gone = self._go(one, update if last and self._early else None)
+            passes.append(one)
+        norms = _norms(gone.values(), scale)
+        loss, norm = _mean_terms(passes), total_norm(norms).item()
         finite = self._guard.finite(loss["loss"], norm)
         if finite:
             self._updates += 1
             if not self._early:
                 factors = clip_factors(norms, self._run.optimizer)
                 scaled = {name: factor / scale for name, factor in factors.items()}
-                for departure in departures:
+                for departure in gone.values():
                     self._host.submit(departure, lambda _: scaled, update)
+        self._whole = True
+        tokens_LE = torch.stack([one.tokens_LE for one in passes]).sum(0)
         return StepStats(
             **loss,
             grad_norm=norm,
-            tokens=tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1),
-            expert_tokens=tuple(tuple(layer) for layer in done.tokens_LE.tolist()),
+            tokens=tokens_BT1[:, 1:].numel(),
+            expert_tokens=tuple(tuple(layer) for layer in tokens_LE.tolist()),
             skipped=not finite,
         )
 
-    def _pass(
-        self, micro_batches: Sequence[Tensor], update: Update
-    ) -> tuple[Pass, list[Departure]]:
-        device, boundaries = self._device, self._boundaries
-        boundaries.clear()
-        device.prefetch_layer(0)
-        scale = self._guard.scale.value
-        there = [micro_BT1.to(device.bus.device, non_blocking=True) for micro_BT1 in micro_batches]
-        one = Pass(self._run, device, boundaries, there, scale=scale)
-        tables = self._tables(micro_batches[0].shape[1] - 1)
-        x = one.forward([self._embed(device, micro[:, :-1]) for micro in micro_batches], tables)
-        dx = one.head(x)
-        departures = [self._depart("head", device.head_gradients, update)]
-        for layer in reversed(range(self._run.model.num_hidden_layers)):
-            gradients = one.layer_backward(layer, dx, tables)
-            departures.append(self._depart(f"layer.{layer}", gradients, update))
-        gradients = one.embedding_backward(dx)
-        departures.append(self._depart("embedding", gradients, update))
-        return one, departures
+    def _begin(
+        self, micro_batches: Sequence[Tensor], part: slice, before: Mapping[str, Departure]
+    ) -> Pass:
+        self._boundaries.clear()
+        self._device.prefetch_layer(0)
+        return Pass(
+            self._run,
+            self._device,
+            self._boundaries,
+            micro_batches[part],
+            divisor=len(micro_batches),
+            scale=self._guard.scale.value,
+            before=before,
+        )
 
-    def _depart(self, name: str, gradients: Accumulator, update: Update) -> Departure:
-        assert self._device.buffers is not None
-        departure = self._device.buffers.depart(name, gradients)
-        if self._early:
-            self._host.submit(departure, self._factors_of_unit, update)
-        return departure
+    def _go(self, one: Pass, update: Update | None) -> dict[str, Departure]:
+        """One pass; with `update`, a unit is updated as soon as its gradients have left."""
+        device, gone = self._device, {}
+
+        def depart(name: str, gradients: Accumulator) -> None:
+            assert device.buffers is not None
+            gone[name] = device.buffers.depart(name, gradients)
+            if update is not None:
+                self._whole = False
+                self._host.submit(gone[name], self._factors_of_unit, update)
+
+        x = [self._embed(device, tokens_BT1[:, :-1]) for tokens_BT1 in one.micro_batches]
+        tables = self._tables(x[0].shape[1])
+        dx = one.head(one.forward(x, tables))
+        depart("head", device.head_gradients)
+        for layer in reversed(range(self._run.model.num_hidden_layers)):
+            depart(f"layer.{layer}", one.layer_backward(layer, dx, tables))
+        depart("embedding", one.embedding_backward(dx))
+        return gone
 
     def _factors_of_unit(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Per-unit clipping of one unit, or None if its gradient is not finite."""
@@ -243,3 +261,18 @@ class StreamingEngine:
     def _drain(self) -> None:
         """Waits until the host has updated everything; raises what its threads raised."""
         self._store.wait()
+
+
+def _norms(departures: Iterable[Departure], scale: float) -> dict[str, Tensor]:
+    """Norms of all gradients by name, without the loss's scale; waits until they have left."""
+    norms: dict[str, Tensor] = {}
+    for departure in departures:
+        departure.arrived.wait()
+        norms |= {name: norm / scale for name, norm in departure.norms.items()}
+    return norms
+
+
+def _mean_terms(passes: Sequence[Pass]) -> dict[str, float]:
+    """The mean of each term of the loss over all micro-batches."""
+    terms = torch.stack([term for one in passes for term in one.terms])
+    return dict(zip(TERMS, terms.mean(dim=0).tolist(), strict=True))

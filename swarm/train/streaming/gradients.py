@@ -33,11 +33,22 @@ class Accumulator:
         """Bytes on the device."""
         return self._buffer.nbytes + self._norms.nbytes
 
-    def begin(self, packing: Packing) -> None:
-        """Starts with another unit, once the last one has left."""
-        self._bus.wait(self._left)
+    def begin(self, packing: Packing, before: Departure | None = None) -> None:
+        """Starts with another unit, once the last one has left.
+
+        Args:
+            packing: of the unit's gradients.
+            before: where its sum over earlier passes is, to be added to.
+        """
         self.packing, self.views = packing, packing.views(self._buffer)
-        self._written = set()
+        if before is None:
+            self._bus.wait(self._left)
+            self._written = set()
+            return
+        sums = before.buffer.bytes_for(packing)
+        here = self._buffer[: packing.num_bytes]
+        self._bus.wait(self._bus.fetch(here, sums, self._left, before.arrived))
+        self._written = set(self.views)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter, in whatever type it has."""

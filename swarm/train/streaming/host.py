@@ -79,12 +79,15 @@ class HostOptimizer:
     Of the units that wait, the one that the forward pass needs first goes first, so that the next
     step can begin while units further up are still updated. Whatever an update raises is raised
     again by `HostUnit.wait`, and by whoever fetches the unit.
+
+    Attributes:
+        failed: whether an update did, so that some masters are half updated.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: list[_Job] = []
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self.failed = False
         self._pool = ThreadPoolExecutor(num_threads, "swarm-update", _one_thread)
         self._thread = threading.Thread(target=self._work, name="swarm-host", daemon=True)
         self._thread.start()
@@ -124,6 +127,7 @@ class HostOptimizer:
                 job.done.set_result(self._update(job))
             except BaseException as error:
                 logger.debug("an update of %s failed", job.departure.unit.name, exc_info=True)
+                self.failed = True
                 job.done.set_exception(error)
 
     def _update(self, job: _Job) -> bool:

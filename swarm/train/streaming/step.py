@@ -6,7 +6,7 @@ E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ class Pass:
     """Forward and backward over one batch.
 
     Attributes:
+        micro_batches: its tokens, where they came from.
         terms: the terms of each micro-batch's loss, in the order of `Losses`.
         tokens_LE: tokens that each expert got.
-        departures: gradients on their way to the host, by unit.
     """
 
     def __init__(
@@ -36,17 +36,33 @@ class Pass:
         boundaries: BoundaryStore,
         micro_batches: Sequence[Tensor],
         *,
+        divisor: int,
         scale: float,
+        before: Mapping[str, Departure],
     ) -> None:
-        """Prepares a pass; `scale` multiplies the loss."""
+        """Prepares a pass.
+
+        Args:
+            run: the model and its losses.
+            device: what computes.
+            boundaries: keeps the inputs of layers.
+            micro_batches: tokens [B, T + 1].
+            divisor: micro-batches of the whole step.
+            scale: of the loss.
+            before: gradients that earlier passes of this step have found, by unit.
+        """
         self._run, self._device, self._boundaries = run, device, boundaries
-        self._micro_batches, self._scale = micro_batches, scale
+        self._scale, self.micro_batches = scale, micro_batches
+        self._there = [
+            tokens_BT1.to(device.bus.device, non_blocking=True) for tokens_BT1 in micro_batches
+        ]
+        self._divisor = divisor
         self._layers = run.model.num_hidden_layers
         self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
         self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
         self.terms: list[Tensor] = []
         self.tokens_LE = torch.zeros((), dtype=torch.int64, device=device.bus.device)
-        self.departures: list[Departure] = []
+        self._before = before
 
     @torch.no_grad()
     def forward(self, x: list[Tensor], tables: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -68,7 +84,7 @@ class Pass:
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
         """The gradient at the last layer's output of each micro-batch; the head's are added up."""
-        self._device.begin_head()
+        self._device.begin_head(self._before)
         return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
 
     def _one_head(self, index: int, x_BTD: Tensor) -> Tensor:
@@ -76,11 +92,11 @@ class Pass:
         norm, table_VD = device.take_head()
         head_VD = table_VD.detach().requires_grad_()
         hidden_ND = norm(x_BTD).flatten(0, 1).to(device.compute)
-        labels_N = self._micro_batches[index][:, 1:].flatten()
+        labels_N = self._there[index][:, 1:].flatten()
         output = output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)
         routings = [layer[index] for layer in self._routings]
         losses = combine(output, routings, self._run.loss)
-        total = losses.total / len(self._micro_batches) * self._scale
+        total = losses.total / self._divisor * self._scale
         leaves = [leaf for routing in routings for leaf in _floats(routing)]
         sources = [x_BTD, head_VD, norm.weight, *leaves]
         found = torch.autograd.grad(total, sources, allow_unused=True)
@@ -113,7 +129,7 @@ class Pass:
         if layer > 0:
             device.prefetch_layer(layer - 1)
         assert place.layer is not None
-        gradients = device.next_accumulator(layer)
+        gradients = device.next_accumulator(layer, self._before.get(f"layer.{layer}"))
         names = [f"model.layers.{layer}.{name}" for name in place.parameters]
         for index, dx_BTD in enumerate(dx):
             x_BTD = boundaries.take((layer, index)).detach().requires_grad_()
@@ -132,13 +148,13 @@ class Pass:
         return gradients
 
     def _taken_next(self, layer: int, index: int) -> tuple[int, int]:
-        last = index + 1 == len(self._micro_batches)
+        last = index + 1 == len(self._there)
         return (layer - 1, 0) if last else (layer, index + 1)
 
     def embedding_backward(self, dx: Sequence[Tensor]) -> Accumulator:
         """The embedding's gradient, from those at the first layer's inputs."""
-        self._device.begin_embedding()
-        for micro_BT1, dx_BTD in zip(self._micro_batches, dx, strict=True):
+        self._device.begin_embedding(self._before.get("embedding"))
+        for micro_BT1, dx_BTD in zip(self._there, dx, strict=True):
             self._device.add_embedding(dx_BTD, micro_BT1[:, :-1])
         return self._device.ends
 
