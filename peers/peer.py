@@ -55,6 +55,7 @@ from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.train.engine import ResidentEngine
+from swarm.train.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ class Peer:
         )
         status.watch(self.driver, started.run_id)
         device = self._device()
-        engine = ResidentEngine(run, device=device)
+        engine = ResidentEngine(run, EngineOptions.of(run, device=device))
         shards = open_shards(self._corpus(run), self.state.data_path)
         loader = Loader(shards, run, data_index=self.data_index, pin_memory=device == "cuda")
         trainer = Trainer(

@@ -18,8 +18,8 @@ SwarmError (1)
 │   ├── BadMessage             a control message that is not of its schema
 │   └── BadManifest            no certificate, or not a successor of its parent
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
-├── OutOfMemory (11)           this machine, or its GPU, has no memory left for the model
-└── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
+├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
+└── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ class NetworkDown(SwarmError):
 
 
 class OutOfMemory(SwarmError):
-    """No memory is left, of the machine or of its GPU; what was offered is on disk."""
+    """No memory is left, of the machine or of its GPU, and no engine needs less.
+
+    What was offered is on disk.
+    """
 
     exit_code = 11
 

@@ -98,6 +98,14 @@ def expert_shapes(model: ModelConfig, expert: int) -> dict[str, Shape]:
     return dict(sorted(names.items()))
 
 
+def all_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Name -> shape of every tensor of the model, shared ones first."""
+    shapes = shared_shapes(model)
+    for expert in range(model.num_experts):
+        shapes |= expert_shapes(model, expert)
+    return shapes
+
+
 def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     hidden, head = model.hidden_size, model.dim_per_head
     queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head

@@ -117,6 +117,9 @@ class OptimizerConfig(Section):
     eps: PositiveReal = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: PositiveReal = 1.0
+    clip: Literal["global", "unit"] = "global"
+    """global: by the norm of all gradients. unit: embedding, each layer and head by themselves, so
+    that a streaming engine can update a layer while the layers below go backward."""
     warmup_steps: NonNegative = 0
     warmup_from: Share = 0.1
     """Warm-up starts at this share of `lr`."""

@@ -138,10 +138,15 @@ def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
     two operands each), gradients of weights as much as the products of what is trained. Frozen
     experts have none; tokens are taken to spread evenly over the experts.
     """
+    return step_flops_with(run, owned_per_peer(run, num_peers))
+
+
+def step_flops_with(run: RunConfig, num_owned: int) -> float:
+    """The same for a peer that owns so many experts."""
     model = run.model
     forward = forward_flops_per_token(run)
     attention = forward - 2 * _met_shared(model) - 2 * _met_experts(model)
-    share = owned_per_peer(run, num_peers) / model.num_experts
+    share = num_owned / model.num_experts
     weights = 2 * _met_shared(model) + 2 * share * _met_experts(model)
     return 2 * forward + attention + weights
 

@@ -5,6 +5,7 @@ Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.rows import plan_rows
+from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
+from swarm.model.rows import Plan, plan_rows
 from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -35,6 +37,19 @@ class Routing(NamedTuple):
     expert_NK: Tensor
 
 
+@dataclass
+class Recall:
+    """A layer's routing, kept so that computing the layer again for backward decides the same.
+
+    Attributes:
+        expert_NK: the chosen experts; None until the layer has run once.
+        plan: their rows, sorted; with it nothing waits for the device a second time.
+    """
+
+    expert_NK: Tensor | None = None
+    plan: Plan | None = None
+
+
 class Router(nn.Module):
     """Drop-less softmax top-k router; fp32 whatever the compute type."""
 
@@ -43,51 +58,41 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device=device))
         self.top_k, self.renormalise = model.num_experts_per_tok, model.norm_topk_prob
 
-    def forward(self, x_ND: Tensor) -> Routing:
-        """Routes every token to its most probable experts."""
+    def forward(self, x_ND: Tensor, recall: Recall | None = None) -> Routing:
+        """Routes every token to its most probable experts, or to those of `recall`."""
         logits_NE = F.linear(x_ND.float(), self.weight)
         probabilities_NE = logits_NE.softmax(-1)
         weight_NK, expert_NK = probabilities_NE.topk(self.top_k, dim=-1)
+        if recall is not None:
+            # Gathered the first time too: both passes must keep the same tensors for backward.
+            expert_NK = expert_NK if recall.expert_NK is None else recall.expert_NK
+            weight_NK = probabilities_NE.gather(-1, expert_NK)
         if self.renormalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         return Routing(logits_NE, probabilities_NE, weight_NK, expert_NK)
-
-
-@dataclass(frozen=True)
-class DenseStack:
-    """Matrices of frozen experts, stored as one [E, out, in] tensor of fp32 or bf16."""
-
-    tensor: Tensor
-
-    def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """See `swiglu.Stack`; a view where the type is right already."""
-        return self.tensor[rows].to(dtype)
 
 
 class ExpertBank(nn.Module):
     """The experts of one layer.
 
     Owned experts are fp32 parameters `owned.gate_proj` and so on, one [owned, out, in] tensor
-    per projection whose row k is the expert `owned_experts[k]`. Frozen experts are buffers
-    `frozen_gate_proj` and so on. All start uninitialised.
+    per projection whose row k is the expert `owned_experts[k]`. Frozen experts are the stacks
+    `frozen["gate_proj"]` and so on, in ascending order. All start uninitialised.
     """
 
     def __init__(
-        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        inner, hidden = model.moe_intermediate_size, model.hidden_size
-        shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
-        shapes["down_proj"] = (hidden, inner)
-        self.num_experts, self.compute = model.num_experts, compute
+        self.num_experts, self.compute, self.form = model.num_experts, compute, form
         self.owned_experts: tuple[int, ...] = ()
         self.owned = nn.ParameterDict()
-        for projection in PROJECTIONS:
-            out, into = shapes[projection]
+        self.frozen: dict[str, FrozenStack] = {}
+        for projection, (out, into) in matrix_shapes(model).items():
             empty = torch.empty(0, out, into, device=device)
             self.owned[projection] = nn.Parameter(empty)
-            stored = torch.empty(self.num_experts, out, into, dtype=frozen, device=device)
-            self.register_buffer(f"frozen_{projection}", stored, persistent=False)
+            shape = (self.num_experts, out, into)
+            self.frozen[projection] = empty_stack(form, shape, device)
         self._number(())
 
     def _number(self, owned: tuple[int, ...]) -> None:
@@ -97,7 +102,7 @@ class ExpertBank(nn.Module):
             expert: row for experts in (owned, frozen) for row, expert in enumerate(experts)
         }
         order = torch.tensor([*owned, *frozen])
-        device = self.get_buffer("frozen_gate_proj").device
+        device = self._masters("gate_proj").device
         self.register_buffer("group_of", order.argsort().to(device), persistent=False)
 
     @torch.no_grad()
@@ -105,7 +110,7 @@ class ExpertBank(nn.Module):
         """Moves rows between the storages; experts that stay where they are keep their bits.
 
         A newly owned expert's master is its frozen value in fp32; a newly frozen one is its
-        master rounded to the frozen type. Replaces the parameters, unless nothing changes.
+        master rounded to the frozen format. Replaces the parameters, unless nothing changes.
 
         Cost: one projection of one layer exists twice at a time.
         """
@@ -113,55 +118,69 @@ class ExpertBank(nn.Module):
             return
         frozen = [expert for expert in range(self.num_experts) if expert not in owned]
         for projection in PROJECTIONS:
-            stored, masters = self._stored(projection), self._masters(projection)
-            new_stored = stored.new_empty(len(frozen), *stored.shape[1:])
-            new_masters = masters.new_empty(len(owned), *stored.shape[1:])
-            for experts, target in ((owned, new_masters), (frozen, new_stored)):
+            masters = self._masters(projection)
+            new_masters = masters.new_empty(len(owned), *masters.shape[1:])
+            shape = (len(frozen), *masters.shape[1:])
+            new_frozen = empty_stack(self.form, shape, masters.device)
+            for experts, target in ((owned, DenseStack(new_masters)), (frozen, new_frozen)):
                 for row, expert in enumerate(experts):
-                    target[row].copy_(self.matrix(expert, projection))
+                    stack, old_row = self.place(expert, projection)
+                    target.put(row, stack.get(old_row))
             self.owned[projection] = nn.Parameter(new_masters)
-            self.register_buffer(f"frozen_{projection}", new_stored, persistent=False)
+            self.frozen[projection] = new_frozen
         self._number(owned)
 
-    def _stored(self, projection: str) -> Tensor:
-        return self.get_buffer(f"frozen_{projection}")
+    def hold(self, owned: tuple[int, ...], frozen: Mapping[str, FrozenStack]) -> None:
+        """Takes these stacks for its frozen experts; the caller sets the parameters besides."""
+        self.frozen = dict(frozen)
+        self._number(owned)
 
     def _masters(self, projection: str) -> nn.Parameter:
         return self.get_parameter(f"owned.{projection}")
 
-    def matrix(self, expert: int, projection: str) -> Tensor:
-        """The live storage of one matrix, detached: an fp32 master, or the frozen form."""
+    def place(self, expert: int, projection: str) -> tuple[FrozenStack, int]:
+        """Where one matrix lies: a stack, of fp32 masters or of the frozen form, and the row."""
         owned = expert in self.owned_experts
-        stack: Tensor = self._masters(projection) if owned else self._stored(projection)
-        return stack[self.row_of[expert]].detach()
+        masters = DenseStack(self._masters(projection).detach())
+        return masters if owned else self.frozen[projection], self.row_of[expert]
 
-    def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
+    def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
         """Returns the mixed outputs of each token's experts, fp32 [N, D]."""
-        pad = self.compute is torch.bfloat16 and x_ND.device.type == "cpu"
-        plan = plan_rows(
-            self.get_buffer("group_of")[routing.expert_NK],
-            self.num_experts,
-            len(self.owned_experts),
-            PAD_ROWS_BF16 if pad else 1,
-        )
-        gate, up, down = (DenseStack(self._stored(projection)) for projection in PROJECTIONS)
+        plan = recall.plan if recall else None
+        if plan is None:
+            pad = self.compute is torch.bfloat16 and x_ND.device.type == "cpu"
+            plan = plan_rows(
+                self.get_buffer("group_of")[routing.expert_NK],
+                self.num_experts,
+                len(self.owned_experts),
+                PAD_ROWS_BF16 if pad else 1,
+            )
+        if recall:
+            recall.expert_NK, recall.plan = routing.expert_NK, plan
+        gate, up, down = (self.frozen[projection] for projection in PROJECTIONS)
         setting = Setting(plan, (gate, up, down), self.compute)
         masters = [self._masters(projection) for projection in PROJECTIONS]
         return mix_experts(x_ND, routing.weight_NK, masters, setting)
+
+
+def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shape [out, in] of each of an expert's matrices."""
+    inner, hidden = model.moe_intermediate_size, model.hidden_size
+    return {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
 
 class SparseMLP(nn.Module):
     """Router and experts: what stands where a dense transformer has one feed-forward net."""
 
     def __init__(
-        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.gate = Router(model, device)
-        self.experts = ExpertBank(model, frozen, compute, device)
+        self.experts = ExpertBank(model, form, compute, device)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
+    def forward(self, x_BTD: Tensor, recall: Recall | None = None) -> tuple[Tensor, Routing]:
         """Returns fp32 [B, T, D] and what the router decided."""
         x_ND = x_BTD.flatten(0, 1)
-        routing = self.gate(x_ND)
-        return self.experts(x_ND, routing).view_as(x_BTD), routing
+        routing = self.gate(x_ND, recall)
+        return self.experts(x_ND, routing, recall).view_as(x_BTD), routing

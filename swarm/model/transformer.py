@@ -11,33 +11,43 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
-from swarm.experts import expert_tensor
+from swarm.experts import all_shapes, expert_tensor
 from swarm.model.attention import Attention, RMSNorm, rotary_tables
+from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
-from swarm.model.moe import PROJECTIONS, ExpertBank, Routing, SparseMLP
+from swarm.model.moe import PROJECTIONS, ExpertBank, Recall, Routing, SparseMLP
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ComputeType = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "layer", "routing"]
+"""What backward computes again: nothing; each layer; each layer except its routing."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DecoderLayer(nn.Module):
     """Attention and experts, each behind a norm and around a residual."""
 
     def __init__(
-        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.self_attn = Attention(model, compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.mlp = SparseMLP(model, frozen, compute, device)
+        self.mlp = SparseMLP(model, form, compute, device)
 
-    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Routing]:
-        """Returns the next residual stream, fp32 [B, T, D], and what the router decided."""
+    def forward(
+        self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], recall: Recall | None = None
+    ) -> tuple[Tensor, Routing]:
+        """Returns the next residual stream, fp32 [B, T, D], and what the router decided.
+
+        With `recall` the routing is kept there the first time and taken from there afterwards.
+        """
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables)
-        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD))
+        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall)
         return x_BTD + mixed_BTD, routing
 
 
@@ -45,7 +55,7 @@ class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
     def __init__(
-        self, model: ModelConfig, frozen: torch.dtype, compute: torch.dtype, device: torch.device
+        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(
@@ -54,10 +64,11 @@ class Decoder(nn.Module):
             embedding_dim=model.hidden_size,
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(model, frozen, compute, device) for _ in range(model.num_hidden_layers)
+            DecoderLayer(model, form, compute, device) for _ in range(model.num_hidden_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
+        self.recompute: Recompute = "none"
 
     def forward(self, input_ids_BT: Tensor) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
@@ -66,9 +77,23 @@ class Decoder(nn.Module):
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
         for layer in self.layers:
-            x_BTD, routing = layer(x_BTD, tables)
+            x_BTD, routing = self._run(layer, x_BTD, tables)
             routings.append(routing)
         return self.norm(x_BTD), routings
+
+    def _run(
+        self, layer: nn.Module, x_BTD: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Routing]:
+        out: tuple[Tensor, Routing]
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            out = layer(x_BTD, tables)
+        else:
+            recall = Recall() if self.recompute == "routing" else None
+            # Nothing here is random, so there is no state of a generator to keep.
+            out = checkpoint(
+                layer, x_BTD, tables, recall, use_reentrant=False, preserve_rng_state=False
+            )
+        return out
 
 
 class Transformer(nn.Module):
@@ -83,6 +108,7 @@ class Transformer(nn.Module):
         owned: the experts that this peer trains, in every layer.
         frozen: storage of the others.
         compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
+        recompute: what is not kept for backward but computed again.
         device: where everything lies.
     """
 
@@ -91,14 +117,16 @@ class Transformer(nn.Module):
         model: ModelConfig,
         *,
         owned: Sequence[int] = (),
-        frozen: Literal["fp32", "bf16"] = "bf16",
-        compute: Literal["fp32", "bf16"] = "fp32",
+        frozen: FrozenFormat = "bf16",
+        compute: ComputeType = "fp32",
+        recompute: Recompute = "none",
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
-        self.model = Decoder(model, DTYPES[frozen], self.compute, device)
+        self.model = Decoder(model, frozen, self.compute, device)
+        self.model.recompute = recompute
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
         self.own(owned)
@@ -132,33 +160,27 @@ class Transformer(nn.Module):
 
         Returns:
             Detached views of the live storage: shared tensors and owned experts in fp32, frozen
-            experts in their own type.
+            experts in their own type; int8 ones as fp32 copies.
 
         Raises:
             BadBlob: a name that the model has not.
         """
-        storage = self._storage()
-        names = list(names)
-        for name in names:
-            if name not in storage:
-                raise BadBlob("name", f"the model has no tensor {name}")
-        return {name: storage[name] for name in names}
+        return {name: stack.get(row) for name, (stack, row) in self._places(names).items()}
 
     @torch.no_grad()
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """Copies tensors into the model by Hugging Face name, cast to the type of their storage.
+        """Copies tensors into the model by Hugging Face name, rounded as their storage is.
 
         Raises:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
         """
-        targets = self.read(named)
+        places, shapes = self._places(named), all_shapes(self.config)
         for name, tensor in named.items():
-            if tensor.shape != targets[name].shape:
-                raise BadBlob(
-                    "shape", f"{name} has shape {(*tensor.shape,)}, not {(*targets[name].shape,)}"
-                )
+            if tuple(tensor.shape) != shapes[name]:
+                raise BadBlob("shape", f"{name} has shape {(*tensor.shape,)}, not {shapes[name]}")
         for name, tensor in named.items():
-            targets[name].copy_(tensor)
+            stack, row = places[name]
+            stack.put(row, tensor)
 
     def forward(self, input_ids_BT: Tensor) -> Tensor:
         """Returns all logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
@@ -186,9 +208,10 @@ class Transformer(nn.Module):
     def _banks(self) -> list[ExpertBank]:
         return [module for module in self.modules() if isinstance(module, ExpertBank)]
 
-    def _storage(self) -> dict[str, Tensor]:
-        storage = {
-            name: value.detach()
+    def _places(self, names: Iterable[str]) -> dict[str, tuple[FrozenStack, int]]:
+        """Where tensors lie: a stack and the row in it."""
+        places: dict[str, tuple[FrozenStack, int]] = {
+            name: (DenseStack(value.detach()[None]), 0)
             for name, value in self.named_parameters()
             if ".experts.owned." not in name
         }
@@ -196,5 +219,9 @@ class Transformer(nn.Module):
             for expert in range(self.config.num_experts):
                 for projection in PROJECTIONS:
                     name = expert_tensor(layer, expert, projection.removesuffix("_proj"))
-                    storage[name] = bank.matrix(expert, projection)
-        return storage
+                    places[name] = bank.place(expert, projection)
+        names = list(names)
+        for name in names:
+            if name not in places:
+                raise BadBlob("name", f"the model has no tensor {name}")
+        return {name: places[name] for name in names}

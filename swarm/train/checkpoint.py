@@ -27,10 +27,16 @@ from torch import Tensor
 
 from swarm.errors import CorruptState, StateError
 from swarm.train.engine import EngineState
+from swarm.train.guard import LossScale
 
 _FORMAT = 1
 _DIGEST_BYTES = 32
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 _CHUNK_BYTES = 16 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -193,6 +199,7 @@ def _encode(state: PrivateState) -> Iterator[bytes | memoryview]:
     meta["offered"] = dict(state.offered)
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
+    meta["scale"] = [engine.scale.value, engine.scale.good_steps]
     text = json.dumps({"format": _FORMAT, **meta}, sort_keys=True)
     header: dict[str, Any] = {"__metadata__": {"private_state": text}}
     offset = 0
@@ -234,6 +241,7 @@ def _decode(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> PrivateState
         updates=updates,
         skipped=skipped,
         skipped_in_a_row=skipped_in_a_row,
+        scale=LossScale(*meta.pop("scale", (1.0, 0))),
     )
     bases = {int(expert): digest for expert, digest in meta.pop("expert_bases")}
     return PrivateState(engine=engine, expert_bases=bases, rng=rng, **meta)

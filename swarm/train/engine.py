@@ -6,8 +6,6 @@ Legend: B sequences, T tokens that a sequence predicts.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,15 +14,15 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.errors import CorruptState, TrainingDiverged
-from swarm.experts import Shape, expert_shapes, shared_shapes
+from swarm.errors import CorruptState
+from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.transformer import Transformer
+from swarm.train.guard import UNSCALED, Guard, LossScale, clip_factors, total_norm
 from swarm.train.optimizer import OwnedAdamW
+from swarm.train.options import EngineOptions
 
-SKIPS_UNTIL_DIVERGED = 3
-"""So many steps in a row without a finite loss and gradient end the training of a peer."""
-
-logger = logging.getLogger(__name__)
+TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
+"""The first fields of `Losses`, as `StepStats` names them."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,13 @@ class EngineState:
     """What an engine must keep to go on with the same bits; frozen experts are not part of it.
 
     Attributes:
-        tensors: fp32, "master." and "exp_avg." and "exp_avg_sq." before Hugging Face names.
+        tensors: "master." and "exp_avg." and "exp_avg_sq." before Hugging Face names; masters
+            are fp32, moments as they are stored, in int8 with "exp_avg_scale." and so on.
         owned: experts that this peer trains.
         updates: AdamW's common count.
         skipped: steps skipped so far.
         skipped_in_a_row: of these, the ones since the last update.
+        scale: of the loss, in fp16.
     """
 
     tensors: Mapping[str, Tensor]
@@ -71,6 +71,21 @@ class EngineState:
     updates: int
     skipped: int
     skipped_in_a_row: int
+    scale: LossScale = UNSCALED
+
+    def require(self, run: RunConfig) -> None:
+        """Raises CorruptState if it is not a state of this run's model."""
+        shapes = shared_shapes(run.model)
+        for expert in self.owned:
+            shapes |= expert_shapes(run.model, expert)
+        masters = {
+            name.removeprefix("master."): tuple(each.shape)
+            for name, each in self.tensors.items()
+            if name.startswith("master.")
+        }
+        names = {name.partition(".")[2] for name in self.tensors}
+        if masters != shapes or names != set(shapes):
+            raise CorruptState("the private state belongs to another model")
 
 
 class Engine(Protocol):
@@ -84,6 +99,11 @@ class Engine(Protocol):
     @property
     def skipped(self) -> int:
         """Steps skipped since the engine was made or its state first saved."""
+        ...
+
+    @property
+    def intact(self) -> bool:
+        """Whether all masters are those after a whole number of steps, also after an error."""
         ...
 
     def own(self, experts: Sequence[int]) -> None:
@@ -138,24 +158,30 @@ class Engine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends what works beside the caller and gives memory back; nothing may follow."""
+        ...
+
 
 class ResidentEngine:
     """An engine that keeps the whole model in the memory of one device; see `Engine`."""
 
-    def __init__(self, run: RunConfig, *, device: str | torch.device = "cpu") -> None:
+    def __init__(self, run: RunConfig, options: EngineOptions | None = None) -> None:
         """Builds a model that owns nothing; its tensors hold nothing until they are written."""
+        options = options or EngineOptions.of(run)
         self._run = run
-        self._device = torch.device(device)
+        self._device = torch.device(options.device)
         self._model = Transformer(
             run.model,
-            frozen=run.train.frozen,
-            compute=run.train.compute,
+            frozen=options.frozen,
+            compute=options.compute,
+            recompute=options.recompute,
             device=self._device,
         )
-        self._optimizer = OwnedAdamW(run.optimizer)
+        self._optimizer = OwnedAdamW(run.optimizer, options.moments)
         self._optimizer.follow(self._model.trained_parameters(), self.owned)
-        self._skipped = 0
-        self._skipped_in_a_row = 0
+        self._guard = Guard(options.compute)
+        self._intact = True
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -165,7 +191,12 @@ class ResidentEngine:
     @property
     def skipped(self) -> int:
         """See `Engine`."""
-        return self._skipped
+        return self._guard.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._intact
 
     def own(self, experts: Sequence[int]) -> None:
         """See `Engine`."""
@@ -180,21 +211,28 @@ class ResidentEngine:
     def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
         """See `Engine`."""
         means, tokens_LE = self._accumulate(tokens_BT1)
-        parameters, settings = self._optimizer.parameters, self._run.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm).item()
-        stats = StepStats(
+        optimizer, scale = self._optimizer, self._guard.scale.value
+        gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
+        each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
+        norms = dict(zip(optimizer.names, each, strict=True))
+        norm = total_norm(norms).item()
+        skipped = not self._guard.finite(means["loss"], norm)
+        if skipped:
+            optimizer.free_gradients()
+        else:
+            factors = clip_factors(norms, self._run.optimizer)
+            for name, gradient in zip(optimizer.names, gradients, strict=True):
+                gradient.mul_(factors[name] / scale)
+            self._intact = False
+            optimizer.update(lr)
+            self._intact = True
+        return StepStats(
             **means,
             grad_norm=norm,
             tokens=tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1),
             expert_tokens=tuple(tuple(layer) for layer in tokens_LE.tolist()),
-            skipped=not (math.isfinite(means["loss"]) and math.isfinite(norm)),
+            skipped=skipped,
         )
-        if stats.skipped:
-            self._skip(stats)
-        else:
-            self._optimizer.update(lr)
-            self._skipped_in_a_row = 0
-        return stats
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """See `Engine`."""
@@ -225,38 +263,26 @@ class ResidentEngine:
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""
-        means, squares = self._optimizer.moments()
-        kinds = {"master": self._optimizer.masters(), "exp_avg": means, "exp_avg_sq": squares}
         return EngineState(
-            tensors={
-                f"{kind}.{name}": each for kind in kinds for name, each in kinds[kind].items()
-            },
+            tensors=self._optimizer.state(),
             owned=self.owned,
             updates=self._optimizer.updates,
-            skipped=self._skipped,
-            skipped_in_a_row=self._skipped_in_a_row,
+            skipped=self._guard.skipped,
+            skipped_in_a_row=self._guard.skipped_in_a_row,
+            scale=self._guard.scale,
         )
 
     @torch.no_grad()
     def load_state_dict(self, state: EngineState) -> None:
         """See `Engine`."""
-        if {name: tuple(each.shape) for name, each in state.tensors.items()} != self._shapes(state):
-            raise CorruptState("the private state belongs to another model")
+        state.require(self._run)
         self.own(state.owned)
-        mine = self.state_dict().tensors
-        for name, tensor in mine.items():
-            tensor.copy_(state.tensors[name])
+        self._optimizer.load(state.tensors)
         self._optimizer.count_from(state.updates)
-        self._skipped = state.skipped
-        self._skipped_in_a_row = state.skipped_in_a_row
+        self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
-    def _shapes(self, state: EngineState) -> dict[str, Shape]:
-        """What the tensors of a private state with its owned experts are called and shaped."""
-        shapes = shared_shapes(self._run.model)
-        for expert in state.owned:
-            shapes |= expert_shapes(self._run.model, expert)
-        kinds = ("master", "exp_avg", "exp_avg_sq")
-        return {f"{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
+    def close(self) -> None:
+        """See `Engine`; there is nothing beside."""
 
     def _accumulate(self, tokens_BT1: Tensor) -> tuple[dict[str, float], Tensor]:
         """Forms the gradient of the mean loss over micro-batches.
@@ -270,26 +296,12 @@ class ResidentEngine:
             losses = self._model.losses(
                 micro_BT1.to(self._device, non_blocking=True), self._run.loss
             )
-            (losses.total / len(micro_batches)).backward()
+            (losses.total / len(micro_batches) * self._guard.scale.value).backward()
             terms.append(torch.stack([term.detach() for term in losses[:5]]))
             tokens_LE = tokens_LE + losses.expert_tokens
         # One wait for the device per step, not one per term.
         means = torch.stack(terms).mean(dim=0).tolist()
-        names = ("loss", "cross_entropy", "balance", "router_z", "output_z")
-        return dict(zip(names, means, strict=True)), tokens_LE
-
-    def _skip(self, stats: StepStats) -> None:
-        self._optimizer.free_gradients()
-        self._skipped += 1
-        self._skipped_in_a_row += 1
-        found = f"loss {stats.loss}, gradient norm {stats.grad_norm}"
-        if self._skipped_in_a_row >= SKIPS_UNTIL_DIVERGED:
-            raise TrainingDiverged(
-                f"{self._skipped_in_a_row} steps in a row were not finite, the last with {found}; "
-                "nothing of them was offered to the swarm",
-                hint="lower optimizer.lr, or look at the text this peer trains on",
-            )
-        logger.warning("step skipped: %s; %d so far", found, self._skipped)
+        return dict(zip(TERMS, means, strict=True)), tokens_LE
 
 
 @contextlib.contextmanager

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
+from swarm.errors import CorruptState
 from swarm.experts import stacked_tensors
+from swarm.train.moments import (
+    KINDS,
+    SCALE,
+    Moments,
+    MomentsFormat,
+    Piece,
+    Update,
+    update_piece,
+    update_tensors,
+)
 
-Moments = tuple[Tensor, Tensor]
-"""AdamW's first and second moment of one parameter, fp32, of its shape."""
+PIECE = 2**18
+"""Elements that a thread of the CPU updates at once: what it touches fits its cache."""
+PIECE_GPU = 2**24
 
 
 class OwnedAdamW:
@@ -27,17 +38,28 @@ class OwnedAdamW:
             first update is about half of the learning rate and needs no warm-up of its own.
     """
 
-    def __init__(self, settings: OptimizerConfig) -> None:
-        self._settings = settings
+    def __init__(self, settings: OptimizerConfig, form: MomentsFormat = "fp32") -> None:
+        self._settings, self._form = settings, form
         self._parameters: dict[str, nn.Parameter] = {}
+        self._moments: dict[str, Moments] = {}
         self._owned: tuple[int, ...] = ()
-        self._adamw: torch.optim.AdamW | None = None
         self.updates = 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What is trained, in the order of the parameters' names."""
         return list(self._parameters.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of `parameters`."""
+        return list(self._parameters)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of all moments."""
+        parts = [part for moments in self._moments.values() for part in moments.parts.values()]
+        return sum(part.nbytes for part in parts)
 
     def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
         """Trains `parameters` from now on.
@@ -49,32 +71,66 @@ class OwnedAdamW:
             parameters: by name; owned experts as stacks whose row k is expert `owned[k]`.
             owned: the experts behind the stacks' rows.
         """
-        old = {name: self._moments(parameter) for name, parameter in self._parameters.items()}
-        old_owned, self._owned = self._owned, tuple(owned)
+        old, old_owned = self._moments, self._owned
         self._parameters = dict(sorted(parameters.items()))
-        settings = self._settings
-        self._adamw = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self._owned, self._moments = tuple(owned), {}
         for name, parameter in self._parameters.items():
-            moments = old.pop(name, None)
-            if stacked_tensors(name, owned):
-                moments = _move_rows(moments, old_owned, self._owned, parameter)
-            self._set_moments(parameter, moments or _zeros(parameter))
+            is_stack = bool(stacked_tensors(name, owned))
+            rows = len(self._owned) if is_stack else 1
+            kept = old.pop(name, None)
+            if kept is not None and (not is_stack or old_owned == self._owned):
+                self._moments[name] = kept
+                continue
+            size = parameter.numel() // rows
+            moments = Moments.zeros(self._form, rows, size, parameter.device)
+            self._moments[name] = moments
+            for row, expert in enumerate(self._owned):
+                if kept is not None and expert in old_owned:
+                    moments.copy_row(row, kept, old_owned.index(expert))
 
     def update(self, lr: float) -> None:
         """One AdamW update by the gradients, all of which must be there; then frees them."""
-        assert self._adamw is not None, "nothing to train: call follow first"
-        assert all(parameter.grad is not None for parameter in self.parameters)
-        self._adamw.param_groups[0]["lr"] = lr
-        self._adamw.step()
+        assert self._parameters, "nothing to train: call follow first"
+        gradients = [parameter.grad for parameter in self.parameters]
+        assert all(gradient is not None for gradient in gradients)
+        update = self.next_update(lr)
+        if self._form == "fp32":
+            values = [parameter.detach() for parameter in self.parameters]
+            moments = [
+                tuple(moment.parts[kind].view(value.shape) for kind in KINDS)
+                for moment, value in zip(self._moments.values(), values, strict=True)
+            ]
+            update_tensors(values, gradients, moments, update)  # type: ignore[arg-type]
+        else:
+            for piece in self.pieces():
+                gradient = self._parameters[piece.name].grad
+                assert gradient is not None
+                self.update_piece(piece, gradient.view(-1)[piece.in_whole], update)
         self.updates += 1
         self.free_gradients()
+
+    def next_update(self, lr: float) -> Update:
+        """The update that follows those so far."""
+        return Update(self._settings, lr, self.updates + 1)
+
+    def pieces(self) -> list[Piece]:
+        """All parameters, cut so that each piece can be updated by itself."""
+        pieces = []
+        for name, parameter in self._parameters.items():
+            rows, size = self._moments[name].flat().parts["exp_avg"].shape
+            step = PIECE_GPU if parameter.is_cuda else PIECE
+            for row in range(rows):
+                cuts = range(0, size, step)
+                pieces += [Piece(name, row, at, min(size, at + step), row * size) for at in cuts]
+        return pieces
+
+    def update_piece(self, piece: Piece, gradient_x: Tensor, update: Update) -> None:
+        """Updates a piece by its fp32 gradient; any pieces at once, from any threads.
+
+        The caller adds to `updates` once all pieces are done.
+        """
+        master_x = self._parameters[piece.name].detach().view(-1)[piece.in_whole]
+        update_piece(master_x, gradient_x, self._moments[piece.name].flat(), piece, update)
 
     def free_gradients(self) -> None:
         """Drops all gradients without an update."""
@@ -84,58 +140,64 @@ class OwnedAdamW:
     def count_from(self, updates: int) -> None:
         """Sets the common count of updates, as for a peer that joins a run at a later step."""
         self.updates = updates
-        for parameter in self.parameters:
-            self._set_moments(parameter, self._moments(parameter))
 
     def masters(self) -> dict[str, Tensor]:
         """Views of all parameters by Hugging Face name, one for each owned expert's matrix."""
-        detached = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        return _unstack(detached, self._owned)
+        views: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            rows = stacked_tensors(name, self._owned)
+            value = parameter.detach()
+            views.update(zip(rows, value, strict=True) if rows else [(name, value)])
+        return views
 
     def moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Views of all first and second moments, named as `masters` are."""
-        named = {name: self._moments(parameter) for name, parameter in self._parameters.items()}
-        means = {name: mean for name, (mean, _) in named.items()}
-        squares = {name: square for name, (_, square) in named.items()}
-        return _unstack(means, self._owned), _unstack(squares, self._owned)
+        """Views of all first and second moments as stored, named as `masters` are."""
+        state = self.state()
+        return (
+            {n[len(KINDS[0]) + 1 :]: t for n, t in state.items() if n.startswith("exp_avg.")},
+            {n[len(KINDS[1]) + 1 :]: t for n, t in state.items() if n.startswith("exp_avg_sq.")},
+        )
 
-    def _moments(self, parameter: nn.Parameter) -> Moments:
-        assert self._adamw is not None
-        state = self._adamw.state[parameter]
-        return cast(Moments, (state["exp_avg"], state["exp_avg_sq"]))
+    def state(self) -> dict[str, Tensor]:
+        """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names."""
+        state = {f"master.{name}": value for name, value in self.masters().items()}
+        for name, parameter in self._parameters.items():
+            rows = stacked_tensors(name, self._owned)
+            for row, of_row in enumerate(rows or (name,)):
+                shape = parameter.shape[1:] if rows else parameter.shape
+                for kind, part in self._moments[name].parts.items():
+                    whole = part[row] if kind.endswith(SCALE) else part[row].view(shape)
+                    state[f"{kind}.{of_row}"] = whole
+        return state
 
-    def _set_moments(self, parameter: nn.Parameter, moments: Moments) -> None:
-        assert self._adamw is not None
-        # The fused kernel keeps its count beside the parameter, in fp32: exact up to 2^24 updates.
-        step = torch.tensor(float(self.updates), dtype=torch.float32, device=parameter.device)
-        self._adamw.state[parameter] = {
-            "step": step,
-            "exp_avg": moments[0],
-            "exp_avg_sq": moments[1],
-        }
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over masters and moments under the names of `state`, in whatever format.
+
+        Raises:
+            CorruptState: a tensor is missing or of another shape; nothing was changed then.
+        """
+        stored = {name: _stored_moments(tensors, name) for name in self.masters()}
+        for name, master in self.masters().items():
+            if tensors[f"master.{name}"].shape != master.shape:
+                raise CorruptState(f"the private state belongs to another model: {name}")
+        for name, master in self.masters().items():
+            master.copy_(tensors[f"master.{name}"])
+        for name, moments in self._moments.items():
+            for row, of_row in enumerate(stacked_tensors(name, self._owned) or (name,)):
+                moments.copy_row(row, stored[of_row], 0)
 
 
-def _unstack(named: Mapping[str, Tensor], owned: Sequence[int]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named.items():
-        rows = stacked_tensors(name, owned)
-        tensors.update(zip(rows, tensor, strict=True) if rows else [(name, tensor)])
-    return tensors
-
-
-def _zeros(parameter: Tensor) -> Moments:
-    return torch.zeros_like(parameter), torch.zeros_like(parameter)
-
-
-def _move_rows(
-    old: Moments | None, old_owned: Sequence[int], owned: Sequence[int], parameter: Tensor
-) -> Moments:
-    """Moments of a stack: an expert's old row where it had one, else zeros."""
-    new = _zeros(parameter)
-    if old is None:
-        return new
-    for row, expert in enumerate(owned):
-        if expert in old_owned:
-            for new_moment, old_moment in zip(new, old, strict=True):
-                new_moment[row] = old_moment[old_owned.index(expert)]
-    return new
+def _stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:
+    """Moments of one tensor as a private state has them; raises CorruptState."""
+    forms: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
+    parts = {}
+    for kind in (*KINDS, *(kind + SCALE for kind in KINDS)):
+        if (part := tensors.get(f"{kind}.{name}")) is not None:
+            parts[kind] = part.reshape(1, -1)
+    whole = math.prod(tensors[f"master.{name}"].shape) if f"master.{name}" in tensors else -1
+    sizes = {kind: parts[kind].numel() for kind in KINDS if kind in parts}
+    form = forms[parts["exp_avg"].element_size()] if "exp_avg" in parts else "fp32"
+    missing = form == "int8" and any(kind + SCALE not in parts for kind in KINDS)
+    if missing or sizes != dict.fromkeys(KINDS, whole):
+        raise CorruptState(f"the private state belongs to another model: {name}")
+    return Moments(form, parts)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import ResidentEngine
+from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.streaming.engine import StreamingEngine
 
 LENGTH = 16
 NUM_EXPERTS = 4
@@ -52,9 +55,18 @@ def all_names(run: RunConfig) -> list[str]:
     return [*shared_shapes(run.model), *(n for e in experts for n in expert_shapes(run.model, e))]
 
 
-def new_engine(run: RunConfig, owned: Sequence[int] = ()) -> ResidentEngine:
-    """An engine with the run's initial weights that owns some experts."""
-    engine = ResidentEngine(run)
+def new_engine(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> ResidentEngine:
+    """A resident engine with the run's initial weights that owns some experts."""
+    engine = ResidentEngine(run, replace(EngineOptions.of(run), **options))
+    engine.write(initial_tensors(run, all_names(run)))
+    engine.own(owned)
+    return engine
+
+
+def new_streaming(run: RunConfig, owned: Sequence[int] = (), **options: Any) -> StreamingEngine:
+    """A streaming engine likewise; to be closed."""
+    given = {"kind": EngineKind.STREAMING, "host_threads": 2, **options}
+    engine = StreamingEngine(run, replace(EngineOptions.of(run), **given))
     engine.write(initial_tensors(run, all_names(run)))
     engine.own(owned)
     return engine

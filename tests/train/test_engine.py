@@ -8,9 +8,23 @@ from swarm.errors import CorruptState, TrainingDiverged
 from swarm.experts import expert_shapes, owned_stack, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import EngineState
-from tests.train.runs import all_names, batch, new_engine, same, tiny_run
+from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 
 RUN = tiny_run()
+
+
+@pytest.fixture(params=[new_engine, new_streaming], ids=["resident", "streaming"])
+def make_engine(request):
+    """Makes engines of one kind, and ends their threads when the test is over."""
+    made = []
+
+    def make(*args, **options):
+        made.append(request.param(*args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 def weights(engine):
@@ -34,16 +48,16 @@ def poison(engine, name="model.norm.weight"):
     return before
 
 
-def test_engines_with_one_seed_start_equal_whatever_they_own():
-    first, second = new_engine(RUN, [0, 1]), new_engine(RUN, [2])
+def test_engines_with_one_seed_start_equal_whatever_they_own(make_engine):
+    first, second = make_engine(RUN, [0, 1]), make_engine(RUN, [2])
     assert same(weights(first), weights(second))
     assert same(weights(first), initial_tensors(RUN, all_names(RUN)))
 
 
-def test_a_foreign_expert_keeps_every_byte_over_a_round():
+def test_a_foreign_expert_keeps_every_byte_over_a_round(make_engine):
     for frozen in ("fp32", "bf16"):
         run = tiny_run(train={"frozen": frozen})
-        engine = new_engine(run, [1, 3])
+        engine = make_engine(run, [1, 3])
         names = {expert: list(expert_shapes(run.model, expert)) for expert in range(4)}
         before = {expert: engine.read(of) for expert, of in names.items()}
         train(engine, 6)
@@ -95,9 +109,9 @@ def test_micro_batches_accumulate_the_mean_of_their_losses():
     assert not stats.skipped
 
 
-def test_gradients_are_clipped_to_the_global_norm_of_what_is_trained():
+def test_gradients_are_clipped_to_the_global_norm_of_what_is_trained(make_engine):
     run = tiny_run(optimizer={"clip_norm": 1e-3, "weight_decay": 0.0})
-    engine = new_engine(run, [0, 1])
+    engine = make_engine(run, [0, 1])
     engine.step(batch(run, 0), lr=1e-2)
     means = [t for n, t in engine.state_dict().tensors.items() if n.startswith("exp_avg.")]
     # After one update the first moment is (1 - 0.9) of the clipped gradient; clipping divides by
@@ -138,8 +152,8 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_skipped_too():
     assert same(weights(engine), before)
 
 
-def test_three_skipped_steps_in_a_row_are_divergence():
-    engine = new_engine(RUN, [0, 1])
+def test_three_skipped_steps_in_a_row_are_divergence(make_engine):
+    engine = make_engine(RUN, [0, 1])
     train(engine, 1)
     head = poison(engine, "lm_head.weight")
     train(engine, 2)
@@ -151,22 +165,22 @@ def test_three_skipped_steps_in_a_row_are_divergence():
         train(engine, 1)
 
 
-def test_skips_in_a_row_survive_a_restart():
-    engine = new_engine(RUN, [0, 1])
+def test_skips_in_a_row_survive_a_restart(make_engine):
+    engine = make_engine(RUN, [0, 1])
     poison(engine, "lm_head.weight")
     train(engine, 2)
-    again = new_engine(RUN)
+    again = make_engine(RUN)
     again.load_state_dict(frozen_copy(engine))
     with pytest.raises(TrainingDiverged):
         train(again, 1)
 
 
-def test_going_on_from_a_saved_state_gives_the_same_bits():
-    straight, stopped = new_engine(RUN, [0, 3]), new_engine(RUN, [0, 3])
+def test_going_on_from_a_saved_state_gives_the_same_bits(make_engine):
+    straight, stopped = make_engine(RUN, [0, 3]), make_engine(RUN, [0, 3])
     train(straight, 8)
     train(stopped, 4)
     state, foreign = frozen_copy(stopped), weights(stopped)
-    again = new_engine(RUN)
+    again = make_engine(RUN)
     again.load_state_dict(state)
     again.write({name: foreign[name] for e in (1, 2) for name in expert_shapes(RUN.model, e)})
     train(again, 4, start=4)
@@ -175,8 +189,8 @@ def test_going_on_from_a_saved_state_gives_the_same_bits():
     assert again.state_dict().updates == 8
 
 
-def test_moving_experts_keeps_bits_and_moments_of_those_that_stay():
-    engine = new_engine(RUN, [0, 1])
+def test_moving_experts_keeps_bits_and_moments_of_those_that_stay(make_engine):
+    engine = make_engine(RUN, [0, 1])
     train(engine, 3)
     before, state = weights(engine), frozen_copy(engine)
     engine.own([1, 2])
@@ -192,16 +206,16 @@ def test_moving_experts_keeps_bits_and_moments_of_those_that_stay():
         assert not any(f"{kind}.{name}" in after.tensors for name in expert_shapes(RUN.model, 0))
 
 
-def test_owning_the_same_experts_again_changes_nothing():
-    engine = new_engine(RUN, [0, 1])
+def test_owning_the_same_experts_again_changes_nothing(make_engine):
+    engine = make_engine(RUN, [0, 1])
     train(engine, 2)
     before = frozen_copy(engine)
     engine.own([1, 0])
     assert same(before.tensors, engine.state_dict().tensors)
 
 
-def test_training_goes_on_after_experts_moved():
-    engine = new_engine(RUN, [0, 1])
+def test_training_goes_on_after_experts_moved(make_engine):
+    engine = make_engine(RUN, [0, 1])
     train(engine, 2)
     engine.own([2])
     before = weights(engine)
@@ -213,9 +227,9 @@ def test_training_goes_on_after_experts_moved():
     assert changed == {2}
 
 
-def test_masters_stay_fp32_when_computing_in_bf16():
+def test_masters_stay_fp32_when_computing_in_bf16(make_engine):
     run = tiny_run(train={"compute": "bf16", "frozen": "bf16"})
-    engine = new_engine(run, [0, 1])
+    engine = make_engine(run, [0, 1])
     losses = [stats.cross_entropy for stats in train(engine, 3)]
     assert all(2 < loss < 7 for loss in losses)
     assert {t.dtype for t in engine.state_dict().tensors.values()} == {torch.float32}
@@ -223,33 +237,33 @@ def test_masters_stay_fp32_when_computing_in_bf16():
     assert not torch.equal(master, master.bfloat16().float())
 
 
-def test_evaluation_computes_in_fp32_whatever_training_does():
+def test_evaluation_computes_in_fp32_whatever_training_does(make_engine):
     tokens = batch(RUN, 50)
     found = []
     for compute in ("fp32", "bf16"):
-        found.append(new_engine(tiny_run(train={"compute": compute}), [0]).evaluate(tokens))
+        found.append(make_engine(tiny_run(train={"compute": compute}), [0]).evaluate(tokens))
     assert found[0] == found[1]
 
 
-def test_training_goes_on_in_bf16_after_an_evaluation():
+def test_training_goes_on_in_bf16_after_an_evaluation(make_engine):
     run = tiny_run(train={"compute": "bf16"})
-    looked, blind = new_engine(run, [0]), new_engine(run, [0])
+    looked, blind = make_engine(run, [0]), make_engine(run, [0])
     looked.evaluate(batch(run, 50))
-    assert train(looked, 1) == train(blind, 1) != train(new_engine(RUN, [0]), 1)
+    assert train(looked, 1) == train(blind, 1) != train(make_engine(RUN, [0]), 1)
 
 
-def test_evaluation_is_the_mean_over_tokens_also_with_a_smaller_last_micro_batch():
+def test_evaluation_is_the_mean_over_tokens_also_with_a_smaller_last_micro_batch(make_engine):
     tokens = torch.cat([batch(RUN, 50), batch(RUN, 51)])[:5]
-    engine = new_engine(RUN, [0])
+    engine = make_engine(RUN, [0])
     rows = [engine.evaluate(row[None]) for row in tokens]
     # fp32 sums over 16 or 32 tokens, added up in another order.
     assert engine.evaluate(tokens) == pytest.approx(sum(rows) / 5, rel=1e-6)
 
 
-def test_evaluation_uses_replaced_values_and_leaves_every_bit():
+def test_evaluation_uses_replaced_values_and_leaves_every_bit(make_engine):
     for frozen in ("fp32", "bf16"):
         run = tiny_run(train={"frozen": frozen})
-        engine, other = new_engine(run, [0, 1]), new_engine(run, [0, 1])
+        engine, other = make_engine(run, [0, 1]), make_engine(run, [0, 1])
         train(engine, 2)
         names = [*expert_shapes(run.model, 0), *expert_shapes(run.model, 2), "lm_head.weight"]
         stand_ins = {
@@ -277,8 +291,8 @@ def test_an_evaluation_that_fails_leaves_every_bit_as_well():
     assert engine._model.compute == torch.bfloat16
 
 
-def test_what_is_read_does_not_change_when_training_goes_on():
-    engine = new_engine(RUN, [0, 1])
+def test_what_is_read_does_not_change_when_training_goes_on(make_engine):
+    engine = make_engine(RUN, [0, 1])
     before = weights(engine)
     copies = {name: tensor.clone() for name, tensor in before.items()}
     train(engine, 1)
@@ -286,10 +300,12 @@ def test_what_is_read_does_not_change_when_training_goes_on():
 
 
 @pytest.mark.parametrize("hidden_size, owned", [(32, [0]), (16, [0, 1])])
-def test_a_state_of_another_model_is_refused_and_nothing_overwritten(hidden_size, owned):
-    other = new_engine(tiny_run(model={"hidden_size": hidden_size}), owned)
+def test_a_state_of_another_model_is_refused_and_nothing_overwritten(
+    make_engine, hidden_size, owned
+):
+    other = make_engine(tiny_run(model={"hidden_size": hidden_size}), owned)
     state = replace(frozen_copy(other), owned=(0,))
-    engine = new_engine(RUN, [3])
+    engine = make_engine(RUN, [3])
     before = weights(engine)
     with pytest.raises(CorruptState):
         engine.load_state_dict(state)

@@ -1,0 +1,166 @@
+"""What an engine decides about a step before it changes anything: clip it, scale it, skip it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from swarm.config import OptimizerConfig
+from swarm.errors import TrainingDiverged
+
+SKIPS_UNTIL_DIVERGED = 3
+"""So many steps in a row without a finite loss and gradient end the training of a peer."""
+SPIKE = 4.0
+"""A gradient norm of so many times its running mean is counted as a spike."""
+MEMORY = 0.98
+"""Of the running mean of gradient norms: it looks back some 50 steps."""
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+logger = logging.getLogger(__name__)
+
+
+def unit_of(name: str) -> str:
+    """The unit that a parameter belongs to: "embedding", "layer.N" or "head"."""
+    if match := _LAYER.match(name):
+        return f"layer.{match[1]}"
+    return "embedding" if name == "model.embed_tokens.weight" else "head"
+
+
+def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
+    """The norm of all gradients from the norms of each, added up in the order of their names."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[name] for name in sorted(norms)]))
+    return total
+
+
+def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
+    """What each parameter's gradient is multiplied by.
+
+    global: by clip_norm over the norm of all gradients, where that is more than 1.
+    unit: the same for each unit (embedding, layer, head) by itself against
+        clip_norm / sqrt(number of units), so that the norm of everything never exceeds clip_norm.
+        A unit needs to know no other's gradient, so it can be updated as soon as it has its own.
+    """
+    if settings.clip == "global":
+        factor = _factor(total_norm(norms), settings.clip_norm)
+        return dict.fromkeys(norms, factor)
+    units: dict[str, dict[str, Tensor]] = {}
+    for name, norm in norms.items():
+        units.setdefault(unit_of(name), {})[name] = norm
+    factors: dict[str, Tensor] = {}
+    for named in units.values():
+        factors |= dict.fromkeys(named, unit_factor(named, settings, len(units)))
+    return factors
+
+
+def unit_factor(norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int) -> Tensor:
+    """What the gradients of one of so many units are multiplied by."""
+    return _factor(total_norm(norms), settings.clip_norm / math.sqrt(num_units))
+
+
+def _factor(norm: Tensor, limit: float) -> Tensor:
+    # As torch.nn.utils.clip_grad_norm_ has it, bit for bit.
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss is multiplied by so that small fp16 gradients do not vanish.
+
+    Halves on overflow, doubles after 2000 steps without one; always a power of two, so that
+    dividing by it is exact. 1 for the other types.
+
+    Source: Micikevicius et al., arXiv 1710.03740; the numbers are those of torch.amp.GradScaler.
+    """
+
+    value: float = 1.0
+    good_steps: int = 0
+
+    START = 2.0**16
+    GROW_AFTER = 2000
+
+    def after(self, *, overflow: bool) -> LossScale:
+        """The scale for the next step."""
+        if overflow:
+            return LossScale(max(1.0, self.value / 2))
+        if self.good_steps + 1 >= self.GROW_AFTER:
+            return LossScale(self.value * 2)
+        return replace(self, good_steps=self.good_steps + 1)
+
+
+UNSCALED = LossScale()
+"""What all types but fp16 use."""
+
+
+class Guard:
+    """Counts what was skipped and ends training that diverges.
+
+    Attributes:
+        scale: of the loss, for the next step.
+        skipped: steps skipped so far.
+        skipped_in_a_row: of these, the ones since the last update.
+        spikes: steps whose gradient norm was far above the running mean.
+    """
+
+    def __init__(self, compute: str) -> None:
+        self._scaled = compute == "fp16"
+        self.scale = LossScale(LossScale.START) if self._scaled else UNSCALED
+        self.skipped = self.skipped_in_a_row = self.spikes = 0
+        self._mean_norm: float | None = None
+
+    def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
+        """Goes on from the counts of a saved state."""
+        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
+        # A state of another type's engine says nothing about the scale of fp16.
+        if self._scaled and scale.value > 1:
+            self.scale = scale
+
+    def finite(self, loss: float, norm: float) -> bool:
+        """Judges a step; False means that it must change nothing.
+
+        An fp16 overflow under a finite loss lowers the scale and is no sign of divergence.
+
+        Raises:
+            TrainingDiverged: the third skipped step in a row.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._look_for_spike(norm)
+            self.skipped_in_a_row = 0
+            if self._scaled:
+                self.scale = self.scale.after(overflow=False)
+            return True
+        self.skipped += 1
+        overflow = self._scaled and math.isfinite(loss) and self.scale.value > 1
+        if self._scaled:
+            self.scale = self.scale.after(overflow=True)
+        found = f"loss {loss}, gradient norm {norm}"
+        if overflow:
+            logger.info("fp16 overflow: loss scale is now %g", self.scale.value)
+            return False
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= SKIPS_UNTIL_DIVERGED:
+            raise TrainingDiverged(
+                f"{self.skipped_in_a_row} steps in a row were not finite, the last with {found}; "
+                "nothing of them was offered to the swarm",
+                hint="lower optimizer.lr, or look at the text this peer trains on",
+            )
+        logger.warning("step skipped: %s; %d so far", found, self.skipped)
+        return False
+
+    def _look_for_spike(self, norm: float) -> None:
+        mean = self._mean_norm
+        if mean is not None and norm > SPIKE * mean:
+            self.spikes += 1
+            logger.warning(
+                "gradient norm %.3g is %.1f times its mean; %d spikes so far",
+                norm,
+                norm / mean,
+                self.spikes,
+            )
+        self._mean_norm = norm if mean is None else MEMORY * mean + (1 - MEMORY) * norm

@@ -1,0 +1,248 @@
+"""Which engine fits a machine, from the fastest to the one that needs least. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from swarm.config import RunConfig
+from swarm.model.cost import parameters, step_flops_with
+from swarm.model.frozen import FrozenFormat
+from swarm.model.transformer import ComputeType, Recompute
+from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
+from swarm.train.moments import MomentsFormat
+from swarm.train.options import Boundaries, EngineKind, EngineOptions
+
+GIGABYTE = 10**9
+RING = 3
+"""Gradient buffers of layers where updates keep up with the backward pass."""
+PASS_TOKENS = 32_768
+"""Tokens that pass through the layers together, at most: enough products to hide the copies."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has, and how fast it is taken to be.
+
+    Attributes:
+        device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.
+        device_bytes: memory of the GPU.
+        host_bytes: memory of the machine.
+        disk_bytes: free where the state directory lies.
+        cores: of the CPU.
+        tflops: matrix products in the compute type.
+        bus_gb_s: each way, between pinned memory and GPU.
+        updates_g_s: 10^9 parameters that all cores together update in a second.
+    """
+
+    device: str
+    device_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    cores: int = 8
+    tflops: float = 100.0
+    bus_gb_s: float = 20.0
+    updates_g_s: float = 1.0
+
+    @property
+    def usable_device(self) -> float:
+        """Without the context of CUDA and what an allocator loses between pieces."""
+        return 0.94 * self.device_bytes - 0.7 * GIGABYTE
+
+    @property
+    def usable_host(self) -> float:
+        """Without the system, the libraries and a round that is running."""
+        return self.host_bytes - max(1.5 * GIGABYTE, 0.05 * self.host_bytes)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the person leaves to the planner ("auto", "run") and what not.
+
+    Attributes:
+        folder: where frozen experts may be mapped from disk; None forbids it.
+    """
+
+    engine: Literal["auto", "resident", "streaming"] = "auto"
+    precision: Literal["run"] | ComputeType = "run"
+    frozen: Literal["run"] | FrozenFormat = "run"
+    moments: Literal["auto"] | MomentsFormat = "auto"
+    recompute: Literal["auto"] | Recompute = "auto"
+    boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An engine for a machine.
+
+    Attributes:
+        options: what was chosen.
+        below: what to step down to, in this order, should memory run out all the same.
+        need: what it is predicted to need.
+        fits: whether that is there.
+        step_s: predicted seconds of a step.
+        reason: why this one, in a sentence.
+    """
+
+    options: EngineOptions
+    below: tuple[EngineOptions, ...]
+    need: Need
+    fits: bool
+    step_s: float
+    reason: str
+
+
+def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[EngineOptions]:
+    """All engines that a person's wishes allow, the fastest first."""
+    base = EngineOptions.of(run, device=machine.device).but(
+        compute=wishes.precision, frozen=wishes.frozen
+    )
+    base = replace(base, host_threads=max(1, machine.cores - 2))
+    moments: Sequence[MomentsFormat] = ("fp32", "bf16", "int8")
+    if wishes.moments != "auto":
+        moments = (wishes.moments,)
+    return [
+        replace(options, moments=form)
+        for form in moments
+        for options in _rungs(base, run, machine, wishes)
+    ]
+
+
+def _rungs(
+    base: EngineOptions, run: RunConfig, machine: Machine, wishes: Wishes
+) -> Iterator[EngineOptions]:
+    if wishes.engine != "streaming":
+        ways: Sequence[Recompute] = ("none", "routing")
+        if wishes.recompute != "auto":
+            ways = (wishes.recompute,)
+        for way in ways:
+            yield replace(base, recompute=way)
+    if wishes.engine == "resident":
+        return
+    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    together = max(1, PASS_TOKENS // micro_tokens)
+    one_pass = run.train.batch_tokens <= together * micro_tokens
+    base = replace(base, kind=EngineKind.STREAMING, pass_micro_batches=0 if one_pass else together)
+    layers = run.model.num_hidden_layers
+    places: list[tuple[Boundaries, int]] = []
+    if machine.device == "cuda":
+        # Weights that stay need no bus; on a CPU a second copy of them would serve nothing.
+        stay = [layers, layers * 3 // 4, layers // 2, layers // 4]
+        places = [(Boundaries.DEVICE, number) for number in dict.fromkeys(stay) if number]
+    places += [(Boundaries.DEVICE, 0)]
+    if machine.device == "cuda":
+        places += [(Boundaries.HOST, 0)]
+    if wishes.boundaries != "auto":
+        numbers = dict.fromkeys(number for _, number in places)
+        places = [(Boundaries(wishes.boundaries), number) for number in numbers]
+    last = base
+    for where, number in places:
+        ring = RING if run.optimizer.clip == "unit" and one_pass and number < layers else 0
+        last = replace(
+            base, boundaries=where, resident_layers=number, gradient_buffers=min(ring, layers)
+        )
+        yield last
+    if wishes.folder is not None:
+        yield replace(last, frozen_folder=wishes.folder)
+
+
+def fits(need: Need, machine: Machine) -> bool:
+    """Whether a machine has what an engine needs; the disk also holds the state directory."""
+    if need.disk > machine.disk_bytes:
+        return False
+    if machine.device == "cpu":
+        return need.device + need.host <= machine.usable_host
+    return need.device <= machine.usable_device and need.host <= machine.usable_host
+
+
+def plan_engine(
+    run: RunConfig, num_owned: int, machine: Machine, wishes: Wishes | None = None
+) -> EnginePlan:
+    """The fastest engine that fits; if none does, the one that needs least."""
+    all_rungs = rungs(run, machine, wishes or Wishes())
+    needs = [need_of(run, num_owned, options) for options in all_rungs]
+    fitting = [index for index, need in enumerate(needs) if fits(need, machine)]
+    index = fitting[0] if fitting else len(all_rungs) - 1
+    options = all_rungs[index]
+    words = describe(options, run)
+    reason = f"{words}: the fastest that fits" if fitting else f"nothing fits; {words} needs least"
+    if fitting and index:
+        reason += f", {index} faster ones do not"
+    return EnginePlan(
+        options=options,
+        below=tuple(all_rungs[index + 1 :]),
+        need=needs[index],
+        fits=bool(fitting),
+        step_s=step_seconds(run, num_owned, options, machine),
+        reason=reason,
+    )
+
+
+def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
+    """How many experts the machine can own with some engine; None if not even the shared part."""
+    for num_owned in reversed(range(run.model.num_experts + 1)):
+        if plan_engine(run, num_owned, machine, wishes).fits:
+            return num_owned
+    return None
+
+
+def step_seconds(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
+    """Predicted seconds of a step, from the machine's assumed speeds.
+
+    Products, and once more the forward ones where layers are computed again; in the streaming
+    engine copies and updates run beside them and only the slowest counts.
+    """
+    sizes = sizes_of(run.model, num_owned)
+    flops = run.train.batch_tokens * step_flops_with(run, num_owned)
+    again = options.kind is EngineKind.STREAMING or options.recompute != "none"
+    products_s = flops * (4 / 3 if again else 1) / (machine.tflops * 1e12)
+    updates_s = sizes.trained / (machine.updates_g_s * 1e9)
+    if options.kind is EngineKind.RESIDENT:
+        on_gpu = machine.device == "cuda"
+        return products_s + (updates_s / 50 if on_gpu else updates_s)
+    layers = run.model.num_hidden_layers
+    stay = layers if options.resident_layers is None else options.resident_layers
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
+    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    micro_batches = run.train.batch_tokens // micro_tokens
+    passes = -(-micro_batches // (options.pass_micro_batches or micro_batches))
+    # Sums of gradients go to the host after each pass, and come back for the next one.
+    inward = passes * weights + (passes - 1) * 4 * sizes.trained
+    bus_s = max(inward, passes * 4 * sizes.trained) / (machine.bus_gb_s * 1e9)
+    return max(products_s, bus_s, updates_s)
+
+
+def describe(options: EngineOptions, run: RunConfig) -> str:
+    """An engine and its level in words."""
+    layers = run.model.num_hidden_layers
+    if options.kind is EngineKind.RESIDENT:
+        words = "resident"
+        if options.recompute != "none":
+            words += ", layers computed again for backward"
+    else:
+        stay = layers if options.resident_layers is None else options.resident_layers
+        words = "streaming, " + (
+            "all weights stay on the device"
+            if stay >= layers
+            else f"{stay} of {layers} layers stay on the device"
+            if stay
+            else "every layer is streamed"
+        )
+        if options.boundaries is not Boundaries.DEVICE:
+            words += ", boundaries on the host"
+        if options.frozen_folder is not None:
+            words += ", frozen experts on disk"
+    return words + (f", {options.moments} moments" if options.moments != "fp32" else "")
+
+
+def experts_that_fit(run: RunConfig, machine: Machine, wishes: Wishes) -> str:
+    """`most_experts` in words."""
+    most = most_experts(run, machine, wishes)
+    if most is None:
+        return "not even the shared tensors fit"
+    million = most * parameters(run.model).per_expert / 1e6
+    return f"{most} of {run.model.num_experts} experts ({million:,.0f} M parameters)"

@@ -1,0 +1,217 @@
+"""What an engine needs, in bytes, before it is made. Pure arithmetic on the sizes of a run.
+
+Letters as in the code: N tokens of a micro-batch, D hidden size, V vocabulary, L layers, E experts,
+K experts of a token, I inner size of an expert, H query heads, G key heads, C size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.experts import Shape, shared_shapes
+from swarm.model.cost import parameters
+from swarm.model.frozen import frozen_bytes
+from swarm.model.losses import slice_tokens
+from swarm.model.moe import matrix_shapes
+from swarm.model.transformer import DTYPES
+from swarm.train.moments import MOMENT_BYTES
+from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.streaming.units import is_cast
+
+MASTER = GRADIENT = 4
+"""Bytes of an fp32 master or gradient, per trained parameter."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that an engine needs at its peak.
+
+    Attributes:
+        device_state: weights, gradients and, in the resident engine, moments, on the device.
+        activations: the most that exists beside them on the device.
+        host: masters, moments, gradients and boundaries in host memory.
+        disk: frozen experts in mapped files.
+    """
+
+    device_state: float
+    activations: float
+    host: float
+    disk: float
+
+    @property
+    def device(self) -> float:
+        """Peak on the device."""
+        return self.device_state + self.activations
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters, split as engines hold them.
+
+    Attributes:
+        layer_shared: of a layer, trained by everybody.
+        layer_cast: of these, what travels in the compute type.
+        layer_owned: of a layer's experts, the owned ones.
+        table: embedding or head.
+        trained: all that is trained.
+    """
+
+    layer_shared: int
+    layer_cast: int
+    layer_owned: int
+    table: int
+    trained: int
+
+    @property
+    def layer(self) -> int:
+        """Trained parameters of a layer."""
+        return self.layer_shared + self.layer_owned
+
+
+def sizes_of(model: ModelConfig, num_owned: int) -> Sizes:
+    """Counts the parameters of a peer that owns so many experts."""
+    first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
+    counted = parameters(model)
+    per_layer = counted.per_expert // model.num_hidden_layers
+    return Sizes(
+        layer_shared=_count(first),
+        layer_cast=_count({name: shape for name, shape in first.items() if is_cast(name)}),
+        layer_owned=num_owned * per_layer,
+        table=model.vocab_size * model.hidden_size,
+        trained=counted.shared + num_owned * counted.per_expert,
+    )
+
+
+def need_of(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+    """The peak of one step for a peer that owns so many experts.
+
+    Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
+    within 15 % of the peak of allocations, see `scripts/bench_memory.py`.
+    """
+    if options.kind is EngineKind.RESIDENT:
+        return _resident(run, num_owned, options)
+    return _streaming(run, num_owned, options)
+
+
+def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
+    """Frozen experts of one layer."""
+    frozen = run.model.num_experts - num_owned
+    shapes = matrix_shapes(run.model).values()
+    return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
+
+
+def _resident(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    frozen = layers * frozen_layer_bytes(run, num_owned, options)
+    state = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained + frozen
+    micro = _Micro(run, options)
+    one_layer = micro.kept() + micro.cast_matrices(sizes)
+    if options.recompute == "none":
+        kept, again = layers * one_layer, 0.0
+    else:
+        kept, again = layers * (micro.boundary() + micro.routing()), one_layer
+    gradients = GRADIENT * sizes.trained
+    # The gradients of the first micro-batch come into being while backward goes down; from the
+    # second on all are there already.
+    several = run.train.batch_tokens > micro.tokens
+    head = micro.head(sizes.table) + (gradients if several else 0)
+    layer = again + micro.backward(sizes, frozen / layers) + gradients
+    return Need(state, kept + max(head, layer), 0.0, 0.0)
+
+
+def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+    model, sizes = run.model, sizes_of(run.model, num_owned)
+    layers, compute = model.num_hidden_layers, DTYPES[options.compute].itemsize
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    cast = sizes.layer_cast + sizes.layer_owned
+    wire = 4 * (sizes.layer_shared - sizes.layer_cast) + compute * cast
+    own = layers if options.resident_layers is None else min(options.resident_layers, layers)
+    places = own + min(2, layers - own)
+    # Norm and head, or the tied embedding, and the gradient of one of them at a time.
+    ends = (4 + GRADIENT) * sizes.table
+    device = places * (wire + frozen) + 2 * GRADIENT * sizes.layer + ends
+    micro = _Micro(run, options)
+    batches = max(1, run.train.batch_tokens // micro.tokens)
+    batches = min(batches, options.pass_micro_batches or batches)
+    boundaries = layers * batches * micro.boundary()
+    on_device = options.boundaries is Boundaries.DEVICE
+    kept = batches * (layers * micro.routing() + micro.boundary())
+    kept += boundaries if on_device else 2 * micro.boundary()
+    layer = micro.kept() + micro.backward(sizes, frozen) + compute * cast
+    activations = kept + max(micro.head(sizes.table), layer)
+    host = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained
+    host += layers * wire if compute < 4 else 0
+    shared = options.gradient_buffers
+    host += GRADIENT * (2 * sizes.table + sizes.layer * (shared or layers))
+    if not on_device:
+        half = options.boundaries is Boundaries.HOST_BF16
+        host += boundaries / 2 if half else boundaries
+    on_disk = options.frozen_folder is not None
+    host += frozen if on_disk else frozen * layers
+    return Need(device, activations, host, frozen * layers if on_disk else 0.0)
+
+
+class _Micro:
+    """Activations of one micro-batch, from what the autograd functions of the model keep."""
+
+    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
+        self.run, self.model = run, run.model
+        self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        self.compute = DTYPES[options.compute].itemsize
+        self.grouped = options.device == "cuda"
+
+    def boundary(self) -> float:
+        """The residual stream, fp32."""
+        return 4.0 * self.tokens * self.model.hidden_size
+
+    def routing(self) -> float:
+        """Logits, probabilities, weights and rows of one layer's routing."""
+        model = self.model
+        return self.tokens * (2 * 4 * model.num_experts + model.num_experts_per_tok * (4 + 4 * 8))
+
+    def kept(self) -> float:
+        """What the graph of one layer keeps for its backward."""
+        model, c = self.model, self.compute
+        hidden, head = model.hidden_size, model.dim_per_head
+        queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+        # Inputs of both norms and of the router in fp32, of attention and of experts.
+        per_token = 4 * 3 * hidden + c * 2 * hidden
+        # Projections before their norms; rotated ones; values; the output, also transposed.
+        per_token += c * (queries + keys) + c * (queries + 2 * keys) + c * 2 * queries
+        per_token += c * model.num_experts_per_tok * 2 * model.moe_intermediate_size
+        return self.tokens * per_token + self.routing()
+
+    def cast_matrices(self, sizes: Sizes) -> float:
+        """Attention matrices in the compute type, which the graph keeps beside their masters."""
+        return self.compute * sizes.layer_cast if self.compute < 4 else 0.0
+
+    def backward(self, sizes: Sizes, frozen_layer: float) -> float:
+        """What exists beside all that while one layer goes backward."""
+        model, c = self.model, self.compute
+        rows = self.tokens * model.num_experts_per_tok
+        # On a CPU one expert at a time; a grouped product takes a whole stack.
+        together = rows if self.grouped else rows / model.num_experts
+        products = c * together * (2 * model.hidden_size + 5 * model.moe_intermediate_size)
+        gathered = c * rows * model.hidden_size + 3 * self.boundary()
+        dense = (sizes.layer_owned * c if c < 4 else 0) + frozen_layer
+        matrices = dense if self.grouped else dense / model.num_experts
+        return products + gathered + matrices + 4 * sizes.layer_owned
+
+    def head(self, table: int) -> float:
+        """What exists while the loss and its gradient are formed."""
+        c, hidden = self.compute, self.model.hidden_size
+        step = slice_tokens(self.tokens, self.model.vocab_size)
+        logits = step * self.model.vocab_size
+        # A slice's logits are still there when the next ones are formed.
+        two_slices = logits * (8 if c == 4 else 8 + 2 * c)
+        product = logits * (4 + c) + (c + 4) * table if c < 4 else 0
+        cast = c * table if c < 4 else 0
+        # The gradient, the head as it is multiplied; then the gradient times the loss's scale.
+        matrices = max(4 * table + cast + max(two_slices, product), 2 * 4 * table)
+        return matrices + self.tokens * hidden * (4 + 3 * c)
+
+
+def _count(shapes: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,86 @@
+"""How an engine does its work on one machine. None of it is visible to the swarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+from swarm.config import RunConfig
+from swarm.model.frozen import FrozenFormat
+from swarm.model.transformer import ComputeType, Recompute
+from swarm.train.moments import MomentsFormat
+
+
+class EngineKind(Enum):
+    """Which engine holds the model."""
+
+    RESIDENT = "resident"  # everything on one device
+    STREAMING = "streaming"  # masters and moments in host memory, weights come as they are needed
+
+
+class Boundaries(Enum):
+    """Where the streaming engine keeps the input of every layer until backward."""
+
+    DEVICE = "device"  # on the device, fp32
+    HOST = "host"  # in host memory, fp32
+    HOST_BF16 = "host_bf16"  # in host memory at half the size; backward starts from rounded values
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a person or the planner chose for this machine.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        compute: type of all matrix products.
+        frozen: storage of the experts that this peer does not own.
+        moments: storage of AdamW's moments.
+        recompute: what backward computes again; the streaming engine always recomputes layers,
+            with their routing kept.
+        kind: which engine.
+        resident_layers: the streaming engine keeps the weights of so many of the first layers on
+            the device, and streams the others through two places; None keeps all.
+        boundaries: where the streaming engine keeps the inputs of layers.
+        frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
+            in memory.
+        pass_micro_batches: the streaming engine takes so many micro-batches through all layers
+            together, and adds up the gradients of several such passes on the host; 0 takes all.
+        gradient_buffers: host memory for gradients of so many layers, which takes clipping by
+            unit; 0 holds those of all layers.
+        host_threads: threads that update host memory.
+    """
+
+    device: str = "cpu"
+    compute: ComputeType = "fp32"
+    frozen: FrozenFormat = "bf16"
+    moments: MomentsFormat = "fp32"
+    recompute: Recompute = "none"
+    kind: EngineKind = EngineKind.RESIDENT
+    resident_layers: int | None = 0
+    boundaries: Boundaries = Boundaries.DEVICE
+    frozen_folder: Path | None = None
+    pass_micro_batches: int = 0
+    gradient_buffers: int = 0
+    host_threads: int = 1
+
+    @classmethod
+    def of(cls, run: RunConfig, *, device: str = "cpu") -> EngineOptions:
+        """What the run says, everything else at its default."""
+        return cls(device=device, compute=run.train.compute, frozen=run.train.frozen)
+
+    def but(
+        self,
+        *,
+        compute: Literal["run"] | ComputeType = "run",
+        frozen: Literal["run"] | FrozenFormat = "run",
+        moments: MomentsFormat = "fp32",
+    ) -> EngineOptions:
+        """The same with this machine's own precision; "run" keeps what the run says."""
+        return replace(
+            self,
+            compute=self.compute if compute == "run" else compute,
+            frozen=self.frozen if frozen == "run" else frozen,
+            moments=moments,
+        )

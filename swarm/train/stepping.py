@@ -1,0 +1,192 @@
+"""An engine that steps down to one that needs less when memory runs out, and trains on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import OutOfMemory
+from swarm.experts import expert_shapes
+from swarm.train.engine import Engine, EngineState, ResidentEngine, StepStats
+from swarm.train.ladder import describe
+from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.streaming.engine import StreamingEngine
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
+    """The engine that options ask for; it owns nothing and its tensors hold nothing."""
+    if options.kind is EngineKind.STREAMING:
+        return StreamingEngine(run, options)
+    return ResidentEngine(run, options)
+
+
+class SteppingEngine:
+    """An engine that is exchanged for the next one below when memory runs out; see `Engine`.
+
+    What was asked is then asked again: a step that did not fit has changed nothing, and the next
+    engine makes it from the same values. The ways down lose no bit of masters; moments are
+    rounded where the next engine keeps them in a smaller format.
+    """
+
+    def __init__(
+        self, run: RunConfig, options: EngineOptions, below: Sequence[EngineOptions] = ()
+    ) -> None:
+        """Makes the first engine.
+
+        Raises:
+            OutOfMemory: not even the last one fits.
+        """
+        self._run, self._below = run, list(below)
+        self.options = options
+        self._engine: Engine | None = None
+        while self._engine is None:
+            try:
+                self._engine = make_engine(run, self.options)
+            except (MemoryError, RuntimeError) as error:
+                self._next(_memory_error(error))
+
+    # ------------------------------------------------ as `Engine`
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """See `Engine`."""
+        return self._now.owned
+
+    @property
+    def skipped(self) -> int:
+        """See `Engine`."""
+        return self._now.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._now.intact
+
+    def own(self, experts: Sequence[int]) -> None:
+        """See `Engine`."""
+        self._ask(lambda engine: engine.own(experts))
+
+    def count_from(self, updates: int) -> None:
+        """See `Engine`."""
+        self._now.count_from(updates)
+
+    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+        """See `Engine`."""
+        return self._ask(lambda engine: engine.step(tokens_BT1, lr=lr))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        wanted = list(names)
+        return self._ask(lambda engine: engine.read(wanted))
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._now.write(named)
+
+    def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
+        """See `Engine`."""
+        return self._ask(lambda engine: engine.evaluate(tokens_BT1, replace=replace))
+
+    def state_dict(self) -> EngineState:
+        """See `Engine`."""
+        return self._now.state_dict()
+
+    def load_state_dict(self, state: EngineState) -> None:
+        """See `Engine`."""
+        self._ask(lambda engine: engine.load_state_dict(state))
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._now.close()
+
+    # ------------------------------------------------ the way down
+
+    @property
+    def _now(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
+        while True:
+            try:
+                return question(self._now)
+            except (MemoryError, RuntimeError) as error:
+                found = _memory_error(error)
+                # Its frames hold tensors of the engine that has to go.
+                error.__traceback__ = None
+            self._step_down(found)
+
+    def _step_down(self, found: str) -> None:
+        if not self._now.intact:
+            raise OutOfMemory(
+                f"memory ran out in the middle of an update: {found}",
+                hint="start again: the state directory is good; --engine streaming needs less",
+            )
+        state, frozen = self._carry()
+        self._now.close()
+        self._engine = None
+        while self._engine is None:
+            self._next(found)
+            gc.collect()
+            if self.options.device == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                self._engine = make_engine(self._run, self.options)
+                self._engine.load_state_dict(state)
+                self._engine.write(frozen)
+            except (MemoryError, RuntimeError) as error:
+                found, self._engine = _memory_error(error), None
+
+    def _carry(self) -> tuple[EngineState, dict[str, Tensor]]:
+        """Everything of the engine that goes, in host memory."""
+        engine, options = self._now, self.options
+        state = engine.state_dict()
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
+        names: list[str] = []
+        for expert in range(self._run.model.num_experts):
+            if expert not in engine.owned:
+                names += expert_shapes(self._run.model, expert)
+        # Stored values: bf16 ones lose nothing as bf16; int8 ones give the same codes again.
+        dtype = torch.bfloat16 if options.frozen == "bf16" else torch.float32
+        frozen = {name: engine.read([name])[name].to(dtype) for name in names}
+        return EngineState(
+            tensors=tensors,
+            owned=state.owned,
+            updates=state.updates,
+            skipped=state.skipped,
+            skipped_in_a_row=state.skipped_in_a_row,
+            scale=state.scale,
+        ), frozen
+
+    def _next(self, found: str) -> None:
+        if not self._below:
+            raise OutOfMemory(
+                f"no engine below {describe(self.options, self._run)} is left: {found}",
+                hint="own fewer experts (--capacity), or see what fits with swarm-plan",
+            )
+        before, self.options = self.options, self._below.pop(0)
+        logger.warning(
+            "out of memory with %s; stepping down to %s (%s)",
+            describe(before, self._run),
+            describe(self.options, self._run),
+            found,
+        )
+
+
+def _memory_error(error: BaseException) -> str:
+    """What a memory error says in one line; raises any other error again."""
+    text = str(error).partition("\n")[0]
+    is_cpu = "can't allocate memory" in text or "not enough memory" in text
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu:
+        return text or type(error).__name__
+    raise error

@@ -1,0 +1,114 @@
+"""Exact pieces of host memory, and how named tensors lie in them."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarm.errors import StateError
+from swarm.experts import Shape
+
+ALIGNMENT = 256
+"""Bytes; what a grouped product and a copy engine like."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where one tensor lies in a buffer."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Named tensors one after the other in one buffer, so that one copy moves them all."""
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Shape, torch.dtype]]) -> Packing:
+        """Packs tensors in the order given."""
+        fields, offset = [], 0
+        for name, shape, dtype in tensors:
+            field = Field(name, tuple(shape), dtype, offset)
+            fields.append(field)
+            offset += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), offset)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors as views of a uint8 buffer of `num_bytes`."""
+        views = {}
+        for field in self.fields:
+            part = buffer[field.offset : field.offset + field.num_bytes]
+            views[field.name] = part.view(field.dtype).view(field.shape)
+        return views
+
+    def as_type(self, types: Mapping[str, torch.dtype] | torch.dtype) -> Packing:
+        """The same tensors in other types."""
+        dtype_of = {
+            f.name: types if isinstance(types, torch.dtype) else types[f.name] for f in self.fields
+        }
+        return Packing.of((f.name, f.shape, dtype_of[f.name]) for f in self.fields)
+
+
+class Arena:
+    """A run of host memory that is as large as asked, pinned or backed by a file where wanted.
+
+    `pin_memory()` of a tensor rounds up to a power of two; this does not. A file's pages may
+    leave memory whenever the system needs it, and come back when they are read.
+
+    Attributes:
+        buffer: uint8 [num_bytes].
+        pinned: whether copies to a GPU need no staging.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> None:
+        """Takes the memory.
+
+        Raises:
+            StateError: the file cannot be made.
+            MemoryError: the memory cannot be pinned.
+        """
+        self.pinned = pinned and file is None and num_bytes > 0
+        if file is not None:
+            self.buffer = _mapped_file(file, num_bytes)
+        elif self.pinned:
+            self.buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+            code = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), num_bytes, 0)
+            if int(code) != 0:
+                self.pinned = False
+                raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
+        else:
+            self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Unpins the memory; to be called before the last view goes."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+            self.pinned = False
+
+
+def _mapped_file(file: Path, num_bytes: int) -> Tensor:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"{file}: cannot hold frozen experts: {error}") from error

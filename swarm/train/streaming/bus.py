@@ -1,0 +1,81 @@
+"""Copies between host and device beside the computation, and what they wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the work given to a device; on a CPU it is always reached already."""
+
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Blocks this thread until the point is reached."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Bus:
+    """Two lanes of copies, in and out, on streams of their own.
+
+    Attributes:
+        device: what computes.
+        bytes_in: copied to the device so far.
+        bytes_out: copied from it so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes_in = self.bytes_out = 0
+        cuda = device.type == "cuda"
+        self._in = torch.cuda.Stream(device) if cuda else None
+        self._out = torch.cuda.Stream(device) if cuda else None
+
+    def mark(self) -> Mark:
+        """What the device has been given to compute so far."""
+        if self._in is None:
+            return Mark()
+        return Mark(torch.cuda.current_stream(self.device).record_event())
+
+    def wait(self, mark: Mark) -> None:
+        """Lets what is computed from now on wait for a mark."""
+        if mark.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark.event)
+
+    def fetch(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
+        """Copies to the device, once all of `after` are reached; returns when it will have been."""
+        self.bytes_in += source.nbytes
+        return self._copy(self._in, target, source, after)
+
+    def send(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
+        """Copies from the device likewise."""
+        self.bytes_out += source.nbytes
+        return self._copy(self._out, target, source, after)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Says that a lane still uses a tensor of the device that is about to be dropped."""
+        for lane in (self._in, self._out):
+            if lane is not None:
+                tensor.record_stream(lane)
+
+    def _copy(
+        self,
+        lane: torch.cuda.Stream | None,
+        target: Tensor,
+        source: Tensor,
+        after: tuple[Mark, ...],
+    ) -> Mark:
+        if lane is None:
+            target.copy_(source)
+            return Mark()
+        for mark in after:
+            if mark.event is not None:
+                lane.wait_event(mark.event)
+        with torch.cuda.stream(lane):
+            target.copy_(source, non_blocking=True)
+        return Mark(lane.record_event())

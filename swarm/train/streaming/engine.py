@@ -1,0 +1,278 @@
+"""The streaming engine: a whole batch passes layer by layer, each layer's weights pass once.
+
+Forward: every micro-batch goes through a layer before the next layer is taken; only the layer's
+inputs and its routing are kept. Backward: a layer is computed again from its input, with its
+routing, and its gradients leave at once for the host, whose threads update the masters while the
+layers below go backward.
+
+Shapes: B sequences, T tokens that a sequence predicts, D hidden size, V vocabulary, L layers,
+E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.model.attention import rotary_tables
+from swarm.model.losses import output_losses
+from swarm.train.engine import TERMS, EngineState, StepStats
+from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
+from swarm.train.moments import Update
+from swarm.train.options import EngineOptions
+from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.device import EMBEDDING, DeviceSide
+from swarm.train.streaming.gradients import Accumulator
+from swarm.train.streaming.host import Departure, HostOptimizer
+from swarm.train.streaming.step import Pass
+from swarm.train.streaming.store import HostStore
+
+
+class StreamingEngine:
+    """An engine that keeps the model in host memory; see `Engine`.
+
+    With `optimizer.clip = "global"` the updates wait for the norm of all gradients and then
+    overlap the next step; with "unit" a unit is updated as soon as its gradients are on the host.
+    Then units are also judged one by one: a unit whose gradient is not finite stays as it is,
+    those above it may have been updated already.
+    """
+
+    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
+        """Takes the memory; nothing is owned, and tensors hold nothing until they are written."""
+        self._run, self._options = run, options
+        self._store = HostStore(run, options)
+        self._device = DeviceSide(run, options, self._store)
+        self._boundaries = BoundaryStore(self._device.bus, options.boundaries)
+        self._host = HostOptimizer(options.host_threads)
+        self._guard = Guard(options.compute)
+        self._updates = 0
+        self._early, self._whole = run.optimizer.clip == "unit", True
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """See `Engine`."""
+        return self._store.owned
+
+    @property
+    def skipped(self) -> int:
+        """See `Engine`."""
+        return self._guard.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._whole and not self._host.failed
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes copied to the device and from it so far."""
+        return self._device.bus.bytes_in, self._device.bus.bytes_out
+
+    @property
+    def device_bytes(self) -> int:
+        """Weights and gradients on the device; activations come on top."""
+        return self._device.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Masters, moments, frozen experts and gradients in host memory and mapped files."""
+        return self._store.num_bytes + self._device.host_bytes
+
+    def own(self, experts: Sequence[int]) -> None:
+        """See `Engine`."""
+        owned = tuple(sorted(set(experts)))
+        if owned != self.owned:
+            self._drain()
+            self._device.release()
+            self._store.own(owned)
+            self._device.build()
+
+    def count_from(self, updates: int) -> None:
+        """See `Engine`."""
+        self._updates = updates
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        self._drain()
+        return {name: tensor.float().clone() for name, tensor in self._store.read(names).items()}
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._drain()
+        self._store.write(named)
+
+    def state_dict(self) -> EngineState:
+        """See `Engine`."""
+        self._drain()
+        guard = self._guard
+        return EngineState(
+            tensors=self._store.state(),
+            owned=self.owned,
+            updates=self._updates,
+            skipped=guard.skipped,
+            skipped_in_a_row=guard.skipped_in_a_row,
+            scale=guard.scale,
+        )
+
+    def load_state_dict(self, state: EngineState) -> None:
+        """See `Engine`."""
+        state.require(self._run)
+        self.own(state.owned)
+        self._drain()
+        self._store.load(state.tensors)
+        self._updates = state.updates
+        self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
+
+    def close(self) -> None:
+        """Ends the threads and gives all memory back."""
+        self._host.close()
+        self._device.release()
+        self._boundaries.close()
+        self._store.close()
+
+    # ------------------------------------------------ a step
+
+    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+        """See `Engine`."""
+        self._whole, scale = True, self._guard.scale.value
+        micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
+        update = Update(self._run.optimizer, lr, self._updates + 1)
+        together = self._options.pass_micro_batches or len(micro_batches)
+        passes: list[Pass] = []
+        gone: dict[str, Departure] = {}
+        for first in range(0, len(micro_batches), together):
+            one = self._begin(micro_batches, slice(first, first + together), gone)
+            last = first + together >= len(micro_batches)
+            gone = self._go(one, update if last and self._early else None)
+            passes.append(one)
+        norms = _norms(gone.values(), scale)
+        loss, norm = _mean_terms(passes), total_norm(norms).item()
+        finite = self._guard.finite(loss["loss"], norm)
+        if finite:
+            self._updates += 1
+            if not self._early:
+                factors = clip_factors(norms, self._run.optimizer)
+                scaled = {name: factor / scale for name, factor in factors.items()}
+                for departure in gone.values():
+                    self._host.submit(departure, lambda _: scaled, update)
+        self._whole = True
+        tokens_LE = torch.stack([one.tokens_LE for one in passes]).sum(0)
+        return StepStats(
+            **loss,
+            grad_norm=norm,
+            tokens=tokens_BT1[:, 1:].numel(),
+            expert_tokens=tuple(tuple(layer) for layer in tokens_LE.tolist()),
+            skipped=not finite,
+        )
+
+    def _begin(
+        self, micro_batches: Sequence[Tensor], part: slice, before: Mapping[str, Departure]
+    ) -> Pass:
+        self._boundaries.clear()
+        self._device.prefetch_layer(0)
+        return Pass(
+            self._run,
+            self._device,
+            self._boundaries,
+            micro_batches[part],
+            divisor=len(micro_batches),
+            scale=self._guard.scale.value,
+            before=before,
+        )
+
+    def _go(self, one: Pass, update: Update | None) -> dict[str, Departure]:
+        """One pass; with `update`, a unit is updated as soon as its gradients have left."""
+        device, gone = self._device, {}
+
+        def depart(name: str, gradients: Accumulator) -> None:
+            assert device.buffers is not None
+            gone[name] = device.buffers.depart(name, gradients)
+            if update is not None:
+                self._whole = False
+                self._host.submit(gone[name], self._factors_of_unit, update)
+
+        x = [self._embed(device, tokens_BT1[:, :-1]) for tokens_BT1 in one.micro_batches]
+        tables = self._tables(x[0].shape[1])
+        dx = one.head(one.forward(x, tables))
+        depart("head", device.head_gradients)
+        for layer in reversed(range(self._run.model.num_hidden_layers)):
+            depart(f"layer.{layer}", one.layer_backward(layer, dx, tables))
+        depart("embedding", one.embedding_backward(dx))
+        return gone
+
+    def _factors_of_unit(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Per-unit clipping of one unit, or None if its gradient is not finite."""
+        scale, num_units = self._guard.scale.value, len(self._store.units)
+        scaled = {name: norm / scale for name, norm in norms.items()}
+        factor = unit_factor(scaled, self._run.optimizer, num_units)
+        if not total_norm(scaled).isfinite():
+            return None
+        return dict.fromkeys(norms, factor / scale)
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
+        """See `Engine`; fp32 masters pass instead of what usually travels."""
+        self._drain()
+        replace = replace or {}
+        kept = {name: tensor.clone() for name, tensor in self._store.read(replace).items()}
+        options = dataclasses.replace(self._options, resident_layers=0)
+        self._store.write(replace)
+        device = DeviceSide(self._run, options, self._store, masters=True)
+        try:
+            nats = 0.0
+            for micro_BT1 in tokens_BT1.split(self._run.train.micro_batch_sequences):
+                nats += self._cross_entropy(device, micro_BT1) * len(micro_BT1)
+        finally:
+            device.release()
+            self._store.write(kept)
+        return nats / len(tokens_BT1)
+
+    def _cross_entropy(self, device: DeviceSide, tokens_BT1: Tensor) -> float:
+        ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:].flatten()
+        tables, x_BTD = self._tables(ids_BT.shape[1]), self._embed(device, ids_BT)
+        for layer in range(self._run.model.num_hidden_layers):
+            place = device.take_layer(layer)
+            assert place.layer is not None
+            x_BTD, _ = place.layer(x_BTD, tables)
+            device.give_back(place)
+        norm, head_VD = device.take_head()
+        labels_N = labels_N.to(device.bus.device)
+        z_weight = self._run.loss.output_z_weight
+        return output_losses(norm(x_BTD).flatten(0, 1), head_VD, labels_N, z_weight)[1].item()
+
+    def _tables(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        model = self._run.model
+        device = self._device.bus.device
+        return rotary_tables(num_tokens, model.dim_per_head, model.rope_theta, device)
+
+    def _embed(self, device: DeviceSide, ids_BT: Tensor) -> Tensor:
+        """Looks rows up in the host's masters: few rows travel, not the table."""
+        unit = self._store.units["embedding"]
+        if unit.pending is not None:
+            unit.pending.result()
+        rows_BTD = F.embedding(ids_BT.cpu(), unit.masters[EMBEDDING].detach())
+        return device.fetch_rows(rows_BTD)
+
+    def _drain(self) -> None:
+        """Waits until the host has updated everything; raises what its threads raised."""
+        self._store.wait()
+
+
+def _norms(departures: Iterable[Departure], scale: float) -> dict[str, Tensor]:
+    """Norms of all gradients by name, without the loss's scale; waits until they have left."""
+    norms: dict[str, Tensor] = {}
+    for departure in departures:
+        departure.arrived.wait()
+        norms |= {name: norm / scale for name, norm in departure.norms.items()}
+    return norms
+
+
+def _mean_terms(passes: Sequence[Pass]) -> dict[str, float]:
+    """The mean of each term of the loss over all micro-batches."""
+    terms = torch.stack([term for one in passes for term in one.terms])
+    return dict(zip(TERMS, terms.mean(dim=0).tolist(), strict=True))

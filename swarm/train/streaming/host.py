@@ -1,0 +1,150 @@
+"""The host's half of a step: gradients that have left the device become updates of masters."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm.train.moments import Piece, Update
+from swarm.train.streaming.arena import Arena, Packing
+from swarm.train.streaming.bus import Mark
+from swarm.train.streaming.units import HostUnit
+
+logger = logging.getLogger(__name__)
+
+
+class GradientBuffer:
+    """Host memory into which the gradients of one unit at a time leave the device."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self._arena = Arena(num_bytes, pinned=pinned)
+        self.busy: Future[bool] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._arena.buffer.nbytes
+
+    def bytes_for(self, packing: Packing) -> Tensor:
+        """The part that a unit's gradients fill."""
+        return self._arena.buffer[: packing.num_bytes]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._arena.close()
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Gradients of one unit on their way to the host.
+
+    Attributes:
+        unit: whose they are.
+        place_in_forward: of the unit.
+        buffer: where they will be.
+        norms: fp32 norm of each by name, on the host.
+        arrived: when they are there.
+    """
+
+    unit: HostUnit
+    place_in_forward: int
+    buffer: GradientBuffer
+    norms: Mapping[str, Tensor]
+    arrived: Mark
+
+
+Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
+"""From the norms of a unit's gradients to what each is multiplied by; None skips the unit."""
+
+
+@dataclass(order=True)
+class _Job:
+    place_in_forward: int
+    departure: Departure = field(compare=False)
+    factors: Factors = field(compare=False)
+    update: Update = field(compare=False)
+    done: Future[bool] = field(compare=False)
+
+
+class HostOptimizer:
+    """Updates units on threads of the CPU while the device computes.
+
+    Of the units that wait, the one that the forward pass needs first goes first, so that the next
+    step can begin while units further up are still updated. Whatever an update raises is raised
+    again by `HostUnit.wait`, and by whoever fetches the unit.
+
+    Attributes:
+        failed: whether an update did, so that some masters are half updated.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: list[_Job] = []
+        self._changed = threading.Condition()
+        self._closed = self.failed = False
+        self._pool = ThreadPoolExecutor(num_threads, "swarm-update", _one_thread)
+        self._thread = threading.Thread(target=self._work, name="swarm-host", daemon=True)
+        self._thread.start()
+
+    def submit(self, departure: Departure, factors: Factors, update: Update) -> None:
+        """Updates a unit once its gradients have arrived; its version rises at once.
+
+        Args:
+            departure: its gradients; their buffer is busy until the update is done.
+            factors: see `Factors`; called when they have arrived.
+            update: learning rate and count.
+        """
+        done: Future[bool] = Future()
+        departure.unit.version += 1
+        departure.unit.pending = departure.buffer.busy = done
+        with self._changed:
+            job = _Job(departure.place_in_forward, departure, factors, update, done)
+            heapq.heappush(self._jobs, job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Finishes what was submitted and ends the threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job = heapq.heappop(self._jobs)
+            try:
+                job.done.set_result(self._update(job))
+            except BaseException as error:
+                logger.debug("an update of %s failed", job.departure.unit.name, exc_info=True)
+                self.failed = True
+                job.done.set_exception(error)
+
+    def _update(self, job: _Job) -> bool:
+        departure, unit = job.departure, job.departure.unit
+        departure.arrived.wait()
+        factors = job.factors(departure.norms)
+        if factors is None:
+            return False
+        gradients = unit.packing.views(departure.buffer.bytes_for(unit.packing))
+
+        def work(piece: Piece) -> None:
+            unit.update_piece(piece, gradients[piece.name], factors[piece.name], job.update)
+
+        list(self._pool.map(work, unit.optimizer.pieces()))
+        return True
+
+
+def _one_thread() -> None:
+    # Every thread of the pool computes by itself; torch's own threads would only get in the way.
+    torch.set_num_threads(1)

@@ -1,0 +1,177 @@
+"""One pass of the streaming engine over one batch: all micro-batches through layer after layer.
+
+Shapes: B sequences, T tokens that a sequence predicts, D hidden size, V vocabulary, L layers,
+E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.model.losses import Losses, combine, output_losses
+from swarm.model.moe import Recall, Routing
+from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.device import DeviceSide
+from swarm.train.streaming.gradients import Accumulator
+from swarm.train.streaming.host import Departure
+
+
+class Pass:
+    """Forward and backward over one batch.
+
+    Attributes:
+        micro_batches: its tokens, where they came from.
+        terms: the terms of each micro-batch's loss, in the order of `Losses`.
+        tokens_LE: tokens that each expert got.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        device: DeviceSide,
+        boundaries: BoundaryStore,
+        micro_batches: Sequence[Tensor],
+        *,
+        divisor: int,
+        scale: float,
+        before: Mapping[str, Departure],
+    ) -> None:
+        """Prepares a pass.
+
+        Args:
+            run: the model and its losses.
+            device: what computes.
+            boundaries: keeps the inputs of layers.
+            micro_batches: tokens [B, T + 1].
+            divisor: micro-batches of the whole step.
+            scale: of the loss.
+            before: gradients that earlier passes of this step have found, by unit.
+        """
+        self._run, self._device, self._boundaries = run, device, boundaries
+        self._scale, self.micro_batches = scale, micro_batches
+        self._there = [
+            tokens_BT1.to(device.bus.device, non_blocking=True) for tokens_BT1 in micro_batches
+        ]
+        self._divisor = divisor
+        self._layers = run.model.num_hidden_layers
+        self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
+        self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
+        self.terms: list[Tensor] = []
+        self.tokens_LE = torch.zeros((), dtype=torch.int64, device=device.bus.device)
+        self._before = before
+
+    @torch.no_grad()
+    def forward(self, x: list[Tensor], tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """The last layer's output of each micro-batch; keeps every layer's input and routing."""
+        device = self._device
+        for layer in range(self._layers):
+            place = device.take_layer(layer)
+            if layer + 1 < self._layers:
+                device.prefetch_layer(layer + 1)
+            else:
+                device.prefetch_head()
+            assert place.layer is not None
+            for index, x_BTD in enumerate(x):
+                self._boundaries.put((layer, index), x_BTD)
+                x[index], routing = place.layer(x_BTD, tables, self._recalls[layer][index])
+                self._routings[layer].append(_leaves(routing))
+            device.give_back(place)
+        return x
+
+    def head(self, x: list[Tensor]) -> list[Tensor]:
+        """The gradient at the last layer's output of each micro-batch; the head's are added up."""
+        self._device.begin_head(self._before)
+        return [self._one_head(index, x_BTD.detach()) for index, x_BTD in enumerate(x)]
+
+    def _one_head(self, index: int, x_BTD: Tensor) -> Tensor:
+        device, x_BTD = self._device, x_BTD.requires_grad_()
+        norm, table_VD = device.take_head()
+        head_VD = table_VD.detach().requires_grad_()
+        hidden_ND = norm(x_BTD).flatten(0, 1).to(device.compute)
+        labels_N = self._there[index][:, 1:].flatten()
+        output = output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)
+        routings = [layer[index] for layer in self._routings]
+        losses = combine(output, routings, self._run.loss)
+        total = losses.total / self._divisor * self._scale
+        leaves = [leaf for routing in routings for leaf in _floats(routing)]
+        sources = [x_BTD, head_VD, norm.weight, *leaves]
+        found = torch.autograd.grad(total, sources, allow_unused=True)
+        for leaf, gradient in zip(leaves, found[3:], strict=True):
+            leaf.grad = gradient
+        self._keep(losses)
+        device.add_head(found[2], found[1])
+        device.end_head()
+        return found[0]
+
+    def _keep(self, losses: Losses) -> None:
+        self.terms.append(torch.stack([term.detach() for term in losses[:5]]))
+        self.tokens_LE = self.tokens_LE + losses.expert_tokens
+
+    def layer_backward(
+        self, layer: int, dx: list[Tensor], tables: tuple[Tensor, Tensor]
+    ) -> Accumulator:
+        """Computes a layer again and goes back through it.
+
+        Args:
+            layer: which.
+            dx: gradient at its output of each micro-batch; becomes that at its input.
+            tables: of the rotary angles.
+
+        Returns:
+            Its gradients, added up.
+        """
+        device, boundaries = self._device, self._boundaries
+        place = device.take_layer(layer)
+        if layer > 0:
+            device.prefetch_layer(layer - 1)
+        assert place.layer is not None
+        gradients = device.next_accumulator(layer, self._before.get(f"layer.{layer}"))
+        names = [f"model.layers.{layer}.{name}" for name in place.parameters]
+        for index, dx_BTD in enumerate(dx):
+            x_BTD = boundaries.take((layer, index)).detach().requires_grad_()
+            boundaries.prefetch(self._taken_next(layer, index))
+            y_BTD, routing = place.layer(x_BTD, tables, self._recalls[layer][index])
+            roots = [(y_BTD, dx_BTD), *_with_gradients(routing, self._routings[layer][index])]
+            dx[index], *found = torch.autograd.grad(
+                [root for root, _ in roots],
+                [x_BTD, *place.parameters.values()],
+                [gradient for _, gradient in roots],
+            )
+            for name, gradient in zip(names, found, strict=True):
+                gradients.add(name, gradient)
+        self._routings[layer], self._recalls[layer] = [], []
+        device.give_back(place)
+        return gradients
+
+    def _taken_next(self, layer: int, index: int) -> tuple[int, int]:
+        last = index + 1 == len(self._there)
+        return (layer - 1, 0) if last else (layer, index + 1)
+
+    def embedding_backward(self, dx: Sequence[Tensor]) -> Accumulator:
+        """The embedding's gradient, from those at the first layer's inputs."""
+        self._device.begin_embedding(self._before.get("embedding"))
+        for micro_BT1, dx_BTD in zip(self._there, dx, strict=True):
+            self._device.add_embedding(dx_BTD, micro_BT1[:, :-1])
+        return self._device.ends
+
+
+def _leaves(routing: Routing) -> Routing:
+    """A routing whose tensors can take gradients, apart from the graph that made them."""
+    parts = [
+        part.detach().requires_grad_() if part.is_floating_point() else part for part in routing
+    ]
+    return Routing(*parts)
+
+
+def _floats(routing: Routing) -> list[Tensor]:
+    return [part for part in routing if part.is_floating_point()]
+
+
+def _with_gradients(routing: Routing, leaves: Routing) -> list[tuple[Tensor, Tensor]]:
+    """What the losses' terms want of a routing: the tensors, and the gradients found at them."""
+    pairs = zip(_floats(routing), _floats(leaves), strict=True)
+    return [(part, leaf.grad) for part, leaf in pairs if leaf.grad is not None]

@@ -1,0 +1,163 @@
+"""The whole model as the host keeps it: units, frozen experts, and who is owned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import BadBlob
+from swarm.experts import Shape, all_shapes, expert_tensor
+from swarm.model.moe import PROJECTIONS
+from swarm.model.transformer import DTYPES, DecoderLayer
+from swarm.train.guard import unit_of
+from swarm.train.options import EngineOptions
+from swarm.train.streaming.units import FrozenUnit, HostUnit, unit_shapes
+
+
+class HostStore:
+    """Masters, moments and frozen experts in host memory.
+
+    Attributes:
+        units: trained tensors by unit, in the order of the forward pass.
+        frozen: frozen experts by layer.
+        owned: experts that are trained.
+        tied: whether the head is the embedding.
+    """
+
+    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
+        self._run = run
+        self.tied = run.model.tie_word_embeddings
+        self.owned: tuple[int, ...] = ()
+        self._shared = unit_shapes(run, layer_shapes(run))
+        pinned = options.device == "cuda"
+        compute = DTYPES[options.compute]
+        self.units = {
+            name: HostUnit(name, run, compute, form=options.moments, pinned=pinned)
+            for name in self._shared
+        }
+        folder = options.frozen_folder
+        self.frozen = [
+            FrozenUnit(layer, run, options.frozen, pinned=pinned, folder=folder)
+            for layer in range(run.model.num_hidden_layers)
+        ]
+        self._shapes = all_shapes(run.model)
+        self._places = {
+            expert_tensor(layer, expert, kind.removesuffix("_proj")): (layer, expert, kind)
+            for layer in range(run.model.num_hidden_layers)
+            for expert in range(run.model.num_experts)
+            for kind in PROJECTIONS
+        }
+        self._move(())
+
+    def own(self, owned: Sequence[int]) -> None:
+        """Moves experts between masters and frozen storage; see `Engine.own`.
+
+        Cost: one layer exists twice at a time.
+        """
+        self._move(tuple(owned))
+
+    def _move(self, owned: tuple[int, ...]) -> None:
+        for name, unit in self.units.items():
+            if unit.layer is None:
+                if not unit.masters:
+                    unit.hold(self._shared[name], {})
+                    unit.optimizer.follow(unit.masters, ())
+                continue
+            frozen = self.frozen[unit.layer]
+            masters = unit.optimizer.masters()
+            # New experts come from the frozen storage, newly frozen ones from the masters.
+            unit.own(self._shared[name], owned, frozen)
+            frozen.own(owned, masters)
+        self.owned = owned
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by Hugging Face name as they are stored; int8 ones as fp32 copies.
+
+        Raises:
+            BadBlob: a name that the model has not.
+        """
+        masters = self._masters()
+        read = {}
+        for name in names:
+            if name not in self._shapes:
+                raise BadBlob("name", f"the model has no tensor {name}")
+            if name in masters:
+                read[name] = masters[name]
+            else:
+                layer, expert, projection = self._places[name]
+                read[name] = self.frozen[layer].get(expert, projection)
+        return read
+
+    @torch.no_grad()
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """Copies tensors in, rounded as their storage is.
+
+        Raises:
+            BadBlob: an unknown name or a wrong shape; nothing has been written then.
+        """
+        for name, tensor in named.items():
+            if name not in self._shapes:
+                raise BadBlob("name", f"the model has no tensor {name}")
+            if tuple(tensor.shape) != self._shapes[name]:
+                shape = (*tensor.shape,)
+                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
+        masters, changed = self._masters(), []
+        for name, tensor in named.items():
+            if name in masters:
+                masters[name].copy_(tensor)
+                changed.append(unit_of(name))
+            else:
+                layer, expert, projection = self._places[name]
+                self.frozen[layer].put(expert, projection, tensor)
+        for unit in dict.fromkeys(changed):
+            self.units[unit].refresh()
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments of everything trained; see `OwnedAdamW.state`."""
+        state: dict[str, Tensor] = {}
+        for unit in self.units.values():
+            state |= unit.optimizer.state()
+        return state
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` gave; raises CorruptState."""
+        for unit in self.units.values():
+            unit.optimizer.load(tensors)
+            unit.refresh()
+
+    def wait(self) -> None:
+        """Waits for all updates under way; raises what one of them raised."""
+        for unit in self.units.values():
+            unit.wait()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything here, files included."""
+        units = sum(unit.num_bytes for unit in self.units.values())
+        return units + sum(frozen.buffer.nbytes for frozen in self.frozen)
+
+    def close(self) -> None:
+        """Unpins the memory."""
+        for unit in self.units.values():
+            unit.close()
+        for frozen in self.frozen:
+            frozen.close()
+
+    def _masters(self) -> dict[str, Tensor]:
+        masters: dict[str, Tensor] = {}
+        for unit in self.units.values():
+            masters |= unit.optimizer.masters()
+        return masters
+
+
+def layer_shapes(run: RunConfig) -> dict[str, Shape]:
+    """Shared tensors of a decoder layer, named within it, in the order of its parameters."""
+    layer = DecoderLayer(run.model, "fp32", torch.float32, torch.device("meta"))
+    return {
+        name: tuple(parameter.shape)
+        for name, parameter in layer.named_parameters()
+        if ".experts.owned." not in name
+    }

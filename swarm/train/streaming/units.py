@@ -1,0 +1,239 @@
+"""What the host keeps of a model: trained tensors unit by unit, and frozen experts by layer.
+
+A unit here is the embedding, one decoder layer, or the head with its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import RunConfig
+from swarm.experts import Shape, expert_tensor, owned_stack
+from swarm.model.frozen import FrozenFormat, FrozenStack, stack_of, stack_parts
+from swarm.model.moe import PROJECTIONS, matrix_shapes
+from swarm.train.moments import MomentsFormat, Piece, Update
+from swarm.train.optimizer import OwnedAdamW
+from swarm.train.streaming.arena import Arena, Packing
+
+
+def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
+    """Unit -> name -> shape of its shared tensors, in the order of the forward pass.
+
+    Args:
+        run: the model.
+        layer_shapes: names and shapes of a layer's shared tensors, without the layer's prefix.
+    """
+    model = run.model
+    table = (model.vocab_size, model.hidden_size)
+    units: dict[str, dict[str, Shape]] = {"embedding": {"model.embed_tokens.weight": table}}
+    for layer in range(model.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        units[f"layer.{layer}"] = {prefix + name: shape for name, shape in layer_shapes.items()}
+    units["head"] = {"model.norm.weight": (model.hidden_size,)}
+    if not model.tie_word_embeddings:
+        units["head"]["lm_head.weight"] = table
+    return units
+
+
+def is_cast(name: str) -> bool:
+    """Whether a tensor travels to the device in the compute type: its only use is a product.
+
+    Norms and routers compute in fp32. So does the head: its gradient is added up over slices.
+    """
+    return ".experts.owned." in name or (".self_attn." in name and name.endswith("_proj.weight"))
+
+
+class HostUnit:
+    """The trained tensors of one unit: flat fp32 masters, their moments, what the device gets.
+
+    Attributes:
+        name: "embedding", "layer.3" or "head".
+        packing: of the masters.
+        masters: fp32 views by parameter name; owned experts as stacks.
+        wire_packing: of what travels, matrices in the compute type.
+        version: rises with every change that is decided, even if it is still under way.
+        pending: the update that is under way.
+    """
+
+    def __init__(
+        self, name: str, run: RunConfig, compute: torch.dtype, *, form: MomentsFormat, pinned: bool
+    ) -> None:
+        self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
+        self.optimizer = OwnedAdamW(run.optimizer, form)
+        self.masters: dict[str, nn.Parameter] = {}
+        self.version = 0
+        self.pending: Future[bool] | None = None
+        self._arenas: list[Arena] = []
+
+    @property
+    def layer(self) -> int | None:
+        """The layer's index, or None."""
+        kind, _, index = self.name.partition(".")
+        return int(index) if kind == "layer" else None
+
+    def hold(self, shapes: Mapping[str, Shape], values: Mapping[str, Tensor]) -> None:
+        """Takes these tensors as its own; `values` gives those that keep or get a value."""
+        old = self._arenas
+        dtypes = {name: self._compute if is_cast(name) else torch.float32 for name in shapes}
+        self.packing = Packing.of((name, shape, torch.float32) for name, shape in shapes.items())
+        self.wire_packing = self.packing.as_type(dtypes)
+        same = all(dtype is torch.float32 for dtype in dtypes.values())
+        masters = Arena(self.packing.num_bytes, pinned=self._pinned and same)
+        wire = masters if same else Arena(self.wire_packing.num_bytes, pinned=self._pinned)
+        self._arenas = [masters, wire]
+        self.master_buffer, self.wire_buffer = masters.buffer, wire.buffer
+        self._wire = self.wire_packing.views(wire.buffer)
+        views = self.packing.views(masters.buffer)
+        for name, value in values.items():
+            views[name].copy_(value)
+        self.masters = {name: nn.Parameter(view) for name, view in views.items()}
+        for arena in dict.fromkeys(old):
+            arena.close()
+        self.refresh()
+
+    @property
+    def num_bytes(self) -> int:
+        """Masters, what travels, and moments."""
+        wire = 0 if self.wire_buffer is self.master_buffer else self.wire_buffer.nbytes
+        return self.master_buffer.nbytes + wire + self.optimizer.moment_bytes
+
+    def close(self) -> None:
+        """Unpins the memory."""
+        for arena in self._arenas:
+            arena.close()
+
+    def refresh(self) -> None:
+        """Brings all that travels up to date with the masters."""
+        self.version += 1
+        if self.wire_buffer is not self.master_buffer:
+            for name, wire in self._wire.items():
+                wire.copy_(self.masters[name].detach())
+
+    def update_piece(self, piece: Piece, gradient: Tensor, factor: Tensor, update: Update) -> None:
+        """Updates a piece of the masters, and at once what travels of it.
+
+        The gradient of the whole parameter is multiplied by `factor` in place, piece by piece.
+        """
+        gradient_x = gradient.view(-1)[piece.in_whole].mul_(factor)
+        self.optimizer.update_piece(piece, gradient_x, update)
+        if self.wire_buffer is not self.master_buffer:
+            master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
+            self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
+
+    def wait(self) -> None:
+        """Waits for the update under way; raises what it raised."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def own(self, shared: Mapping[str, Shape], owned: Sequence[int], frozen: FrozenUnit) -> None:
+        """Trains these experts besides its shared tensors; `frozen` gives values of new ones."""
+        shapes = dict(shared)
+        values = {name: self.masters[name].detach() for name in shared if name in self.masters}
+        if self.layer is not None and owned:
+            mine = self.optimizer.masters()
+            for projection, matrix in matrix_shapes(self._run.model).items():
+                kind = projection.removesuffix("_proj")
+                stack = owned_stack(self.layer, kind)
+                shapes[stack] = (len(owned), *matrix)
+                rows = []
+                for expert in owned:
+                    name = expert_tensor(self.layer, expert, kind)
+                    row = mine[name] if name in mine else frozen.get(expert, projection)
+                    rows.append(row.float())
+                values[stack] = torch.stack(rows)
+        self.hold(shapes, values)
+        self.optimizer.follow(self.masters, owned)
+
+
+class FrozenUnit:
+    """The frozen experts of one layer, in host memory or in a memory-mapped file.
+
+    Attributes:
+        packing: of the stacks' parts.
+        buffer: what travels.
+        version: rises with every change.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        run: RunConfig,
+        form: FrozenFormat,
+        *,
+        pinned: bool,
+        folder: Path | None,
+    ) -> None:
+        self.layer, self._run, self._form, self._pinned = layer, run, form, pinned
+        self._folder, self.version = folder, 0
+        self._arena: Arena | None = None
+        self._stacks: dict[str, FrozenStack] = {}
+        self._row_of: dict[int, int] = {}
+
+    def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
+        """Holds all experts but the owned ones; `masters` gives those that freeze now."""
+        experts = [e for e in range(self._run.model.num_experts) if e not in owned]
+        if self._arena is not None and experts == list(self._row_of):
+            return
+        self.packing = frozen_packing(self._run, self._form, len(experts))
+        file = None
+        if self._folder is not None:
+            # The old file is only unlinked: what is mapped of it can still be read.
+            file = self._folder / f"frozen-{self.layer}"
+        arena = Arena(self.packing.num_bytes, pinned=self._pinned, file=file)
+        stacks = stacks_of(self._form, self.packing.views(arena.buffer))
+        for row, expert in enumerate(experts):
+            for projection in PROJECTIONS:
+                name = expert_tensor(self.layer, expert, projection.removesuffix("_proj"))
+                if name in masters:
+                    stacks[projection].put(row, masters[name])
+                elif expert in self._row_of:
+                    stacks[projection].put(row, self.get(expert, projection))
+        if self._arena is not None:
+            self._arena.close()
+        self._arena, self._stacks = arena, stacks
+        self._row_of = {expert: row for row, expert in enumerate(experts)}
+        self.buffer, self.version = arena.buffer, self.version + 1
+
+    def close(self) -> None:
+        """Unpins the memory."""
+        if self._arena is not None:
+            self._arena.close()
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the buffer is a mapped file."""
+        return self._folder is not None
+
+    def get(self, expert: int, projection: str) -> Tensor:
+        """One matrix, as `FrozenStack.get` has it."""
+        return self._stacks[projection].get(self._row_of[expert])
+
+    def put(self, expert: int, projection: str, matrix: Tensor) -> None:
+        """Overwrites one matrix."""
+        self._stacks[projection].put(self._row_of[expert], matrix)
+        self.version += 1
+
+
+def frozen_packing(run: RunConfig, form: FrozenFormat, num_frozen: int) -> Packing:
+    """How the stacks of a layer's frozen experts lie: "gate_proj.tensor" and so on."""
+    tensors = []
+    for projection, matrix in matrix_shapes(run.model).items():
+        for part, (shape, dtype) in stack_parts(form, (num_frozen, *matrix)).items():
+            tensors.append((f"{projection}.{part}", shape, dtype))
+    return Packing.of(tensors)
+
+
+def stacks_of(form: FrozenFormat, views: Mapping[str, Tensor]) -> dict[str, FrozenStack]:
+    """The stacks over views of a `frozen_packing`."""
+    stacks = {}
+    for projection in PROJECTIONS:
+        prefix = projection + "."
+        parts = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
+        stacks[projection] = stack_of(form, parts)
+    return stacks

@@ -1,0 +1,233 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm.errors import StateError
+from swarm.experts import expert_shapes, shared_shapes
+from swarm.train.options import Boundaries
+from swarm.train.streaming.arena import ALIGNMENT, Packing
+from swarm.train.streaming.units import HostUnit
+from tests.train.runs import all_names, batch, bits, new_engine, new_streaming, same, tiny_run
+
+OWNED = [1, 3]
+BF16 = {"train": {"compute": "bf16", "frozen": "bf16"}}
+BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
+
+
+@pytest.fixture
+def engines():
+    """Makes streaming engines and ends their threads."""
+    made = []
+
+    def make(*args, **options):
+        made.append(new_streaming(*args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def assert_equal_for_steps(run, left, right, steps=5):
+    for step in range(steps):
+        # Frozen dataclasses of floats: equal means every bit.
+        assert left.step(batch(run, step), lr=1e-2) == right.step(batch(run, step), lr=1e-2)
+    assert same(left.read(all_names(run)), right.read(all_names(run)))
+    states = [dict(sorted(engine.state_dict().tensors.items())) for engine in (left, right)]
+    assert same(*states)
+    assert left.evaluate(batch(run, 9)) == right.evaluate(batch(run, 9))
+
+
+@pytest.mark.parametrize(
+    ("sections", "common", "only"),
+    [
+        pytest.param({}, {}, {}, id="everything streamed"),
+        pytest.param({}, {}, {"resident_layers": None}, id="weights stay"),
+        pytest.param({}, {}, {"resident_layers": 1, "boundaries": Boundaries.HOST}, id="mixed"),
+        pytest.param(BF16, {}, {}, id="bf16"),
+        pytest.param(BY_UNIT, {}, {"gradient_buffers": 1}, id="updates overlap backward"),
+        pytest.param(BF16, {"frozen": "int8", "moments": "int8"}, {}, id="int8"),
+        pytest.param({}, {"moments": "bf16"}, {"host_threads": 3}, id="bf16 moments"),
+        pytest.param({"loss": {"balance": "global"}}, {}, {}, id="loss over all layers"),
+        pytest.param({"model": {"num_hidden_layers": 5}}, {}, {}, id="five layers"),
+        pytest.param({}, {"compute": "fp16"}, {}, id="fp16"),
+        pytest.param(
+            {"train": {"micro_batch_sequences": 1}}, {}, {"pass_micro_batches": 2}, id="two passes"
+        ),
+        pytest.param(
+            {"train": {"micro_batch_sequences": 1}, **BY_UNIT},
+            {},
+            {"pass_micro_batches": 3, "resident_layers": 1},
+            id="uneven passes",
+        ),
+    ],
+)
+def test_streaming_equals_resident_in_every_bit(engines, sections, common, only):
+    run = tiny_run(**sections)
+    resident = new_engine(run, OWNED, **common)
+    assert_equal_for_steps(run, resident, engines(run, OWNED, **common, **only))
+
+
+def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):
+    run = tiny_run(model={"num_hidden_layers": 4})
+    mapped = engines(run, OWNED, frozen_folder=tmp_path)
+    assert_equal_for_steps(run, new_engine(run, OWNED), mapped)
+    on_disk = sum(file.stat().st_size for file in tmp_path.iterdir())
+    matrices = 2 * sum(16 * 16 for _ in expert_shapes(run.model, 0))
+    assert on_disk == 4 * matrices
+
+
+def test_a_folder_that_cannot_be_written_is_a_state_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="cannot hold frozen experts"):
+        new_streaming(tiny_run(), OWNED, frozen_folder=tmp_path / "file")
+
+
+def test_tied_weights_agree_up_to_the_order_of_one_sum(engines):
+    run = tiny_run(model={"tie_word_embeddings": True})
+    resident, streaming = new_engine(run, OWNED), engines(run, OWNED)
+    for step in range(3):
+        left = resident.step(batch(run, step), lr=1e-2)
+        right = streaming.step(batch(run, step), lr=1e-2)
+        # Resident adds head and embedding micro-batch by micro-batch, streaming each by itself:
+        # the same fp32 terms in another order.
+        assert right.loss == pytest.approx(left.loss, rel=1e-6)
+        assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-5)
+
+
+def test_experts_move_while_updates_are_under_way(engines):
+    run = tiny_run()
+    resident, streaming = new_engine(run, [0, 1]), engines(run, [0, 1])
+    for owned in ([0, 1], [1, 2], [], [0, 1, 2, 3]):
+        resident.own(owned)
+        streaming.own(owned)
+        assert_equal_for_steps(run, resident, streaming, steps=2)
+
+
+def test_boundaries_in_bf16_cost_little(engines):
+    run = tiny_run()
+    exact, rounded = engines(run, OWNED), engines(run, OWNED, boundaries=Boundaries.HOST_BF16)
+    for step in range(5):
+        left = exact.step(batch(run, step), lr=1e-3)
+        right = rounded.step(batch(run, step), lr=1e-3)
+    # Backward starts from inputs rounded to 8 bits (0.4 %); the loss itself moves far less.
+    assert right.loss == pytest.approx(left.loss, rel=1e-3)
+    assert right.grad_norm == pytest.approx(left.grad_norm, rel=2e-2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_weights_cross_the_bus_once_per_pass_whatever_the_micro_batches(engines, micro_batches):
+    sections = {"train": {"micro_batch_sequences": 4 // micro_batches}}
+    run = tiny_run(model={"num_hidden_layers": 4}, **sections)
+    engine = engines(run, OWNED)
+    engine.step(batch(run, 0), lr=1e-2)
+    before = engine.traffic
+    engine.step(batch(run, 1), lr=1e-2)
+    brought, sent = (now - then for now, then in zip(engine.traffic, before, strict=True))
+    store = engine._store
+    trained = {name: unit.wire_buffer.nbytes for name, unit in store.units.items()}
+    frozen = store.frozen[0].buffer.nbytes
+    # Four layers each way, but of the last two backward finds both where forward left them, and
+    # forward finds the frozen experts of the first two where the step before left them.
+    layers = (4 + 2) * trained["layer.0"] + (2 + 2) * frozen
+    assert brought == layers + trained["head"]
+    gradients = sum(unit.packing.num_bytes for unit in store.units.values())
+    num_norms = sum(len(unit.packing.fields) for unit in store.units.values())
+    assert sent == gradients + 4 * num_norms
+
+
+def test_device_bytes_do_not_grow_with_the_layers(engines):
+    few = engines(tiny_run(model={"num_hidden_layers": 4}), OWNED)
+    many = engines(tiny_run(model={"num_hidden_layers": 32}), OWNED)
+    assert few.device_bytes == many.device_bytes
+    assert many.host_bytes > 5 * few.host_bytes
+
+
+def test_layers_below_wait_for_no_update_of_those_above(engines, monkeypatch):
+    """With clipping by unit the head is updated before the backward pass has ended."""
+    run = tiny_run(**BY_UNIT)
+    engine, seen = engines(run, OWNED), []
+    update = HostUnit.update_piece
+
+    def watched(unit, piece, *rest):
+        seen.append(unit.name)
+        update(unit, piece, *rest)
+
+    def embedding_backward(dx, ids):
+        engine._store.units["head"].wait()
+        seen.append("backward of the embedding")
+        original(dx, ids)
+
+    original = engine._device.add_embedding
+    monkeypatch.setattr(HostUnit, "update_piece", watched)
+    monkeypatch.setattr(engine._device, "add_embedding", embedding_backward)
+    engine.step(batch(run, 0), lr=1e-2)
+    assert seen.index("head") < seen.index("backward of the embedding")
+
+
+@pytest.mark.parametrize("sections", [{}, BY_UNIT], ids=["global", "unit"])
+def test_an_exception_in_an_update_thread_reaches_the_trainer(engines, monkeypatch, sections):
+    run = tiny_run(**sections)
+    engine = engines(run, OWNED)
+
+    def fail(unit, piece, *rest):
+        raise ZeroDivisionError("in an update thread")
+
+    monkeypatch.setattr(HostUnit, "update_piece", fail)
+    with pytest.raises(ZeroDivisionError, match="in an update thread"):
+        for step in range(2):
+            engine.step(batch(run, step), lr=1e-2)
+    # Nor can what may be half updated be offered.
+    with pytest.raises(ZeroDivisionError, match="in an update thread"):
+        engine.read(["model.norm.weight"])
+
+
+def test_an_exception_while_fetching_reaches_the_trainer(engines, monkeypatch):
+    engine = engines(tiny_run(), OWNED)
+    engine.step(batch(tiny_run(), 0), lr=1e-2)
+
+    def fail(*_):
+        raise RuntimeError("the bus is down")
+
+    monkeypatch.setattr(engine._device.bus, "fetch", fail)
+    with pytest.raises(RuntimeError, match="the bus is down"):
+        engine.step(batch(tiny_run(), 1), lr=1e-2)
+
+
+def test_every_owned_tensor_changes_each_step_and_no_frozen_one(engines):
+    run = tiny_run(**BF16)
+    engine = engines(run, OWNED)
+    trained = {*shared_shapes(run.model)}
+    trained |= {name for expert in OWNED for name in expert_shapes(run.model, expert)}
+    for step in range(3):
+        before = engine.read(all_names(run))
+        engine.step(batch(run, step), lr=1e-2)
+        after = engine.read(all_names(run))
+        changed = {n for n in after if not torch.equal(bits(after[n]), bits(before[n]))}
+        assert changed == trained
+
+
+def test_what_travels_is_the_master_rounded(engines):
+    run = tiny_run(**BF16)
+    engine = engines(run, OWNED)
+    for step in range(3):
+        engine.step(batch(run, step), lr=1e-2)
+    engine.state_dict()
+    for unit in engine._store.units.values():
+        for name, wire in unit._wire.items():
+            assert torch.equal(wire, unit.masters[name].detach().to(wire.dtype))
+
+
+def test_a_packing_is_exact_up_to_alignment():
+    tensors = [("a", (3, 5), torch.float32), ("b", (7,), torch.bfloat16)]
+    packing = Packing.of(tensors)
+    assert packing.num_bytes == 2 * ALIGNMENT
+    buffer = torch.zeros(packing.num_bytes, dtype=torch.uint8)
+    views = packing.views(buffer)
+    views["b"].fill_(1)
+    assert not views["a"].any()
+    assert views["a"].shape == (3, 5)
+    assert int(buffer.view(torch.int16).count_nonzero()) == 7
+    wider = packing.as_type(torch.float32)
+    assert [replace(f, offset=0).num_bytes for f in wider.fields] == [60, 28]
