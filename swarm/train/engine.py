@@ -116,6 +116,17 @@ class Engine(Protocol):
         """Overwrites tensors by Hugging Face name; moments stay as they are."""
         ...
 
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """Copies of an owned expert's moments, fp32 on the CPU.
+
+        Named "exp_avg." and "exp_avg_sq." before the Hugging Face names of its matrices.
+        """
+        ...
+
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """Overwrites an owned expert's moments; named as in `read_moments`."""
+        ...
+
     def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
         """Mean cross-entropy in nats per token, always computed in fp32.
 
@@ -206,6 +217,25 @@ class ResidentEngine:
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
         self._model.write(named)
+
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return {
+            name: tensor.to("cpu", torch.float32, copy=True)
+            for name, tensor in self._moments_of(expert).items()
+        }
+
+    @torch.no_grad()
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        for name, tensor in self._moments_of(expert).items():
+            tensor.copy_(moments[name])
+
+    def _moments_of(self, expert: int) -> dict[str, Tensor]:
+        assert expert in self.owned, f"expert {expert} is not trained here"
+        kinds = zip(("exp_avg", "exp_avg_sq"), self._optimizer.moments(), strict=True)
+        names = expert_shapes(self._run.model, expert)
+        return {f"{kind}.{name}": named[name] for kind, named in kinds for name in names}
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:

@@ -80,6 +80,7 @@ class Collector(Merger):
                 campaign.joiners[source] = ready.capacity
             return
         campaign.seen[source] = self._now
+        campaign.capacities[source] = ready.capacity
         if ready.leave:
             campaign.leaving.add(source)
         if ready.ballot == campaign.ballot:
