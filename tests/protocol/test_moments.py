@@ -81,7 +81,7 @@ def test_backups_follow_capacity():
     tip = replace(
         tip,
         members={"a": Member(0, 1.0), "b": Member(0, 1.0), "c": Member(0, 50.0)},
-        owners={expert: ("a",) for expert in range(8)},
+        owners=dict.fromkeys(range(8), ("a",)),
     )
     assert set(backup_holders(tip).values()) == {"c"}
 

@@ -302,7 +302,9 @@ def test_moments_that_are_read_and_written_elsewhere_are_the_same_bits():
     train(giver, 3)
     moments = giver.read_moments(2)
     assert set(moments) == {
-        f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in expert_shapes(RUN.model, 2)
+        f"{kind}.{name}"
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name in expert_shapes(RUN.model, 2)
     }
     assert all(moments[name].any() for name in moments)
     taker.write_moments(2, moments)
