@@ -170,6 +170,12 @@ OPTIONS = {
         "--wait-for-peers", type=int, help="A founder starts when so many are there."
     ),
     "linger": option("--linger", type=float, help="Seconds to serve after the end."),
+    "leave_timeout": option(
+        "--leave-timeout",
+        type=float,
+        help="Seconds that finishing the round and handing over may take after Ctrl+C.  "
+        "[default: 120]",
+    ),
     "device": option("--device", help="auto, cpu or cuda."),
     "threads": option("--threads", type=int, help="CPU threads of the model."),
     "corpus": option("--corpus", help="Folder of .txt, .md, .py and .jsonl files."),
@@ -188,6 +194,7 @@ _SETTING_OF = {
     "data_index": ("peer", "data_index"),
     "wait_for_peers": ("peer", "wait_for_peers"),
     "linger": ("peer", "linger_s"),
+    "leave_timeout": ("peer", "leave_timeout_s"),
     "device": ("compute", "device"),
     "threads": ("compute", "threads"),
     "corpus": ("corpus", "folder"),
@@ -220,6 +227,7 @@ class Options:
     data_index: int | None = None
     wait_for_peers: int | None = None
     linger: float | None = None
+    leave_timeout: float | None = None
     device: str | None = None
     threads: int | None = None
     corpus: str | None = None

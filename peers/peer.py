@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import signal
 import socket
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import click
 import numpy as np
@@ -21,8 +17,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
+from peers.leaving import Stop, leave
 from peers.live_model import Agreed, LiveModel, merge_blobs
 from peers.local_faults import raise_file_limit
+from peers.moments import MomentsKeeper
 from peers.options import Options, as_toml, options, program
 from peers.publisher import Publisher
 from peers.start import (
@@ -43,12 +41,14 @@ from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.joining import TIP_QUESTION, announced_runs
+from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import QUESTION, Prober
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
+from swarm.network.shelf import Shelf
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
@@ -64,30 +64,6 @@ MAX_DATA_INDEX = 2**20
 LINGER_LOOK_S = 0.5
 
 
-class Stop:
-    """Ctrl+C and SIGTERM: the first leaves cleanly, the second at once."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            sys.stderr.write("leaving at once\n")
-            os._exit(130)
-        self._asked.set()
-        sys.stderr.write("leaving; once more to leave at once\n")
-
-    def __call__(self) -> bool:
-        """Whether the person asked to stop."""
-        return self._asked.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits to be asked; returns whether it was."""
-        return self._asked.wait(timeout_s)
-
-
 @dataclass
 class Peer:
     """One process in one run: everything it opened, closed in reverse order."""
@@ -96,6 +72,7 @@ class Peer:
     state: StateDirectory
     stop: Stop
     driver: RoundDriver | None = None
+    exchange: MomentsExchange | None = None
 
     def __post_init__(self) -> None:
         """Prepares to serve blobs and to answer questions."""
@@ -103,6 +80,9 @@ class Peer:
         self.server = BlobServer(
             on_ask=self._on_ask,
             is_control=lambda digest: self.driver is not None and digest in self.driver.outbound,
+            is_moments=lambda digest: (
+                self.exchange is not None and self.exchange.shelf.holds(digest)
+            ),
         )
 
     # ------------------------------------------------ the network
@@ -144,6 +124,10 @@ class Peer:
         if payload.startswith(QUESTION) and hasattr(self, "node"):
             return await self.prober.answer(self.node, source, payload)
         driver = self.driver
+        if self.exchange:
+            answer = await self.exchange.answer(source, payload)
+            if answer is not None:
+                return answer
         if driver and payload == TIP_QUESTION + driver.machine.rules.run.encode():
             return driver.commit_of_tip()
         return b""
@@ -250,19 +234,23 @@ class Peer:
             merger=lambda tip: self._merge(tip, run, agreed, publisher),
         )
         status.watch(self.driver, started.run_id)
+        self.exchange = self._exchange(started, self.driver)
         device = self._device()
         engine = ResidentEngine(run, EngineOptions.of(run, device=device))
         shards = open_shards(self._corpus(run), self.state.data_path)
         loader = Loader(shards, run, data_index=self.data_index, pin_memory=device == "cuda")
+        model = LiveModel(self.node.peer_id, run, engine, agreed)
+        keeper = MomentsKeeper(model, self.exchange, status)
         trainer = Trainer(
-            LiveModel(self.node.peer_id, run, engine, agreed),
+            model,
             loader,
             self.driver,
             started.directory,
             data_index=self.data_index,
             validation_BT1=_validation(started),
             status=status,
-            stopping=self.stop,
+            moments=keeper,
+            stop=self.stop,
         )
         with loader:
             self.driver.start()
@@ -271,11 +259,24 @@ class Peer:
                 trainer.train()
                 self._linger(status)
             except StopAsked:
-                self._leave(status)
+                status.begin(PeerState.LEAVING)
+                adopted = status.manifest or started.record.tip
+                logger.info("left: %s", leave(self.driver, keeper, adopted, self.stop))
             finally:
                 publisher.stop()
+                self.node.run(self.exchange.stop(), 10)
                 self.node.run(self.driver.stop(), 10)
                 status.ended()
+
+    def _exchange(self, started: Started, driver: RoundDriver) -> MomentsExchange:
+        return MomentsExchange(
+            self.node,
+            Shelf(started.store, started.directory.moments_path),
+            driver.downloads,
+            started.layout,
+            run=started.run_id,
+            tip=lambda: driver.tip,
+        )
 
     def _machine(self, started: Started) -> RoundMachine:
         run = started.run
@@ -325,15 +326,6 @@ class Peer:
         while time.monotonic() < end_s and not self.stop.wait(LINGER_LOOK_S):
             status.follow(self.driver.tip)
 
-    def _leave(self, status: PeerStatus) -> None:
-        assert self.driver is not None
-        status.begin(PeerState.LEAVING)
-        self.driver.leave()
-        deadline_s = time.monotonic() + self.config.peer.leave_timeout_s
-        while self.driver.left is None and time.monotonic() < deadline_s:
-            self.driver.wait_for_tip(self.driver.tip.digest, 0.2)
-        logger.info("left: %s", self.driver.left or "the others did not answer in time")
-
 
 def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None:
     if wanted is None:
@@ -355,7 +347,7 @@ def _validation(started: Started) -> torch.Tensor:
 @options(
     "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
-    "data_index", "wait_for_peers", "linger", "device", "threads", "corpus",
+    "data_index", "wait_for_peers", "linger", "leave_timeout", "device", "threads", "corpus",
     "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:
@@ -366,8 +358,8 @@ def main(options: Options) -> None:
     Join a run:     swarm-peer --initial-peers ADDRESS
     Go on with one: swarm-peer --state-dir DIR
 
-    Every start prints the line with which others join. The first Ctrl+C leaves cleanly, the
-    second at once.
+    Every start prints the line with which others join. The first Ctrl+C or SIGTERM finishes the
+    round and hands the experts over, within --leave-timeout; the second leaves at once.
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     wanted = options.run_config() if options.run else None
@@ -379,7 +371,7 @@ def main(options: Options) -> None:
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     state = StateDirectory(options.state_dir)
-    peer = Peer(config, state, Stop())
+    peer = Peer(config, state, Stop(config.peer.leave_timeout_s))
     try:
         node = peer.start_node()
     except BaseException:

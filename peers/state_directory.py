@@ -12,6 +12,7 @@ STATE_DIR/
     ├── founding        manifest 0
     ├── record          tip, promise and vote of the round protocol
     ├── private         masters, moments and bases, saved with every offer
+    ├── moments         which moments of experts are kept for others, in packs/
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round
 """
@@ -55,6 +56,11 @@ class RunDirectory:
     def private_path(self) -> Path:
         """The engine's private state."""
         return self.path / "private"
+
+    @property
+    def moments_path(self) -> Path:
+        """List of the moments blobs that are kept for others."""
+        return self.path / "moments"
 
     @property
     def events_path(self) -> Path:

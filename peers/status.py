@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from peers.state_directory import RunDirectory
@@ -16,7 +16,8 @@ from swarm import __version__
 from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
-from swarm.protocol.manifest import Manifest
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.moments import Moments
 from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
@@ -68,6 +69,8 @@ class PeerStatus:
         self.validation: ValidationRecord | None = None
         self.tokens = self.tokens_lost = self.skipped = 0
         self.tokens_per_s = 0.0
+        self.zero_moments = 0
+        self.moments_reason = ""
         self._state = PeerState.STARTING
         self._since_s = time.monotonic()
         self._steps_done = 0
@@ -133,6 +136,25 @@ class PeerStatus:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens
         logger.warning("tokens_lost=%d reason=%r", tokens, why)
+
+    def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
+        """Moments of an expert are here for its next owners, or for who would adopt it."""
+        self._event("moments_given", **asdict(moments), to=list(peers))
+
+    def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:
+        """An expert that this peer took up goes on with these moments; None: with zeros."""
+        if moments is None:
+            self.zero_moments += 1
+        self.moments_reason = f"expert {expert}: {reason}"
+        logger.info("moments %s", self.moments_reason)
+        self._event(
+            "moments_taken",
+            expert=expert,
+            round=moments.round if moments else None,
+            digest=moments.digest if moments else None,
+            reason=reason,
+        )
+        self.changed.set()
 
     def validated(self, manifest: Manifest, val_loss: float, tokens: int) -> None:
         """The held-out loss of an agreed state was measured here."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from peers.leaving import Stop
 from peers.live_model import BlobGone, LiveModel
+from peers.moments import MomentsKeeper
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
@@ -20,6 +21,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action
+from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
@@ -31,6 +33,7 @@ from swarm.train.checkpoint import (
     restore_rng,
     save_private,
 )
+from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats, train_local_steps
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ SAY_WHY_EVERY_S = 15.0
 
 
 class StopAsked(Exception):
-    """The person asked this peer to stop while it was waiting."""
+    """The person asked this peer to stop, and its round is over or cannot be finished."""
 
 
 class Trainer:
@@ -58,12 +61,13 @@ class Trainer:
         data_index: int,
         validation_BT1: Tensor,
         status: PeerStatus,
-        stopping: Callable[[], bool],
+        moments: MomentsKeeper,
+        stop: Stop,
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
         self.run: RunConfig = model.run
         self.data_index, self.validation_BT1 = data_index, validation_BT1
-        self.status, self.stopping = status, stopping
+        self.status, self.moments, self.stop = status, moments, stop
 
     def train(self) -> Manifest:
         """Runs the local steps and rounds; returns the last manifest.
@@ -75,6 +79,8 @@ class Trainer:
         tip, offer = self._resume()
         stats = None  # of local steps on the tip that are not offered yet
         while tip.round < self.run.run.rounds:
+            if self.stop() and offer is None and stats is None:
+                raise StopAsked
             if self.model.me not in tip.members:
                 tip, _ = self._adopt(self._wait(tip, PeerState.JOINING), tip, None, None)
                 continue
@@ -87,6 +93,7 @@ class Trainer:
                     continue
                 offer = self._save_offer(tip, stats.steps, stats.tokens)
             self.rounds.offer(offer)
+            self.moments.offered(tip)
             path = self._wait(tip, PeerState.AVERAGING)
             tip, kept = self._adopt(path, tip, offer, stats)
             # A reform leaves everything where it was: the same work is offered to it.
@@ -101,15 +108,30 @@ class Trainer:
         phase = self.run.phase_at(tip.tokens)
         done = before.steps if before else 0
         self.status.begin(PeerState.TRAINING)
+        self.moments.install()
+        steps, began_s = phase.local_steps - done, time.monotonic()
+        taken = 0
+
+        def on_step(step: int, stats: StepStats) -> None:
+            nonlocal taken
+            taken += 1
+            self.status.on_step(step, stats)
+            self.moments.on_step(skipped=stats.skipped)
+
+        def stop() -> bool:
+            step_s = (time.monotonic() - began_s) / max(taken, 1)
+            self._check_time_left(steps - taken, step_s if taken else 0.0)
+            return self.rounds.tip.digest != tip.digest
+
         stats = train_local_steps(
             self.model.engine,
             self.loader,
             self.run,
             step=tip.step + done,
-            local_steps=phase.local_steps - done,
+            local_steps=steps,
             batch_tokens=phase.batch_tokens,
-            stop=lambda: self.rounds.tip.digest != tip.digest or self._check_stop(),
-            on_step=self.status.on_step,
+            stop=stop,
+            on_step=on_step,
         )
         self.status.end_steps(stats)
         if before is None:
@@ -153,7 +175,8 @@ class Trainer:
             path = self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S)
             if path and not merge_due(path[-1].manifest, self.run.merging):
                 return path
-            self._check_stop()
+            if self.stop():
+                self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
                 said_s = time.monotonic()
                 logger.info("waiting state=%s reason=%r", state.value, self.rounds.last_reason)
@@ -172,11 +195,13 @@ class Trainer:
             applied = path.pop(0)
             manifest = applied.manifest
             try:
+                self.moments.before_adopt(previous, manifest)
                 adoption = self.model.adopt(manifest, previous=previous.digest, offer=offer)
             except BlobGone as error:
                 logger.info("height=%d skipped: %s", manifest.height, error)
                 path = path or self._newer_than(manifest, error)
                 continue
+            self.moments.adopted(adoption, previous, manifest)
             kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == tip.digest
             mine = follows and offer is not None and self.model.me in manifest.contributors
@@ -214,13 +239,28 @@ class Trainer:
 
     def _pause(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
-        while not self._check_stop() and (left_s := end_s - time.monotonic()) > 0:
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self.stop():
+                raise StopAsked
             time.sleep(min(left_s, WAIT_SLICE_S))
 
-    def _check_stop(self) -> bool:
-        if self.stopping():
+    # ------------------------------------------------ leaving
+
+    def _check_time_left(self, steps_left: int, step_s: float) -> None:
+        """A peer that was asked to leave drops local steps that it cannot finish in time."""
+        if not self.stop():
+            return
+        finishes, reason = finishes_in_time(steps_left, step_s, self.stop.remaining_s)
+        if not finishes:
+            logger.info("%s", reason)
             raise StopAsked
-        return False
+
+    def _wait_to_leave(self, state: PeerState) -> None:
+        """With an offer out, the round that counts it is also the one that lets this peer go."""
+        can_wait = state is PeerState.AVERAGING and self.rounds.left is None
+        if not can_wait or self.stop.remaining_s < self.stop.leave_timeout_s / 4:
+            raise StopAsked
+        self.rounds.leave()
 
     # ------------------------------------------------ going on where we were
 
@@ -256,7 +296,8 @@ class Trainer:
     def _adopt_start(self, path: list[Manifest], previous: Digest, offer: Offer | None) -> Manifest:
         for manifest in path:
             try:
-                self.model.adopt(manifest, previous=previous, offer=offer)
+                adoption = self.model.adopt(manifest, previous=previous, offer=offer)
+                self.moments.adopted(adoption, manifest, manifest)
             except BlobGone as error:
                 if manifest is path[-1]:
                     raise

@@ -120,6 +120,20 @@ def check_finite(layout: UnitLayout, blob: Buffer) -> None:
             )
 
 
+def check_moments(layout: UnitLayout, blob: Buffer) -> None:
+    """Refuses a moments blob that no honest peer would send.
+
+    Raises:
+        BadBlob: as `check_finite`, or `negative_moment`: a second moment is a mean of squares.
+    """
+    check_finite(layout, blob)
+    for name, values in zip(
+        (piece.name for piece in layout.slices), _cut(layout, blob), strict=True
+    ):
+        if name.startswith("exp_avg_sq.") and values.min().item() < 0:
+            raise BadBlob("negative_moment", f"{layout.unit}: a second moment below zero")
+
+
 def mean(blobs: Sequence[Buffer], codec: Codec) -> memoryview:
     """The unweighted mean of several blobs of one unit, as a blob of the same codec.
 
@@ -149,6 +163,13 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
     for piece in layout.slices:
         yield offset, piece
         offset += piece.stop - piece.start
+
+
+def _cut(layout: UnitLayout, blob: Buffer) -> Iterator[Tensor]:
+    """The values of each slice, flat, not to be written to."""
+    values = _values_in(blob, layout.codec)
+    for offset, piece in _places(layout):
+        yield values[offset : offset + piece.stop - piece.start]
 
 
 def _chunks(blob: Buffer, codec: Codec) -> Iterator[tuple[int, Tensor]]:

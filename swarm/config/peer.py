@@ -22,7 +22,8 @@ class PeerSection(Section):
     """A founder starts the first round when so many peers are present."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0
     """How long a finished peer goes on serving blobs and records."""
-    leave_timeout_s: PositiveReal = 30.0
+    leave_timeout_s: PositiveReal = 120.0
+    """A peer that is asked to leave may finish its round and hand its experts over for so long."""
 
 
 class NetworkSection(Section):

@@ -31,6 +31,7 @@ class BlobServer:
         *,
         on_ask: Callable[[str, str], None] | None = None,
         is_control: Callable[[str], bool] | None = None,
+        is_moments: Callable[[str], bool] | None = None,
     ) -> None:
         """Serves nothing yet.
 
@@ -38,8 +39,10 @@ class BlobServer:
             on_ask: told peer id and digest of every ask, for leases.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
+            is_moments: whether it is a backup or hand-over of moments, whose bytes count apart.
         """
         self._is_control = is_control or (lambda _: False)
+        self._is_moments = is_moments or (lambda _: False)
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._flows: Counter[str] = Counter()
@@ -112,6 +115,8 @@ class BlobServer:
                 raise ConnectionError(f"blob {ask.digest} is gone")
             if self._is_control(ask.digest):
                 traffic.control_bytes_sent += len(part)
+            elif self._is_moments(ask.digest):
+                traffic.moments_bytes_sent += len(part)
             else:
                 traffic.blob_bytes_sent += len(part)
             await _send(part, writer)

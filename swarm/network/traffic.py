@@ -16,9 +16,12 @@ class Traffic:
         control_bytes_sent: payloads of messages, requests and answers, asks and heads of the bulk
             path, and blobs that belong to messages.
         control_bytes_received: the same, from others.
-        blob_bytes_sent: contents of other blobs only.
+        blob_bytes_sent: contents of other blobs only, of moments neither.
         blob_bytes_received: contents of blobs, those refused later and those of messages included.
         relayed_bytes: passed on between two other peers; in no other counter.
+        moments_bytes_sent: contents of moments blobs, which are in no other figure.
+        moments_bytes_received: contents of moments blobs that were whole and in order; they are
+            in `blob_bytes_received` too.
         refused: how often bytes of others were refused, by reason.
     """
 
@@ -27,6 +30,8 @@ class Traffic:
     control_bytes_sent: int = 0
     control_bytes_received: int = 0
     blob_bytes_sent: int = 0
+    moments_bytes_sent: int = 0
+    moments_bytes_received: int = 0
     blob_bytes_received: int = 0
     relayed_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)

@@ -194,3 +194,23 @@ def _reform_s(measured: Measured, fixed_s: float | None, reasons: list[str]) -> 
         f"recent round, at least {MIN_REFORM_S:.0f}"
     )
     return seconds
+
+
+def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tuple[bool, str]:
+    """Whether a peer that was asked to leave finishes its local steps first.
+
+    Half of the time is for them; the rest is for agreeing on the round and handing over.
+
+    Args:
+        steps_left: of this round.
+        step_s: seconds of a step so far; 0 before the first.
+        remaining_s: until the peer goes.
+
+    Returns:
+        The decision and its reason.
+    """
+    needed_s, allowed_s = steps_left * step_s, remaining_s / 2
+    numbers = f"{steps_left} steps of {step_s:.2f} s in {allowed_s:.1f} s"
+    if needed_s <= allowed_s:
+        return True, f"leaving: finishes the round first, {numbers}"
+    return False, f"leaving: the local steps of this round are dropped, no time for {numbers}"

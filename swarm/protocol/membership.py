@@ -26,6 +26,7 @@ def next_members(
     joiners: Mapping[PeerId, float],
     seed: str,
     silent_limit: int = 3,
+    capacities: Mapping[PeerId, float] | None = None,
 ) -> Membership:
     """Counts silence, lets leavers go and takes joiners in.
 
@@ -41,6 +42,7 @@ def next_members(
             members (at least one), in an order that the seed draws.
         seed: of that order.
         silent_limit: K; a member goes after more than so many silent rounds.
+        capacities: of members that declared one in this campaign; others keep theirs.
 
     Returns:
         At least one member: when everybody would go and nobody joins, those that were to leave
@@ -56,7 +58,10 @@ def next_members(
         elif silent > silent_limit:
             reasons.append(f"{peer} removed: silent for {silent} rounds, more than {silent_limit}")
         else:
-            members[peer] = replace(member, silent=silent)
+            declared = (capacities or {}).get(peer, member.capacity)
+            if declared != member.capacity:
+                reasons.append(f"{peer} has capacity {declared:g} now, had {member.capacity:g}")
+            members[peer] = Member(silent, declared)
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     room = max(1, len(parent.members))

@@ -136,6 +136,17 @@ class Engine(Protocol):
         """Overwrites tensors by Hugging Face name; moments stay as they are."""
         ...
 
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """Copies of an owned expert's moments, fp32 on the CPU.
+
+        Named "exp_avg." and "exp_avg_sq." before the Hugging Face names of its matrices.
+        """
+        ...
+
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """Overwrites an owned expert's moments; named as in `read_moments`."""
+        ...
+
     def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
         """Mean cross-entropy in nats per token, always computed in fp32.
 
@@ -244,6 +255,16 @@ class ResidentEngine:
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
         self._model.write(named)
+
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """See `Engine`."""
+        assert expert in self.owned, f"expert {expert} is not trained here"
+        return self._optimizer.read_moments(expert_shapes(self._run.model, expert))
+
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        assert expert in self.owned, f"expert {expert} is not trained here"
+        self._optimizer.write_moments(moments)
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:

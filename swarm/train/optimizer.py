@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from swarm.config import OptimizerConfig
@@ -150,24 +151,47 @@ class OwnedAdamW:
             views.update(zip(rows, value, strict=True) if rows else [(name, value)])
         return views
 
-    def moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Views of all first and second moments as stored, named as `masters` are."""
-        state = self.state()
-        return (
-            {n[len(KINDS[0]) + 1 :]: t for n, t in state.items() if n.startswith("exp_avg.")},
-            {n[len(KINDS[1]) + 1 :]: t for n, t in state.items() if n.startswith("exp_avg_sq.")},
-        )
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of those moments that are here, fp32 on the CPU, whatever their format.
+
+        Returns:
+            "exp_avg." and "exp_avg_sq." before the names, as in `state`.
+        """
+        found = {}
+        for name, (moments, row, shape) in self._rows().items():
+            if name in names:
+                values = moments.load(row, slice(0, math.prod(shape)))
+                for kind, value in zip(KINDS, values, strict=True):
+                    found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(shape)
+        return found
+
+    def write_moments(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites those moments that are here; `values` is what `read_moments` gives."""
+        for name, (moments, row, shape) in self._rows().items():
+            if f"{KINDS[0]}.{name}" in values:
+                mean, square = (
+                    values[f"{kind}.{name}"].reshape(-1).to(moments.parts[kind].device)
+                    for kind in KINDS
+                )
+                moments.store(row, slice(0, math.prod(shape)), (mean, square), seed=0)
+
+    def _rows(self) -> dict[str, tuple[Moments, int, torch.Size]]:
+        """Where each tensor's moments are: storage, row of it, shape of the tensor."""
+        rows = {}
+        for name, parameter in self._parameters.items():
+            experts = stacked_tensors(name, self._owned)
+            shape = parameter.shape[1:] if experts else parameter.shape
+            for row, of_row in enumerate(experts or (name,)):
+                rows[of_row] = (self._moments[name], row, shape)
+        return rows
 
     def state(self) -> dict[str, Tensor]:
         """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names."""
         state = {f"master.{name}": value for name, value in self.masters().items()}
-        for name, parameter in self._parameters.items():
-            rows = stacked_tensors(name, self._owned)
-            for row, of_row in enumerate(rows or (name,)):
-                shape = parameter.shape[1:] if rows else parameter.shape
-                for kind, part in self._moments[name].parts.items():
-                    whole = part[row] if kind.endswith(SCALE) else part[row].view(shape)
-                    state[f"{kind}.{of_row}"] = whole
+        for name, (moments, row, shape) in self._rows().items():
+            for kind, part in moments.parts.items():
+                whole = part[row] if kind.endswith(SCALE) else part[row].view(shape)
+                state[f"{kind}.{name}"] = whole
         return state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -93,6 +93,14 @@ class SteppingEngine:
         """See `Engine`."""
         self._now.write(named)
 
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return self._ask(lambda engine: engine.read_moments(expert))
+
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._ask(lambda engine: engine.write_moments(expert, moments))
+
     def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
         """See `Engine`."""
         return self._ask(lambda engine: engine.evaluate(tokens_BT1, replace=replace))

@@ -70,6 +70,20 @@ def test_a_leaver_goes_although_it_contributed():
     assert membership.reasons == ("b removed: it asked to leave",)
 
 
+def test_a_member_has_the_capacity_that_it_declared_last():
+    membership = next_members(
+        parent_of(a=0, b=0, c=0),
+        heard=("a", "b"),
+        contributors=("a", "b"),
+        leaving=(),
+        joiners={},
+        seed="s",
+        capacities={"a": 2.0, "b": 0.5},
+    )
+    assert [member.capacity for member in membership.members.values()] == [2.0, 0.5, 2.0]
+    assert membership.reasons == ("b has capacity 0.5 now, had 2",)
+
+
 def test_a_joiner_is_listed_with_its_capacity_and_must_speak_soon():
     membership = decide(parent_of(b=0), contributors=("b",), joiners={"a": 0.5})
     assert list(membership.members.items()) == [("a", Member(1, 0.5)), ("b", Member(0, 2.0))]

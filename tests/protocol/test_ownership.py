@@ -133,6 +133,36 @@ def test_a_newcomer_gets_its_share_once_it_contributes(names, count, replica, se
     assert len(owned_experts(after, "newcomer")) >= slots // len(everybody)
 
 
+@given(peers, experts, replicas, st.integers(0, 7), seeds)
+def test_a_peer_that_comes_back_costs_no_more_moves_than_a_stranger(
+    names, count, replica, index, seed
+):
+    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
+    lost = names[index % len(names)]
+    left = [name for name in names if name != lost]
+    if not left:
+        return
+    before = assign({}, equal(names), names, **arguments).owners
+    without = assign(before, equal(left), left, **arguments).owners
+    counts = []
+    for newcomer in (lost, "stranger"):
+        together = [*left, newcomer]
+        after = assign(without, equal(together), together, **arguments).owners
+        counts.append(moved(without, after))
+    # Every peer is a taker of as many, whichever these are.
+    assert counts[0] == counts[1]
+
+
+@given(peers, experts, replicas, seeds)
+def test_a_peer_that_comes_back_before_it_was_removed_has_its_experts_still(
+    names, count, replica, seed
+):
+    arguments = {"stale": (), "owners_per_expert": replica, "num_experts": count, "seed": seed}
+    before = assign({}, equal(names), names, **arguments).owners
+    silent = assign(before, equal(names), names[1:], **arguments).owners
+    assert assign(silent, equal(names), names, **arguments).owners == before
+
+
 @given(cases())
 def test_a_stale_expert_goes_to_a_contributor_while_there_is_one_without_it(case):
     previous, members, contributors, arguments = case

@@ -311,3 +311,29 @@ def test_a_state_of_another_model_is_refused_and_nothing_overwritten(
         engine.load_state_dict(state)
     assert same(weights(engine), before)
     assert engine.owned == (3,)
+
+
+def test_moments_that_are_read_and_written_elsewhere_are_the_same_bits(make_engine):
+    giver, taker = make_engine(RUN, [1, 2]), make_engine(RUN, [2])
+    train(giver, 3)
+    moments = giver.read_moments(2)
+    assert set(moments) == {
+        f"{kind}.{name}"
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name in expert_shapes(RUN.model, 2)
+    }
+    assert all(moments[name].any() for name in moments)
+    taker.write_moments(2, moments)
+    assert same(taker.read_moments(2), moments)
+    state = giver.state_dict().tensors
+    assert all(torch.equal(moments[name], state[name]) for name in moments)
+
+
+def test_only_the_written_experts_moments_change(make_engine):
+    engine = make_engine(RUN, [1, 2])
+    train(engine, 2)
+    other, zeros = engine.read_moments(1), {}
+    for name, tensor in engine.read_moments(2).items():
+        zeros[name] = torch.zeros_like(tensor)
+    engine.write_moments(2, zeros)
+    assert same(engine.read_moments(2), zeros) and same(engine.read_moments(1), other)

@@ -38,6 +38,8 @@ class Campaign:
     """When the last READY of a member came, for whatever ballot [R1]."""
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     joiners: dict[PeerId, float] = field(default_factory=dict)
+    capacities: dict[PeerId, float] = field(default_factory=dict)
+    """What members declared last."""
     leaving: set[PeerId] = field(default_factory=set)
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""

@@ -82,6 +82,7 @@ class Collector(Merger):
         campaign.seen[source] = self._now
         if not ready.dialable:
             campaign.undialable.add(source)
+        campaign.capacities[source] = ready.capacity
         if ready.leave:
             campaign.leaving.add(source)
         if ready.ballot == campaign.ballot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
@@ -24,6 +24,8 @@ class Attendance:
     leaving: Collection[PeerId]
     joiners: Mapping[PeerId, float]
     """Capacity of each stranger that asked to join."""
+    capacities: Mapping[PeerId, float] = field(default_factory=dict)
+    """What members that were heard declare now."""
 
 
 def compose_round(
@@ -50,6 +52,7 @@ def compose_round(
         contributors=contributors,
         leaving=attendance.leaving,
         joiners=attendance.joiners,
+        capacities=attendance.capacities,
         seed=tip.digest,
         silent_limit=rules.silent_limit,
     )
@@ -61,7 +64,9 @@ def compose_round(
         stale=stale_experts(entries, number, rules),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
-        seed=tip.digest,
+        # Ties break alike in all rounds: so who would adopt an expert is known before, and a
+        # backup of its moments lies with the right peer.
+        seed=tip.founding.nonce,
     )
     return replace(
         tip,
@@ -153,7 +158,7 @@ def compose_reform(
         stale=(),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
-        seed=generation,
+        seed=tip.founding.nonce,
     )
     lost = [peer for peer in sorted(tip.members) if peer not in members]
     return replace(

@@ -65,7 +65,9 @@ class Convener(Collector):
         assert plan is not None
         if any(unit not in campaign.results for unit in plan.reducers):
             return
-        attendance = Attendance({self.me, *campaign.seen}, campaign.leaving, campaign.joiners)
+        attendance = Attendance(
+            {self.me, *campaign.seen}, campaign.leaving, campaign.joiners, campaign.capacities
+        )
         manifest = compose_round(self.tip, plan, campaign.results, attendance, self.rules)
         self._propose(
             campaign,

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.experts import expert_shapes
 from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
 from swarm.train.engine import TERMS, EngineState, StepStats
@@ -105,6 +106,18 @@ class StreamingEngine:
         """See `Engine`."""
         self._drain()
         self._store.write(named)
+
+    def read_moments(self, expert: int) -> dict[str, Tensor]:
+        """See `Engine`."""
+        assert expert in self.owned, f"expert {expert} is not trained here"
+        self._drain()
+        return self._store.read_moments(expert_shapes(self._run.model, expert))
+
+    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        assert expert in self.owned, f"expert {expert} is not trained here"
+        self._drain()
+        self._store.write_moments(moments)
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -114,6 +114,18 @@ class HostStore:
                 self.frozen[layer].put(expert, projection, tensor)
         for unit in dict.fromkeys(changed):
             self.units[unit].refresh()
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See `OwnedAdamW.read_moments`."""
+        found: dict[str, Tensor] = {}
+        for unit in self.units.values():
+            found |= unit.optimizer.read_moments(names)
+        return found
+
+    def write_moments(self, values: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW.write_moments`."""
+        for unit in self.units.values():
+            unit.optimizer.write_moments(values)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments of everything trained; see `OwnedAdamW.state`."""

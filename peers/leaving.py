@@ -1,0 +1,83 @@
+"""How a peer leaves: the first signal finishes its round and hands over, the second just ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from math import inf
+from types import FrameType
+
+from peers.moments import MomentsKeeper
+from swarm.network.round_driver import RoundDriver
+from swarm.protocol.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+
+
+class Stop:
+    """Ctrl+C and SIGTERM: the first leaves cleanly within a time-out, the second at once."""
+
+    def __init__(self, leave_timeout_s: float) -> None:
+        self.leave_timeout_s = leave_timeout_s
+        self._asked = threading.Event()
+        self._asked_s = inf
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            sys.stderr.write("leaving at once\n")
+            os._exit(130)
+        self._asked_s = time.monotonic()
+        self._asked.set()
+        sys.stderr.write(
+            f"leaving: this round and the hand-over may take {self.leave_timeout_s:.0f} s; "
+            "once more to leave at once\n"
+        )
+
+    def __call__(self) -> bool:
+        """Whether the person asked to stop."""
+        return self._asked.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits to be asked; returns whether it was."""
+        return self._asked.wait(timeout_s)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until a peer that was asked to stop goes, whatever is not done by then."""
+        return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
+
+
+def leave(driver: RoundDriver, keeper: MomentsKeeper, adopted: Manifest, stop: Stop) -> str:
+    """Says good-bye and hands over; returns what became of it, in a sentence.
+
+    The masters are agreed values already, or go with the moments. Whoever owns the experts by the
+    manifest without this peer, or would adopt them until there is one, is told of them and fetches.
+
+    Args:
+        driver: of the rounds.
+        keeper: has the moments.
+        adopted: the manifest that the engine is at.
+        stop: bounds all of it.
+    """
+    driver.leave()
+    offered_at = None
+    while stop.remaining_s > 0:
+        tip = driver.tip
+        if offered_at is None or (tip.digest != offered_at and keeper.model.me not in tip.members):
+            if adopted.digest != tip.digest or keeper.model.me in tip.members:
+                keeper.leave(adopted, tip, stop.remaining_s)
+            offered_at = tip.digest
+        if driver.left is not None and keeper.all_handed_over():
+            break
+        driver.wait_for_tip(tip.digest, POLL_S)
+        time.sleep(POLL_S if driver.left else 0)  # it no longer waits once this peer has left
+    why = driver.left or "the others did not answer in time"
+    return f"{why}; {keeper.summary()}"

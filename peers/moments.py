@@ -1,0 +1,241 @@
+"""Adam moments between engine and other peers, as experts change hands; the trainer's side.
+
+Owners put copies out for their backups while a round runs, and what a manifest takes from them
+as it is adopted. A peer that takes an expert up trains on at once; its moments are added when they
+come. That is exact: the moments after t updates are those that zeros would have become plus
+beta^t times those that were missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from peers.live_model import BlobGone, LiveModel
+from peers.status import PeerStatus
+from swarm.codecs import decode_unit, encode_unit
+from swarm.experts import expert_unit
+from swarm.network.moments import Arrival, MomentsExchange
+from swarm.protocol.adoption import Action, Adoption
+from swarm.protocol.digests import digest_of
+from swarm.protocol.manifest import Kind, Manifest, PeerId
+from swarm.protocol.moments import (
+    MASTER,
+    Moments,
+    backup_holders,
+    handed_over,
+    is_backup_round,
+    layout_of_size,
+    moments_layout,
+    moments_shapes,
+)
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_S = 300.0
+"""How long a peer that stays offers a backup, or what it gave up, to whom it is for."""
+
+
+class MomentsKeeper:
+    """Everything the trainer does about moments; only its thread calls this."""
+
+    def __init__(self, model: LiveModel, exchange: MomentsExchange, status: PeerStatus) -> None:
+        self.model, self.exchange, self.status = model, exchange, status
+        self.every = model.run.ownership.backup_every_rounds
+        self._copies: list[Moments] = []
+        """Put out for the backups, who are told once the round is over."""
+        self._given_up: dict[Moments, tuple[PeerId, ...]] = {}
+        self._steps_since: dict[int, int] = {}
+        """Updates of experts whose moments are still looked for."""
+        self._handing_over: list[tuple[int, Future[tuple[Moments, ...]]]] = []
+
+    # ------------------------------------------------ giving
+
+    def offered(self, tip: Manifest) -> None:
+        """Copies the moments for the backups, in a round in which that is due.
+
+        Called when the round's offer is out: until the next manifest nothing here changes, and
+        nobody waits.
+        """
+        number = tip.round + 1
+        if not is_backup_round(number, self.every):
+            return
+        began_s, holders = time.monotonic(), backup_holders(tip)
+        self._copies = [self._keep(e, number) for e in sorted(self.model.bases) if e in holders]
+        if self._copies:
+            logger.info(
+                "backup round=%d experts=%d bytes=%d copied in %.2f s", number,
+                len(self._copies), sum(m.num_bytes for m in self._copies),
+                time.monotonic() - began_s,
+            )  # fmt: skip
+
+    def before_adopt(self, previous: Manifest, manifest: Manifest) -> None:
+        """Copies the moments of experts that others own from `manifest` on."""
+        me = self.model.me
+        counted = manifest.kind is Kind.QUORUM and me in manifest.contributors
+        number = manifest.round if counted else previous.round
+        newcomers = handed_over(me, previous, manifest)
+        self._given_up = {
+            self._keep(expert, number, for_good=True): peers
+            for expert, peers in newcomers.items()
+            if expert in self.model.bases
+        }
+
+    def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
+        """Tells others what is here for them, and looks for the moments of what is new here."""
+        if self._given_up:
+            self._announce(self._given_up, ANNOUNCE_S, is_handover=True)
+            self._given_up = {}
+        if self._copies and manifest.kind is Kind.QUORUM:
+            holders = backup_holders(manifest)
+            mine = [m for m in self._copies if m.expert in self.model.bases]
+            wanted = {m: (holders[m.expert],) for m in mine if m.expert in holders}
+            self._announce(wanted, ANNOUNCE_S)
+            self._copies = []
+        taken = [
+            expert
+            for expert, decision in adoption.experts.items()
+            if decision.action is Action.TAKE_UP
+            and manifest.entries[expert_unit(expert)].version > 0
+        ]
+        kept = {e: n for e, n in self._steps_since.items() if e in self.model.bases}
+        self._steps_since = kept | dict.fromkeys(taken, 0)
+        if taken:
+            self.exchange.take_up(taken, previous, manifest)
+        self.exchange.expire(manifest, self.every)
+
+    def leave(self, adopted: Manifest, tip: Manifest, deadline_s: float) -> None:
+        """Offers everything to those who own it now or would adopt it, for so many seconds.
+
+        Args:
+            adopted: the manifest that the engine is at.
+            tip: the newest; with this peer still a member if its leave is not decided yet.
+            deadline_s: seconds.
+        """
+        if self.model.me in tip.members:
+            holders = backup_holders(tip)
+            whom: dict[int, tuple[PeerId, ...]] = {
+                e: (holders[e],) for e in sorted(self.model.bases) if e in holders
+            }
+        else:
+            newcomers = handed_over(self.model.me, adopted, tip)
+            whom = {e: peers for e, peers in newcomers.items() if e in self.model.bases}
+        wanted = {self._keep(e, adopted.round, for_good=True): peers for e, peers in whom.items()}
+        self._announce(wanted, deadline_s, is_handover=True)
+
+    def all_handed_over(self) -> bool:
+        """Whether everything that others need is confirmed to be there, or given up."""
+        return all(future.done() for _, future in self._handing_over)
+
+    def summary(self) -> str:
+        """What was handed over, for people."""
+        done = [(count, f.result() if f.done() else ()) for count, f in self._handing_over]
+        return (
+            f"moments of {sum(len(there) for _, there in done)} of "
+            f"{sum(count for count, _ in done)} experts handed over"
+        )
+
+    def _keep(self, expert: int, number: int, *, for_good: bool = False) -> Moments:
+        """Puts an expert's moments out; `for_good` with masters, where the wire rounds them."""
+        engine, layout = self.model.engine, self.model.agreed.layout
+        with_master = for_good and self.model.run.wire.experts != "fp32"
+        tensors = engine.read_moments(expert)
+        if with_master:
+            names = [piece.name for piece in layout.by_unit[expert_unit(expert)].slices]
+            masters = engine.read(names)
+            tensors |= {f"{MASTER}.{name}": masters[name] for name in names}
+        blob = encode_unit(moments_layout(layout, expert, with_master=with_master), tensors)
+        return self.exchange.keep(expert, number, blob)
+
+    def _announce(
+        self,
+        wanted: Mapping[Moments, tuple[PeerId, ...]],
+        deadline_s: float,
+        *,
+        is_handover: bool = False,
+    ) -> None:
+        if not wanted:
+            return
+        future = self.exchange.announce(wanted, deadline_s)
+        if is_handover:
+            for moments, peers in wanted.items():
+                logger.info(
+                    "moments expert=%d round=%d for %s, bytes=%d digest=%s", moments.expert,
+                    moments.round, ", ".join(p[-6:] for p in peers), moments.num_bytes,
+                    moments.digest[:12],
+                )  # fmt: skip
+                self.status.gave_moments(moments, peers)
+            self._handing_over.append((len(wanted), future))
+
+    # ------------------------------------------------ taking
+
+    def on_step(self, *, skipped: bool) -> None:
+        """A local step was done: adds what has come meanwhile."""
+        if not skipped:
+            self._steps_since = {e: count + 1 for e, count in self._steps_since.items()}
+        self.install()
+
+    def install(self) -> None:
+        """Adds the moments that have come to those of the engine."""
+        while self._steps_since:
+            try:
+                arrival = self.exchange.arrivals.get_nowait()
+            except queue.Empty:
+                return
+            steps = self._steps_since.pop(arrival.expert, None)
+            if steps is None:
+                continue  # no longer mine
+            self._add(arrival, steps)
+
+    def _add(self, arrival: Arrival, steps: int) -> None:
+        expert, moments = arrival.expert, arrival.moments
+        if moments is None or arrival.blob is None:
+            self.status.took_moments(expert, None, arrival.reason)
+            return
+        agreed_layout = self.model.agreed.layout
+        layout = layout_of_size(agreed_layout, expert, moments.num_bytes)
+        assert layout is not None, "its size was checked before it was fetched"
+        named = decode_unit(layout, moments_shapes(agreed_layout, expert), arrival.blob)
+        self.model.engine.write_moments(expert, self._aged(expert, named, steps))
+        reason = arrival.reason
+        if steps:
+            reason += f", {steps} steps late"
+        if self._add_master(expert, named):
+            reason += ", with masters"
+        self.status.took_moments(expert, moments, reason)
+
+    def _aged(self, expert: int, named: Mapping[str, Tensor], steps: int) -> Mapping[str, Tensor]:
+        """The engine's moments plus what is left, after so many updates, of those that came."""
+        if not steps:
+            return named
+        first, second = self.model.run.optimizer.betas
+        aged = {}
+        for name, tensor in self.model.engine.read_moments(expert).items():
+            beta = second if name.startswith("exp_avg_sq.") else first
+            aged[name] = tensor + named[name] * beta**steps
+        return aged
+
+    def _add_master(self, expert: int, named: Mapping[str, Tensor]) -> bool:
+        """Adds what the wire had rounded off, if the masters are those of the agreed value."""
+        model, unit = self.model, expert_unit(expert)
+        prefix = f"{MASTER}."
+        masters = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
+        if not masters:
+            return False
+        base = model.bases[expert]
+        if digest_of(encode_unit(model.agreed.layout.by_unit[unit], masters)) != base:
+            return False
+        try:
+            with model.agreed.held([base]):
+                agreed: Mapping[str, Any] = model.agreed.expert(base, unit)
+        except BlobGone:
+            return False
+        now = model.engine.read(sorted(masters))
+        model.engine.write({n: now[n] + (masters[n] - agreed[n].float()) for n in sorted(masters)})
+        return True

@@ -1,0 +1,368 @@
+"""Moments of experts between peers: announced, asked for, fetched, confirmed. Nobody waits for it.
+
+Who has moments that another may want posts a question with `news`; the other asks back what there
+is, fetches what it wants, and confirms what it holds with `settled`. So a message that is lost is
+repeated by whoever still waits for a confirmation, and everything fetched was announced by a peer
+whose identity libp2p has proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from swarm.codecs import Buffer, check_moments
+from swarm.errors import HostileInput, NobodyReachable, StateError, Unreachable
+from swarm.experts import expert_unit
+from swarm.network.fetch import Downloads, Want
+from swarm.network.node import Node
+from swarm.network.shelf import Shelf
+from swarm.protocol.digests import digest_of
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.moments import (
+    Moments,
+    Question,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_question,
+    is_outdated,
+    is_wanted,
+    layout_of_size,
+    newest,
+    whom_to_ask,
+)
+
+logger = logging.getLogger(__name__)
+
+MOMENTS_QUESTION = b"moments "
+ASK_S = 3.0
+RETRY_S = 2.0
+HANDOVER_S = 10.0
+"""How long a new owner waits for the newest moments of an owner before it that still answers."""
+FETCH_S = 300.0
+"""Moments that take longer are of no use: what they say has decayed by then."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What came of looking for the moments of an expert that this peer took up."""
+
+    expert: int
+    moments: Moments | None
+    """None: nobody had any, or they did not come."""
+    blob: memoryview | None
+    reason: str
+
+
+class MomentsExchange:
+    """One peer's side of it; coroutines run in the node's loop, the rest is for the trainer."""
+
+    def __init__(
+        self,
+        node: Node,
+        shelf: Shelf,
+        downloads: Downloads,
+        layout: Layout,
+        *,
+        run: str,
+        tip: Callable[[], Manifest],
+    ) -> None:
+        self.shelf = shelf
+        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        """Of taken-up experts, for the trainer."""
+        self._node, self._downloads, self._layout, self._tip = node, downloads, layout, tip
+        self._prefix = MOMENTS_QUESTION + run.encode() + b" "
+        self._settled: dict[Digest, set[PeerId]] = {}
+        """Of blobs that are being announced: who holds them by now."""
+        self._taken_up: set[int] = set()
+        """Experts of mine for which no more moments are looked for."""
+        self._looking: set[PeerId] = set()
+        self._confirmed, self._offered = asyncio.Event(), asyncio.Event()
+        """Somebody confirmed a blob of mine; somebody has news for me."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------ the trainer's side (any thread)
+
+    def keep(self, expert: int, number: int, blob: Buffer) -> Moments:
+        """Puts this peer's moments of an expert, as of a round, where others can fetch them."""
+        moments = Moments(expert, number, digest_of(blob), len(blob))
+        self.shelf.put(moments, blob)
+        return moments
+
+    def announce(
+        self, wanted_by: Mapping[Moments, Sequence[PeerId]], deadline_s: float
+    ) -> Future[tuple[Moments, ...]]:
+        """Tells peers of moments here until all of them hold them, or `deadline_s` is over.
+
+        Returns:
+            A future of those that were confirmed by every peer they are for.
+        """
+        announcing = self._announce(wanted_by, deadline_s)
+        return asyncio.run_coroutine_threadsafe(announcing, self._node.loop)
+
+    def take_up(self, experts: Sequence[int], previous: Manifest, manifest: Manifest) -> None:
+        """Looks for the moments of experts that are this peer's from `manifest` on.
+
+        An `Arrival` comes for each, within `HANDOVER_S` + `FETCH_S`.
+        """
+        self._node.loop.call_soon_threadsafe(
+            self._spawn, self._take_up(sorted(experts), previous, manifest)
+        )
+
+    def expire(self, manifest: Manifest, every: int) -> None:
+        """Drops copies that newer values have made useless."""
+        for moments in self.shelf.all():
+            entry = manifest.entries.get(expert_unit(moments.expert))
+            if entry is None or is_outdated(moments, entry.version, every):
+                self.shelf.drop(moments)
+
+    # ------------------------------------------------ answering
+
+    async def answer(self, source: PeerId, payload: bytes) -> bytes | None:
+        """The answer to a question of another peer; None if it is no question about moments.
+
+        Raises:
+            BadMessage: it is one, but not of the schema.
+        """
+        if not payload.startswith(self._prefix):
+            return None
+        question = decode_question(payload.removeprefix(self._prefix))
+        for digest in question.settled:
+            if digest in self._settled:
+                self._settled[digest].add(source)
+                self._confirmed.set()
+        if question.news and source not in self._looking:
+            self._looking.add(source)
+            self._spawn(self._look(source))
+        return encode_answer(self.shelf.all())
+
+    async def _look(self, source: PeerId) -> None:
+        """Another peer has moments: fetches what this one is to keep as its backup."""
+        try:
+            self._offered.set()
+            before = self.shelf.all()
+            offered = await self._ask(source, Question()) or ()
+            settled = [m for m in offered if await self._is_settled(source, m)]
+            if settled:
+                await self._ask(source, Question(settled=tuple(m.digest for m in settled)))
+            new = [m for m in self.shelf.all() if m in offered and m not in before]
+            if new:
+                logger.info(
+                    "backup of=%s round=%d experts=%s bytes=%d kept here", source[-6:],
+                    max(m.round for m in new), ",".join(str(m.expert) for m in new),
+                    sum(m.num_bytes for m in new),
+                )  # fmt: skip
+        finally:
+            self._looking.discard(source)
+
+    async def _is_settled(self, source: PeerId, offered: Moments) -> bool:
+        """Whether the source need not offer these any more; brings a backup here."""
+        me, tip, kept = self._node.peer_id, self._tip(), self.shelf.get(offered.expert)
+        if not is_wanted(me, source, offered.expert, tip):
+            return False
+        if me in tip.owners[offered.expert]:
+            return offered.expert in self._taken_up
+        if kept and (kept.digest == offered.digest or kept.round > offered.round):
+            return True
+        if await self._fetch(offered, [source]) is None:
+            return False
+        try:
+            await self._in_thread(self.shelf.store.sync, [offered.digest])
+            await self._in_thread(self.shelf.put, offered)
+        except StateError as error:
+            logger.error("moments of expert %d were not kept: %s", offered.expert, error)
+            return False
+        finally:
+            self.shelf.store.unpin([offered.digest])
+        return True
+
+    # ------------------------------------------------ announcing
+
+    async def _announce(
+        self, wanted_by: Mapping[Moments, Sequence[PeerId]], deadline_s: float
+    ) -> tuple[Moments, ...]:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + deadline_s
+        for moments in wanted_by:
+            self._settled.setdefault(moments.digest, set())
+        while True:
+            missing = {
+                moments: [peer for peer in peers if peer not in self._settled[moments.digest]]
+                for moments, peers in wanted_by.items()
+            }
+            waits_for = sorted({peer for peers in missing.values() for peer in peers})
+            if not waits_for or loop.time() > end_s:
+                break
+            self._confirmed.clear()
+            await self._ask_all(waits_for, Question(news=True))
+            await _wait_for(self._confirmed)
+        for moments in wanted_by:
+            self._settled.pop(moments.digest, None)
+        return tuple(moments for moments, peers in missing.items() if not peers)
+
+    # ------------------------------------------------ taking up
+
+    async def _take_up(
+        self, experts: Sequence[int], previous: Manifest, manifest: Manifest
+    ) -> None:
+        me, loop = self._node.peer_id, asyncio.get_running_loop()
+        end_s = loop.time() + HANDOVER_S
+        self._taken_up -= set(experts)
+        pending = list(experts)
+        while pending:
+            asked = {expert: whom_to_ask(me, expert, previous, manifest) for expert in pending}
+            peers = dict.fromkeys(peer for several in asked.values() for peer in several)
+            self._offered.clear()
+            answers = await self._ask_all(list(peers), Question())
+            for expert in list(pending):
+                found = self._found(expert, answers)
+                if loop.time() < end_s and _may_come(expert, previous, answers, found):
+                    continue
+                pending.remove(expert)
+                self._spawn(self._bring(expert, found, previous, len(asked[expert])))
+            if pending:
+                await _wait_for(self._offered)
+
+    def _found(
+        self, expert: int, answers: Mapping[PeerId, Sequence[Moments]]
+    ) -> list[tuple[PeerId, Moments]]:
+        """Who has which moments of an expert; this peer's own backup among them."""
+        found = [
+            (peer, moments)
+            for peer, several in sorted(answers.items())
+            for moments in several
+            if moments.expert == expert
+        ]
+        kept = self.shelf.get(expert)
+        return [*found, (self._node.peer_id, kept)] if kept else found
+
+    async def _bring(
+        self,
+        expert: int,
+        found: Sequence[tuple[PeerId, Moments]],
+        previous: Manifest,
+        num_asked: int,
+    ) -> None:
+        """Delivers the newest moments that can be had, or the reason why there are none."""
+        left, arrival = list(found), None
+        while arrival is None and (best := newest(left)):
+            peer, moments = best
+            left = [(p, m) for p, m in left if m.digest != moments.digest]
+            blob = await self._content(moments, [p for p, m in found if m == moments])
+            if blob is not None:
+                reason = _where_from(self._node.peer_id, peer, moments, previous)
+                arrival = Arrival(expert, moments, blob, reason)
+        why = "could not be fetched" if found else f"none of {num_asked} peers has any"
+        self.arrivals.put(arrival or Arrival(expert, None, None, f"zero moments: {why}"))
+        self._taken_up.add(expert)
+        for source in sorted({p for p, _ in found} - {self._node.peer_id}):
+            digests = tuple(m.digest for p, m in found if p == source)
+            await self._ask(source, Question(settled=digests))
+
+    async def _content(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
+        store = self.shelf.store
+        if self._node.peer_id in sources:
+            damaged = await self._in_thread(store.verify, [moments.digest])
+            return None if damaged else store.get(moments.digest)
+        blob = await self._fetch(moments, sources)
+        if blob is not None:
+            store.unpin([moments.digest])
+        return blob
+
+    # ------------------------------------------------ the wire
+
+    async def _fetch(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
+        """A blob of others, checked and pinned once; None if it did not come or is none."""
+        layout = layout_of_size(self._layout, moments.expert, moments.num_bytes)
+        if layout is None:
+            self._node.traffic.refuse("moments_size")
+            return None
+        want = Want(moments.digest, moments.num_bytes, tuple(sources))
+        self.shelf.store.pin([moments.digest])
+        try:
+            blob = await self._downloads.fetch_one(
+                want,
+                timeout_s=FETCH_S,
+                check=lambda _, content: check_moments(layout, content),
+            )
+        except (NobodyReachable, StateError) as error:
+            self.shelf.store.unpin([moments.digest])
+            logger.info("moments of expert %d did not come: %s", moments.expert, error)
+            return None
+        self._node.traffic.moments_bytes_received += moments.num_bytes
+        return blob
+
+    async def _ask_all(
+        self, peers: Iterable[PeerId], question: Question
+    ) -> dict[PeerId, tuple[Moments, ...]]:
+        """The answers of those that answer."""
+        asked = list(peers)
+        answers = await asyncio.gather(*(self._ask(peer, question) for peer in asked))
+        return {p: a for p, a in zip(asked, answers, strict=True) if a is not None}
+
+    async def _ask(self, peer: PeerId, question: Question) -> tuple[Moments, ...] | None:
+        payload = self._prefix + encode_question(question)
+        try:
+            answer = await self._node.request(peer, payload, ASK_S)
+            return decode_answer(answer) if answer else None
+        except Unreachable as error:
+            logger.debug("peer=%s not asked for moments: %s", peer[-6:], error)
+        except HostileInput as error:
+            self._node.traffic.refuse(error.reason)
+        return None
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._node.loop.run_in_executor(None, partial(function, *arguments))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            logger.error("a task about moments failed", exc_info=task.exception())
+
+    async def stop(self) -> None:
+        """Ends all work; runs in the node's loop."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    """Waits for something that is looked for again after `RETRY_S` at the latest."""
+    try:
+        async with asyncio.timeout(RETRY_S):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def _may_come(
+    expert: int,
+    previous: Manifest,
+    answers: Mapping[PeerId, object],
+    found: Sequence[tuple[PeerId, Moments]],
+) -> bool:
+    """Whether an owner so far still answers, and has not yet put its newest moments out."""
+    alive = [peer for peer in previous.owners.get(expert, ()) if peer in answers]
+    fresh = [peer for peer, moments in found if peer in alive and moments.round >= previous.round]
+    return bool(alive) and not fresh
+
+
+def _where_from(me: PeerId, peer: PeerId, moments: Moments, previous: Manifest) -> str:
+    if peer in previous.owners.get(moments.expert, ()):
+        return f"moments of round {moments.round} handed over by {peer}"
+    where = "here" if peer == me else f"at {peer}"
+    return f"moments of round {moments.round} from the backup {where}"
