@@ -213,7 +213,7 @@ async def _look_around(
 async def _sight(node: Node, peer: str) -> Sight | None:
     try:
         look = await look_at(node, peer)
-        fault = await dial_back(node, peer, node.addresses[0]) if node.addresses else None
+        fault = await dial_back(node, peer, node.port) if node.port else None
     except Unreachable as error:
         logger.info("peer=%s: %s", peer[-6:], error)
         return None

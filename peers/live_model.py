@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from swarm.codecs import allocate, decode_unit, encode_unit, fill
 from swarm.config import RunConfig
-from swarm.errors import StateError
+from swarm.data.loader import held_out_sequences
+from swarm.errors import BadBlob, StateError
 from swarm.experts import UnitLayout, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Merged, merge_experts
@@ -222,3 +224,18 @@ def _digests(manifest: Manifest) -> list[Digest]:
 def _missing(names: Sequence[str], there: Iterable[str]) -> list[str]:
     known = set(there)
     return [name for name in names if name not in known]
+
+
+def validation_batch(manifest: Manifest, run: RunConfig, store: BlobStore) -> Tensor:
+    """The founder's held-out tokens as sequences, int64 [B, T + 1].
+
+    Raises:
+        BadBlob: they are no tokens of this run's vocabulary.
+        DataError: there is not one whole sequence.
+    """
+    blob = store.get(manifest.founding.validation)
+    assert blob is not None, "the held-out tokens are part of every fetched state"
+    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
+    if len(tokens) and tokens.max() >= run.model.vocab_size:
+        raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
+    return held_out_sequences(tokens, run.data.sequence_length)

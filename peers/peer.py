@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
 from peers.leaving import Stop, leave
-from peers.live_model import Agreed, LiveModel, merge_blobs
+from peers.live_model import Agreed, LiveModel, merge_blobs, validation_batch
 from peers.local_faults import raise_file_limit
 from peers.moments import MomentsKeeper
 from peers.options import Options, as_toml, options, program
@@ -34,9 +34,9 @@ from peers.status import PeerStatus
 from peers.trainer import StopAsked, Trainer
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.corpus import Corpus, open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.loader import Loader, held_out_tokens
 from swarm.data.shards import open_shards
-from swarm.errors import BadBlob, DataError, RunMismatch
+from swarm.errors import DataError, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -44,7 +44,7 @@ from swarm.network.joining import TIP_QUESTION, announced_runs
 from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
-from swarm.network.probing import QUESTION, Prober
+from swarm.network.probing import QUESTION, Prober, dial_fault
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 NETWORK_START_S = 60.0
 MAX_DATA_INDEX = 2**20
 LINGER_LOOK_S = 0.5
+DIAL_BACK_S = 40.0
 
 
 @dataclass
@@ -110,6 +111,10 @@ class Peer:
         for address in self.node.addresses[:1]:
             click.echo(f"swarm-peer --initial-peers {address}")
         sys.stdout.flush()
+        fault = self.node.run(dial_fault(self.node), DIAL_BACK_S)
+        if fault:
+            logger.warning("nobody can dial this peer, it works through others: %s", fault)
+        self.is_dialable = not (network.client_mode or fault)
         return self.node
 
     def _on_ask(self, source: PeerId, digest: Digest) -> None:
@@ -247,7 +252,7 @@ class Peer:
             self.driver,
             started.directory,
             data_index=self.data_index,
-            validation_BT1=_validation(started),
+            validation_BT1=validation_batch(started.record.tip, run, started.store),
             status=status,
             moments=keeper,
             stop=self.stop,
@@ -294,7 +299,7 @@ class Peer:
             now=time.monotonic(),
             random=random.Random(),
             sign=self._sign,
-            is_dialable=not self.config.network.client_mode,
+            is_dialable=self.is_dialable,
         )
 
     def _sign(self, statement: bytes) -> Signature:
@@ -332,15 +337,6 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
         require_settings(run, options.asked_of_run())
     elif difference := explain_difference(wanted, run):
         raise RunMismatch(difference)
-
-
-def _validation(started: Started) -> torch.Tensor:
-    blob = started.store.get(started.record.tip.founding.validation)
-    assert blob is not None, "the held-out tokens are part of every fetched state"
-    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
-    if len(tokens) and tokens.max() >= started.run.model.vocab_size:
-        raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
-    return held_out_sequences(tokens, started.run.data.sequence_length)
 
 
 @program("swarm-peer")

@@ -20,8 +20,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm import __version__
-from swarm.errors import BadMessage, ConfigError, Unreachable
-from swarm.network.daemon import Address
+from swarm.errors import BadMessage, Unreachable
 from swarm.network.node import Node
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
@@ -33,6 +32,8 @@ PROTOCOL = "swarm.measure/1"
 MAX_BYTES = 8 * 2**20
 BYTES_PER_PEER = 4 * MAX_BYTES
 """Within `WINDOW_S`; more is refused, so that nobody can use up a peer's link with it."""
+DIALLING = 3
+"""Neighbours that a peer asks to dial it."""
 DIALS_PER_PEER = 8
 WINDOW_S = 60.0
 STREAMS = 4
@@ -51,7 +52,8 @@ class Question(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: Literal["about", "dial"]
-    address: str = Field(default="", max_length=256)
+    port: int = Field(default=0, ge=0, le=65_535)
+    """To dial; the host is the one that the question comes from, so no third one is probed."""
 
 
 class About(BaseModel):
@@ -104,7 +106,7 @@ class Prober:
             about = About(version=__version__, clock=time.time(), seen_at=seen_at)
             return about.model_dump_json().encode()
         self._count(self._dials, source, 1, DIALS_PER_PEER)
-        fault = await _dial(question.address, source, seen_at)
+        fault = await _dial(seen_at, question.port)
         return Dialled(fault=fault).model_dump_json().encode()
 
     async def serve(
@@ -157,33 +159,29 @@ async def _take(num_bytes: int, reader: asyncio.StreamReader, writer: asyncio.St
         await writer.drain()
 
 
-async def _dial(text: str, source: str, seen_at: str) -> str | None:
-    """Why the asking peer cannot be dialled at an address of its own; None if it can.
+async def _dial(seen_at: str, port: int) -> str | None:
+    """Why the asking peer cannot be dialled at a port of the host it comes from; None if it can.
 
-    Only the host that its connection comes from is dialled: nobody can have a third one probed.
+    Raises:
+        BadMessage: it is not known where it comes from, as when others passed the question on.
     """
-    try:
-        address = Address.parse(text)
-    except ConfigError as error:
-        return str(error)
-    if address.peer_id != source:
-        return "this is not your address"
-    host = seen_at.split("/")[2] if seen_at.count("/") >= 2 else "?"
-    if address.host != host:
-        return f"you come from {host}, not from {address.host}"
+    if seen_at.count("/") < 4 or not seen_at.startswith("/ip"):
+        raise BadMessage("probe_unknown", "it is not known where you come from")
+    host = seen_at.split("/")[2]
     try:
         async with asyncio.timeout(_DIAL_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await asyncio.open_connection(host, port)
             try:
                 greeting = await reader.readexactly(1 + len(_BANNER))
             finally:
                 writer.close()
     except TimeoutError:
-        return f"no answer within {_DIAL_S:g} s"
+        return f"no answer from {host} port {port} within {_DIAL_S:g} s"
     except (OSError, asyncio.IncompleteReadError) as error:
         number = getattr(error, "errno", None)
-        return os.strerror(number) if number else "it hung up at once"
-    return None if greeting[1:] == _BANNER else "another program answers there"
+        why = os.strerror(number) if number else "it hung up at once"
+        return f"{host} port {port}: {why}"
+    return None if greeting[1:] == _BANNER else f"another program is at {host} port {port}"
 
 
 # ---------------------------------------------------------------- asking
@@ -219,13 +217,24 @@ async def look_at(node: Node, peer: str, questions: int = 3) -> Look:
     return min(looks, key=lambda look: look.rtt_ms)
 
 
-async def dial_back(node: Node, peer: str, address: str) -> str | None:
-    """Why a peer cannot dial this one at an address; None if it can.
+async def dial_back(node: Node, peer: str, port: int) -> str | None:
+    """Why a peer cannot dial this machine at a port; None if it can.
 
     Raises:
         Unreachable: the peer gave no answer.
     """
-    return (await _ask(node, peer, Question(kind="dial", address=address), Dialled)).fault
+    return (await _ask(node, peer, Question(kind="dial", port=port), Dialled)).fault
+
+
+async def dial_fault(node: Node) -> str | None:
+    """Why none of a few neighbours can dial this peer; None if one can, or if nobody says."""
+    port = node.port
+    if port is None:
+        return None
+    tries = (dial_back(node, peer, port) for peer in sorted(node.neighbours)[:DIALLING])
+    found = await asyncio.gather(*tries, return_exceptions=True)
+    faults = [fault for fault in found if not isinstance(fault, BaseException)]
+    return faults[0] if faults and None not in faults else None
 
 
 async def measure_mbit(node: Node, peer: str, *, is_down: bool, limit_s: float) -> float:

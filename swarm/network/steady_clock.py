@@ -16,6 +16,8 @@ from hivemind.utils import timed_storage
 logger = logging.getLogger(__name__)
 
 JUMP_S = 2.0
+HIVEMIND = (timed_storage, protocol, routing, node)
+"""Its modules that ask for the time; each holds the function under the name `get_dht_time`."""
 
 _lock = threading.Lock()
 
@@ -51,14 +53,11 @@ _clock: SteadyClock | None = None
 
 
 def dht_clock() -> SteadyClock:
-    """The clock of this process, which hivemind's DHT goes by from the first call on.
-
-    hivemind has no hook for it: each of its modules holds the function under this name.
-    """
+    """The clock of this process, which hivemind's DHT goes by from the first call on."""
     global _clock
     with _lock:
         if _clock is None:
             _clock = SteadyClock()
-            for module in (timed_storage, protocol, routing, node):
+            for module in HIVEMIND:
                 module.get_dht_time = _clock
     return _clock

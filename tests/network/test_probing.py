@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 
 import pytest
@@ -15,6 +17,7 @@ from swarm.network.probing import (
     PROTOCOL,
     Prober,
     dial_back,
+    dial_fault,
     look_at,
     measure_mbit,
 )
@@ -64,20 +67,40 @@ def staged(clock: float):
 
 def test_a_peer_that_listens_can_be_dialled_back(pair) -> None:
     peer, me = pair
-    assert me.run(dial_back(me, peer.peer_id, me.addresses[0]), WAIT_S) is None
+    assert me.run(dial_back(me, peer.peer_id, me.port), WAIT_S) is None
+    assert me.run(dial_fault(me), WAIT_S) is None
 
 
 def test_why_it_cannot_be_dialled_is_said(pair) -> None:
     peer, me = pair
-    closed = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{me.peer_id}"
-    assert "refused" in me.run(dial_back(me, peer.peer_id, closed), WAIT_S).lower()
-    foreign = f"/ip4/192.0.2.1/tcp/80/p2p/{me.peer_id}"
-    assert me.run(dial_back(me, peer.peer_id, foreign), WAIT_S) == (
-        "you come from 127.0.0.1, not from 192.0.2.1"
-    )
-    assert me.run(dial_back(me, peer.peer_id, peer.addresses[0]), WAIT_S) == (
-        "this is not your address"
-    )
+    closed = free_port()
+    fault = me.run(dial_back(me, peer.peer_id, closed), WAIT_S)
+    assert fault == f"127.0.0.1 port {closed}: Connection refused"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        threading.Thread(target=lambda: silent.accept()[0].close(), daemon=True).start()
+        port = silent.getsockname()[1]
+        fault = me.run(dial_back(me, peer.peer_id, port), WAIT_S)
+    assert fault == f"127.0.0.1 port {port}: it hung up at once"
+
+
+def test_one_neighbour_that_can_dial_is_enough_and_silence_is_no_fault(pair, monkeypatch) -> None:
+    _, me = pair
+    said: list[str | Exception | None] = []
+
+    async def staged(*_: object) -> str | None:
+        if isinstance(outcome := said.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(probing, "dial_back", staged)
+    monkeypatch.setattr(Node, "neighbours", frozenset({"a", "b"}))
+    for said[:], fault in (
+        (["closed", "closed"], "closed"),
+        (["closed", None], None),
+        ([Unreachable("x"), "closed"], "closed"),
+        ([Unreachable("x"), Unreachable("x")], None),
+    ):
+        assert me.run(dial_fault(me), WAIT_S) == fault
 
 
 @pytest.mark.parametrize("is_down", [True, False])
@@ -95,7 +118,7 @@ def test_who_measures_too_much_is_refused(peers: Peers) -> None:
     assert peer.traffic.refused["probe_limit"] >= 1
     with pytest.raises(Unreachable, match="too much asked for"):
         for _ in range(20):
-            me.run(dial_back(me, peer.peer_id, "x"), WAIT_S)
+            me.run(dial_back(me, peer.peer_id, 9), WAIT_S)
 
 
 def test_a_peer_that_answers_nothing_is_unreachable(peers: Peers) -> None:

@@ -80,6 +80,16 @@ def test_a_blob_of_several_pieces_comes_through_whole(hidden) -> None:
     assert relay.traffic.blob_bytes_sent == 0, "passed on, not served"
 
 
+def test_a_peer_that_listens_in_vain_is_reached_all_the_same(hidden, lasting_peers) -> None:
+    """It announces an address at which nobody answers, as behind a router without forwarding."""
+    network = LOOPBACK.model_copy(update={"announce_maddrs": ("/ip4/127.0.0.1/tcp/9",)})
+    inbox, (_, left, _) = Inbox(), hidden
+    node = lasting_peers.node(Handlers(on_message=inbox.on_message), network=network)
+    left.node.run(left.node.post(node.peer_id, b"hello"), WAIT_S)
+    assert inbox.messages == [(left.node.peer_id, b"hello")]
+    assert left.node.is_far(node.peer_id)
+
+
 def test_what_the_destination_refuses_is_refused_and_counted(hidden) -> None:
     _, left, right = hidden
     with pytest.raises(Unreachable, match="no such message"):
