@@ -17,6 +17,7 @@ from swarm.protocol.records import PeerRecord
 logger = logging.getLogger(__name__)
 
 ASKED = 2
+MEASURED_BYTES = 4 * 2**20
 MEASURE_S = 1.5
 """For each direction and asked peer, at most."""
 
@@ -27,14 +28,16 @@ Rates = tuple[float | None, float | None]
 async def measured_rates(node: Node, present: Mapping[PeerId, PeerRecord]) -> Rates:
     """The best rates to a few peers that listen: what this machine's own link allows.
 
-    Moves up to 8 MiB each way and peer.
+    Moves up to 4 MiB each way and peer.
     """
     listening = [peer for peer in sorted(present) if present[peer].addresses]
     best: dict[bool, float | None] = {True: None, False: None}
     for peer in [peer for peer in listening if peer != node.peer_id][:ASKED]:
         for is_down, before in best.items():
             try:
-                rate = await measure_mbit(node, peer, is_down=is_down, limit_s=MEASURE_S)
+                rate = await measure_mbit(
+                    node, peer, is_down=is_down, limit_s=MEASURE_S, num_bytes=MEASURED_BYTES
+                )
             except Unreachable as error:
                 logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
             else:

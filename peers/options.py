@@ -50,15 +50,15 @@ class Program(click.Command):
             code: Any = run()
         except SwarmError as error:
             self._fail(str(error), error.exit_code)
+        except click.ClickException as error:
+            self._fail(error.format_message(), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            self._fail("interrupted", 130)
         except (MemoryError, RuntimeError, OSError) as error:
             typed = named_fault(error)
             if typed is None:
                 raise
             self._fail(str(typed), typed.exit_code)
-        except click.ClickException as error:
-            self._fail(error.format_message(), error.exit_code)
-        except (click.Abort, KeyboardInterrupt):
-            self._fail("interrupted", 130)
         sys.exit(code if isinstance(code, int) else 0)
 
     def _fail(self, message: str, exit_code: int) -> NoReturn:
@@ -106,14 +106,16 @@ def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Calla
 
 def _split(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Addresses from texts with one, with several separated by commas or spaces, or `@FILE`."""
-    found: list[str] = []
-    for value in values:
-        text = value
-        if value.startswith("@"):
-            lines = read_text(Path(value[1:])).splitlines()
-            text = " ".join(line.partition("#")[0] for line in lines)
-        found += text.replace(",", " ").split()
-    return tuple(found)
+    return tuple(address for value in values for address in _addresses_in(value))
+
+
+def _addresses_in(text: str) -> list[str]:
+    if text.startswith("@"):
+        lines = read_text(Path(text[1:])).splitlines()
+        text = " ".join(line.partition("#")[0] for line in lines)
+        return text.replace(",", " ").split()
+    words = text.replace(",", " ").split()
+    return [one for word in words for one in (_addresses_in(word) if word[0] == "@" else [word])]
 
 
 def _addresses(flag: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

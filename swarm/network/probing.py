@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -237,43 +238,71 @@ async def dial_fault(node: Node) -> str | None:
     return faults[0] if faults and None not in faults else None
 
 
-async def measure_mbit(node: Node, peer: str, *, is_down: bool, limit_s: float) -> float:
-    """The rate towards (down) or away from this peer over one connection; moves up to 8 MiB.
+async def measure_mbit(
+    node: Node, peer: str, *, is_down: bool, limit_s: float, num_bytes: int = MAX_BYTES
+) -> float:
+    """The rate towards (down) or away from this peer over one connection.
+
+    Counts the second half of the time, when the connection has reached its speed.
+
+    Args:
+        node: this peer's.
+        peer: whom to ask.
+        is_down: which way.
+        limit_s: longest time.
+        num_bytes: most that is moved; a multiple of 64 KiB, at most 8 MiB.
 
     Raises:
         Unreachable: no connection, or too few bytes to tell.
     """
     connection = await node.open_stream(peer, PROTOCOL, limit_s)
-    moved, began_s = Counter[str](), time.monotonic()
+    moved = _Moved(time.monotonic())
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await (_receive if is_down else _transmit)(connection, moved)
+                await (_receive if is_down else _transmit)(connection, num_bytes, moved)
     except OSError as error:
         raise Unreachable(f"{peer}: {error}") from error
     finally:
         connection.close()
-    if moved["bytes"] < _PART_BYTES:
-        raise Unreachable(f"{peer}: only {moved['bytes']} bytes within {limit_s:g} s")
-    return moved["bytes"] * 8 / 1e6 / (time.monotonic() - began_s)
+    if moved.num_bytes < _PART_BYTES:
+        raise Unreachable(f"{peer}: only {moved.num_bytes} bytes within {limit_s:g} s")
+    return rate_mbit(moved.samples)
 
 
-async def _receive(connection: socket.socket, moved: Counter[str]) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, _ASK.pack(True, MAX_BYTES))
-    buffer = memoryview(bytearray(MAX_BYTES))
-    await receive_into(connection, buffer, lambda count: moved.update(bytes=count))
+class _Moved:
+    """Bytes over time."""
+
+    def __init__(self, began_s: float) -> None:
+        self.num_bytes = 0
+        self.samples = [(began_s, 0)]
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.samples.append((time.monotonic(), self.num_bytes))
 
 
-async def _transmit(connection: socket.socket, moved: Counter[str]) -> None:
+def rate_mbit(samples: Sequence[tuple[float, int]]) -> float:
+    """The rate in the second half of the time, of (time, bytes so far), the first being (t, 0)."""
+    (began_s, _), (ended_s, total) = samples[0], samples[-1]
+    middle_s = (began_s + ended_s) / 2
+    start_s, before = [sample for sample in samples if sample[0] <= middle_s][-1]
+    return (total - before) * 8 / 1e6 / max(ended_s - start_s, 1e-6)
+
+
+async def _receive(connection: socket.socket, num_bytes: int, moved: _Moved) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, _ASK.pack(True, num_bytes))
+    await receive_into(connection, memoryview(bytearray(num_bytes)), moved.add)
+
+
+async def _transmit(connection: socket.socket, num_bytes: int, moved: _Moved) -> None:
     """Counts what was acknowledged: much of what was sent may still be in this machine."""
     loop = asyncio.get_running_loop()
-    content = _ASK.pack(False, MAX_BYTES) + bytes(MAX_BYTES)
+    content = _ASK.pack(False, num_bytes) + bytes(num_bytes)
     sending = loop.create_task(loop.sock_sendall(connection, content))
     try:
-        acknowledged = memoryview(bytearray(MAX_BYTES // _PART_BYTES))
-        await receive_into(
-            connection, acknowledged, lambda parts: moved.update(bytes=parts * _PART_BYTES)
-        )
+        acknowledged = memoryview(bytearray(num_bytes // _PART_BYTES))
+        await receive_into(connection, acknowledged, lambda parts: moved.add(parts * _PART_BYTES))
     finally:
         sending.cancel()
 

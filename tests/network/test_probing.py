@@ -20,6 +20,7 @@ from swarm.network.probing import (
     dial_fault,
     look_at,
     measure_mbit,
+    rate_mbit,
 )
 from tests.network.conftest import Peers
 from tests.network.test_node import free_port
@@ -110,11 +111,20 @@ def test_a_rate_is_measured_both_ways(pair, is_down: bool) -> None:
     assert 10 < rate_mbit < 100_000
 
 
-def test_who_measures_too_much_is_refused(peers: Peers) -> None:
+def test_the_slow_start_of_a_connection_does_not_count() -> None:
+    samples = [(10.0, 0), (10.5, 1_000), (11.0, 2_000), (11.5, 502_000), (12.0, 1_002_000)]
+    assert rate_mbit(samples) == pytest.approx(8.0)
+    assert rate_mbit([(0.0, 0), (2.0, 1_000_000)]) == pytest.approx(4.0)
+
+
+def test_who_measures_too_much_is_refused(peers: Peers, monkeypatch) -> None:
+    monkeypatch.setattr(probing, "BYTES_PER_PEER", 2**20)
     peer, me = probed(peers), peers.node()
     with pytest.raises(Unreachable):
         for _ in range(10):
-            me.run(measure_mbit(me, peer.peer_id, is_down=True, limit_s=5.0), WAIT_S)
+            me.run(
+                measure_mbit(me, peer.peer_id, is_down=True, limit_s=5.0, num_bytes=2**19), WAIT_S
+            )
     assert peer.traffic.refused["probe_limit"] >= 1
     with pytest.raises(Unreachable, match="too much asked for"):
         for _ in range(20):

@@ -125,6 +125,7 @@ def test_addresses_come_from_a_file_or_the_environment(given: Call, tmp_path: Pa
     file.write_text("A # the first\n\n# none here\nB C\n")
     assert given("--initial-peers", f"@{file}", "D").initial_peers == ("A", "B", "C", "D")
     assert given(SWARM_INITIAL_PEERS="A,B C").initial_peers == ("A", "B", "C")
+    assert given(SWARM_INITIAL_PEERS=f"D,@{file} E").initial_peers == ("D", "A", "B", "C", "E")
     network = given("--host-maddrs", "/ip4/1.2.3.4/tcp/5", "--client-mode").peer_config().network
     assert network.host_maddrs == ("/ip4/1.2.3.4/tcp/5",) and network.client_mode
 
