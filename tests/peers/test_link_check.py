@@ -1,0 +1,81 @@
+"""A joiner's link against the run, before anything is downloaded."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from peers import link_check
+from peers.link_check import measured_rates, require_link, verdict_for
+from swarm.errors import LinkTooSlow, Unreachable
+from swarm.model.cost import cost_of
+from swarm.network.node import Node
+from swarm.protocol.fitness import Fitness
+from swarm.protocol.records import PeerRecord
+from tests.peers.test_monitor import peer_record
+from tests.protocol.round_pump import found, make_rules
+from tests.train.runs import tiny_run
+
+RUN = tiny_run()
+TIP = found(make_rules(), ["A", "B"])
+PHASE = RUN.phase_at(0)
+LOCAL_TOKENS = PHASE.local_steps * PHASE.batch_tokens
+ROUND_S = 100.0
+NEEDED_MBIT = cost_of(RUN, 3).bytes_sent_per_peer_per_round * 8 / 1e6 / ROUND_S
+
+
+def record(*, listens: bool = True, tokens_per_s: float = LOCAL_TOKENS / ROUND_S) -> PeerRecord:
+    address = ("/ip4/10.0.0.1/tcp/1/p2p/Qm",) if listens else ()
+    return replace(peer_record("0" * 64), addresses=address, tokens_per_s=tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("times_needed", "fitness"),
+    [(1.01, Fitness.ENOUGH), (0.99, Fitness.SLOW), (0.34, Fitness.SLOW), (0.33, Fitness.HOPELESS)],
+)
+def test_the_verdict_is_by_what_one_peer_more_moves_in_a_round(
+    times_needed: float, fitness: Fitness
+) -> None:
+    rate_mbit = times_needed * NEEDED_MBIT
+    verdict = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (1e6, rate_mbit))
+    assert verdict.fitness is fitness, verdict.text
+    assert verdict.needed_mbit == pytest.approx(NEEDED_MBIT)
+
+
+def test_before_anybody_has_trained_nothing_is_held_against_a_link() -> None:
+    verdict = verdict_for(RUN, TIP, {"A": record(tokens_per_s=0.0)}, (1e-9, 1e-9))
+    assert verdict.fitness is Fitness.UNKNOWN
+    require_link(verdict)
+
+
+def test_a_hopeless_link_is_refused_with_its_numbers_and_a_slow_one_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    present = {"A": record()}
+    hopeless = verdict_for(RUN, TIP, present, (NEEDED_MBIT / 10, None))
+    with pytest.raises(LinkTooSlow, match=r"Mbit/s down; a round moves .* Mbit/s are needed"):
+        require_link(hopeless)
+    with caplog.at_level(logging.WARNING):
+        require_link(verdict_for(RUN, TIP, present, (NEEDED_MBIT / 2, None)))
+    assert "link=slow" in caplog.text
+
+
+def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow or silent peer says nothing about this machine's own link."""
+    rates = {("A", True): 5.0, ("B", True): 9.0, ("A", False): 3.0}
+    asked = []
+
+    async def measure(_: Node, peer: str, *, is_down: bool, **limits: object) -> float:
+        asked.append(peer)
+        if (peer, is_down) not in rates:
+            raise Unreachable(peer)
+        return rates[peer, is_down]
+
+    monkeypatch.setattr(link_check, "measure_mbit", measure)
+    node = cast(Node, type("Node", (), {"peer_id": "me"}))
+    present = {"0": record(listens=False), "A": record(), "B": record(), "C": record()}
+    assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
+    assert set(asked) == {"A", "B"}
+    assert asyncio.run(measured_rates(node, {"me": record()})) == (None, None)
