@@ -14,7 +14,9 @@ from blake3 import blake3
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
-"""A peer that was reached through others is dialled again after this."""
+"""A peer that was reached through others is dialled again after this, and then ever more rarely:
+a dial to a closed port may take seconds to fail."""
+LONGEST_AGAIN_S = 900.0
 REST_S = 10.0
 LONGEST_REST_S = 120.0
 
@@ -38,6 +40,8 @@ class Route:
 class _Known:
     failed_s: float | None = None
     """When it last could not be dialled; None once it could."""
+    failures: int = 0
+    """Dials in a row that failed."""
     was_dialled: bool = False
     """Whether it ever answered without a relay."""
     relay: str | None = None
@@ -73,12 +77,13 @@ class Routes:
         known = self._peers.get(peer)
         if known is None or known.failed_s is None or known.relay is None:
             return False
-        return now_s - known.failed_s < DIRECT_AGAIN_S
+        again_s = min(DIRECT_AGAIN_S * 2.0 ** min(known.failures - 1, 10), LONGEST_AGAIN_S)
+        return now_s - known.failed_s < again_s
 
     def dialled(self, peer: str) -> None:
         """The peer answered without a relay."""
         known = self._note(peer)
-        known.failed_s, known.was_dialled = None, True
+        known.failed_s, known.failures, known.was_dialled = None, 0, True
 
     def failed(self, peer: str, now_s: float, *, is_slow: bool) -> bool:
         """The peer did not answer without a relay; returns whether one may help.
@@ -93,6 +98,7 @@ class Routes:
         if is_slow and known.was_dialled:
             return False
         known.failed_s = now_s
+        known.failures += 1
         return True
 
     def relayed(self, peer: str, relay: str, answered: bool, now_s: float) -> None:

@@ -23,6 +23,21 @@ def test_a_peer_that_a_relay_reached_is_not_dialled_for_a_while() -> None:
     assert routes.plan("p", [], 1.0).straight, "without a relay it is dialled all the same"
 
 
+def test_a_port_that_stays_closed_is_tried_ever_more_rarely_until_it_opens() -> None:
+    routes, now_s, waits = Routes(), 0.0, []
+    for _ in range(7):
+        routes.failed("p", now_s, is_slow=True)
+        routes.relayed("p", "r1", True, now_s)
+        began_s = now_s
+        while not routes.plan("p", RELAYS, now_s).straight:
+            now_s += 10.0
+        waits.append(now_s - began_s)
+    assert waits == [30, 60, 120, 240, 480, 900, 900]
+    routes.dialled("p")
+    routes.failed("p", now_s, is_slow=False)
+    assert routes.plan("p", RELAYS, now_s + DIRECT_AGAIN_S).straight
+
+
 def test_a_peer_that_can_be_dialled_again_is() -> None:
     routes = Routes()
     routes.failed("p", 0.0, is_slow=False)

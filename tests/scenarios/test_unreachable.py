@@ -3,6 +3,7 @@
 One peer listens, two only dial out: whatever these two have for each other goes through the third.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
+from swarm.emulation.links import LINKS, Link
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
+from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.errors import LinkTooSlow
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
+    ROUND_S,
     agreed_state,
     finish,
+    has_rounds,
     peer_id,
     read_record,
     read_run,
@@ -81,3 +87,59 @@ def prints_no_line(peer: LocalPeer) -> bool:
 
 def test_only_who_can_be_dialled_prints_a_line_for_joiners(swarm: LocalSwarm) -> None:
     assert [prints_no_line(peer) for peer in swarm.peers] == [False, True, True]
+
+
+# ---------------------------------------------------------------- on an emulated network
+
+
+@pytest.fixture
+def network() -> Iterator[NamespaceLinks]:
+    if why := why_not_here():
+        pytest.skip(why)
+    links = NamespaceLinks(LINKS["home-20"])
+    yield links
+    links.close()
+
+
+@pytest.mark.exhaustive  # seconds of time-outs until closed ports are known
+@pytest.mark.parametrize("mode", [(), ("--client-mode",)], ids=["listens in vain", "client mode"])
+def test_two_behind_routers_train_with_each_other_through_a_third(
+    tmp_path: Path, network: NamespaceLinks, mode: tuple[str, ...]
+) -> None:
+    network.hide([1, 2])
+    run_file = write_run(tmp_path, ["run.rounds=6"])
+    with LocalSwarm(tmp_path / "swarm", run_file, NUM_PEERS, links=network) as swarm:
+        founder = swarm.add(["--run", str(run_file), "--wait-for-peers", str(NUM_PEERS)])
+        address = founder.join_address()
+        for _ in range(1, NUM_PEERS):
+            swarm.add(["--initial-peers", address, *mode])
+        finish(swarm, 280)
+        verdict = summary(swarm)
+        assert len(verdict["manifest_digests"]) == 1
+        everybody = sorted(map(peer_id, swarm.peers))
+        last = rounds(swarm.peers[0])[-1]
+        assert sorted(last["contributors"]) == everybody
+        told = ["nobody can dial this peer" in peer.output() for peer in swarm.peers]
+        assert told == [False, not mode, not mode]
+
+
+@pytest.mark.exhaustive
+def test_a_joiner_whose_link_cannot_carry_the_run_is_told_so_before_it_downloads(
+    tmp_path: Path,
+) -> None:
+    if why := why_not_here():
+        pytest.skip(why)
+    slow = NamespaceLinks(Link(up_mbit=1.5, down_mbit=1.5, rtt_ms=30))
+    sizes = ["model.hidden_size=192", "model.moe_intermediate_size=384", "run.rounds=100000"]
+    run_file = write_run(tmp_path, sizes)
+    try:
+        with LocalSwarm(tmp_path / "swarm", run_file, 1, links=slow) as swarm:
+            swarm.start()
+            swarm.wait_until(has_rounds(2), what="rounds of one peer", timeout_s=ROUND_S)
+            joiner = swarm.add(["--initial-peers", swarm.peers[0].join_address()])
+            assert joiner.wait(2 * ROUND_S) == LinkTooSlow.exit_code
+            assert "Mbit/s are needed" in joiner.output()
+            packs = list((swarm.folder / "peer-1").glob("runs/*/packs/*.pack"))
+            assert sum(path.stat().st_size for path in packs) < 1e6, "no part of the model"
+    finally:
+        slow.close()
