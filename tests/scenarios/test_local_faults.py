@@ -16,6 +16,7 @@ pytestmark = pytest.mark.scenario
 
 NUM_PEERS = 3
 FAULT_S = 4.0
+LOG_BYTES = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,10 @@ def test_a_daemon_that_is_killed_runs_again_under_the_same_identity(swarm: Local
 
 
 def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
-    """A limit on the size of files stands for a full disk."""
+    """A limit on the size of files stands for a full disk; the log is to fit, a blob is not."""
     victim = swarm.peers[2]
     known = rounds(swarm.peers[0])[-1]["round"]
-    limited(swarm, victim, resource.RLIMIT_FSIZE, 16)
+    limited(swarm, victim, resource.RLIMIT_FSIZE, victim.log_path.stat().st_size + LOG_BYTES)
     assert "raise the limit of file sizes" in victim.output()
     is_back(swarm, victim)
     assert rounds(swarm.peers[0])[-1]["round"] > known
