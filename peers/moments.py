@@ -53,7 +53,8 @@ class MomentsKeeper:
         self._given_up: dict[Moments, tuple[PeerId, ...]] = {}
         self._steps_since: dict[int, int] = {}
         """Updates of experts whose moments are still looked for."""
-        self._handing_over: list[tuple[int, Future[tuple[Moments, ...]]]] = []
+        self._handing_over: list[tuple[frozenset[int], Future[tuple[Moments, ...]]]] = []
+        """Experts that are being handed over, and those confirmed when that is over."""
 
     # ------------------------------------------------ giving
 
@@ -135,11 +136,14 @@ class MomentsKeeper:
 
     def summary(self) -> str:
         """What was handed over, for people."""
-        done = [(count, f.result() if f.done() else ()) for count, f in self._handing_over]
-        return (
-            f"moments of {sum(len(there) for _, there in done)} of "
-            f"{sum(count for count, _ in done)} experts handed over"
-        )
+        wanted = {expert for experts, _ in self._handing_over for expert in experts}
+        there = {
+            moments.expert
+            for _, future in self._handing_over
+            if future.done()
+            for moments in future.result()
+        }
+        return f"moments of {len(there)} of {len(wanted)} experts handed over"
 
     def _keep(self, expert: int, number: int, *, for_good: bool = False) -> Moments:
         """Puts an expert's moments out; `for_good` with masters, where the wire rounds them."""
@@ -171,7 +175,7 @@ class MomentsKeeper:
                     moments.digest[:12],
                 )  # fmt: skip
                 self.status.gave_moments(moments, peers)
-            self._handing_over.append((len(wanted), future))
+            self._handing_over.append((frozenset(m.expert for m in wanted), future))
 
     # ------------------------------------------------ taking
 

@@ -22,6 +22,8 @@ KEYS = (
     "state_bytes_per_peer",
     "disk_bytes",
     "bytes_sent_per_peer_per_round",
+    "backup_bytes_per_peer_per_round",
+    "handover_bytes",
 )
 """What scripts may rely on."""
 
@@ -67,6 +69,16 @@ def table_of(run: RunConfig, cost: Cost) -> Table:
             "sent per round",
             _gigabytes(cost.bytes_sent_per_peer_per_round),
             f"received alike; {seconds(cost.bytes_sent_per_peer_per_round, 100)} at 100 Mbit/s",
+        ),
+        (
+            "backup per round",
+            _gigabytes(cost.backup_bytes_per_peer_per_round),
+            f"of moments, beside that; backup_every_rounds = {run.ownership.backup_every_rounds}",
+        ),
+        (
+            "hand-over",
+            _gigabytes(cost.handover_bytes),
+            f"once, by a peer that leaves; {seconds(cost.handover_bytes, 100)} at 100 Mbit/s",
         ),
     ]
     for row in rows:

@@ -50,6 +50,8 @@ class Traffic:
     blobs_received: int
     control_sent: int
     control_received: int
+    moments_sent: int
+    moments_received: int
 
 
 class PeerStatus:
@@ -197,7 +199,8 @@ class PeerStatus:
             tokens_lost=self.tokens_lost, wait_s=round(report.wait_s, 3),
             seconds=round(seconds, 3), blob_bytes_sent=self._round_traffic.blobs_sent,
             blob_bytes_received=self._round_traffic.blobs_received,
-            control_bytes_sent=self._round_traffic.control_sent, reason=report.reason,
+            control_bytes_sent=self._round_traffic.control_sent,
+            moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
         )  # fmt: skip
         self.changed.set()
 
@@ -224,6 +227,8 @@ class PeerStatus:
             counted.blob_bytes_received,
             counted.control_bytes_sent,
             counted.control_bytes_received,
+            counted.moments_bytes_sent,
+            counted.moments_bytes_received,
         )
 
     def record(self) -> PeerRecord:
@@ -257,6 +262,10 @@ class PeerStatus:
             data_index=self.data_index,
             reason=shortened(self.reason_of()),
             version=__version__,
+            moments_bytes_sent=traffic.moments_sent,
+            moments_bytes_received=traffic.moments_received,
+            zero_moments=self.zero_moments,
+            moments_reason=shortened(self.moments_reason),
         )
 
 
@@ -266,4 +275,6 @@ def _difference(now: Traffic, before: Traffic) -> Traffic:
         now.blobs_received - before.blobs_received,
         now.control_sent - before.control_sent,
         now.control_received - before.control_received,
+        now.moments_sent - before.moments_sent,
+        now.moments_received - before.moments_received,
     )

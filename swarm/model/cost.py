@@ -16,6 +16,8 @@ TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
 PRIVATE_BYTES = 12
 """The same without the gradient: what a checkpoint keeps per trained parameter."""
+MOMENTS_BYTES = 8
+"""Two moments in fp32, as they travel."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,42 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     return (shared + max(experts, 0)) / num_peers
 
 
+def backup_bytes_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
+    """Bytes of moments that a peer sends to its backups, mean over peers and rounds.
+
+    8 bytes per parameter of its experts every `ownership.backup_every_rounds` rounds, in fp32;
+    nothing where an expert has several owners. Received are as many. They are in no other figure.
+    """
+    every = run.ownership.backup_every_rounds
+    if not every or num_peers == 1 or run.ownership.owners_per_expert > 1:
+        return 0.0
+    return MOMENTS_BYTES * parameters(run.model).experts / num_peers / every
+
+
+def handover_bytes(run: RunConfig, num_peers: int) -> int:
+    """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
+
+    With masters where the wire rounds experts: 12 bytes per parameter instead of 8.
+    """
+    each = MOMENTS_BYTES if run.wire.experts == "fp32" else PRIVATE_BYTES
+    return each * parameters(run.model).per_expert * owned_per_peer(run, num_peers)
+
+
 def disk_bytes(run: RunConfig, num_peers: int) -> int:
     """Most that a state directory takes up, without the corpus and the event log.
 
     Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
-    and the private state (masters and moments), which is written beside the old one.
+    the private state (masters and moments), which is written beside the old one; and with backups
+    on the copies of its own moments and of another's, each until the new ones have replaced them.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     offered = shared + experts * owned_per_peer(run, num_peers) // counted.num_experts
-    return 3 * (shared + experts) + offered + 2 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
+    copies = 0
+    if backup_bytes_per_peer_per_round(run, num_peers):
+        copies = 4 * MOMENTS_BYTES * counted.per_expert * owned_per_peer(run, num_peers)
+    private = 2 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
+    return 3 * (shared + experts) + offered + private + copies
 
 
 def forward_flops_per_token(run: RunConfig) -> int:
@@ -174,6 +202,8 @@ class Cost:
     full_state_bytes: int
     disk_bytes: int
     bytes_sent_per_peer_per_round: float
+    backup_bytes_per_peer_per_round: float
+    handover_bytes: int
     step_flops_per_token: float
 
 
@@ -189,5 +219,7 @@ def cost_of(run: RunConfig, num_peers: int) -> Cost:
         full_state_bytes=full_state_bytes(run.model),
         disk_bytes=disk_bytes(run, num_peers),
         bytes_sent_per_peer_per_round=bytes_sent_per_peer_per_round(run, num_peers),
+        backup_bytes_per_peer_per_round=backup_bytes_per_peer_per_round(run, num_peers),
+        handover_bytes=handover_bytes(run, num_peers),
         step_flops_per_token=step_flops_per_token(run, num_peers),
     )

@@ -73,6 +73,18 @@ RECEIVED = Metric(
     "blob bytes that have reached a peer since it started, refused ones included",
     "not equal to what others sent it when transfers were cut off",
 )
+MOMENTS = Metric(
+    "moments",
+    "bytes",
+    "bytes of experts' Adam moments that a peer has sent to backups and new owners",
+    "not part of what is sent for the rounds",
+)
+ZERO_MOMENTS = Metric(
+    "zero moments",
+    "experts",
+    "experts that a peer took up without their moments, since it started",
+    "not lost weights: those are agreed values",
+)
 SKIPPED = Metric(
     "skipped",
     "steps",
@@ -94,6 +106,8 @@ METRICS = (
     TOKENS_PER_S,
     SENT,
     RECEIVED,
+    MOMENTS,
+    ZERO_MOMENTS,
     SKIPPED,
     REFUSED,
 )

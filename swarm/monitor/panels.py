@@ -192,6 +192,14 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
         Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
+    moments = sum(row.moments_bytes_sent for row in rows)
+    zeros = sum(row.zero_moments for row in rows)
+    if moments or zeros:
+        told = Text.assemble(
+            (f"{metrics.MOMENTS.title}  ", "dim"), f"{amount(moments)}B sent by all peers"
+        )
+        told.append(f", {zeros} experts began with {metrics.ZERO_MOMENTS.title}" if zeros else "")
+        lines.append(told)
     skipped = sum(row.steps_skipped for row in rows)
     if skipped:
         lines.append(Text(f"{skipped} steps {metrics.SKIPPED.title}", style="yellow"))

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from swarm.codecs import Buffer, check_moments
-from swarm.errors import HostileInput, NobodyReachable, StateError, Unreachable
+from swarm.codecs import Buffer
+from swarm.errors import StateError
 from swarm.experts import expert_unit
-from swarm.network.fetch import Downloads, Want
+from swarm.network.fetch import Downloads
+from swarm.network.moments_client import MomentsClient
 from swarm.network.node import Node
 from swarm.network.shelf import Shelf
 from swarm.protocol.digests import digest_of
@@ -29,26 +30,19 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.moments import (
     Moments,
     Question,
-    decode_answer,
     decode_question,
     encode_answer,
-    encode_question,
     is_outdated,
     is_wanted,
-    layout_of_size,
     newest,
     whom_to_ask,
 )
 
 logger = logging.getLogger(__name__)
 
-MOMENTS_QUESTION = b"moments "
-ASK_S = 3.0
 RETRY_S = 2.0
 HANDOVER_S = 10.0
 """How long a new owner waits for the newest moments of an owner before it that still answers."""
-FETCH_S = 300.0
-"""Moments that take longer are of no use: what they say has decayed by then."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +72,8 @@ class MomentsExchange:
         self.shelf = shelf
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         """Of taken-up experts, for the trainer."""
-        self._node, self._downloads, self._layout, self._tip = node, downloads, layout, tip
-        self._prefix = MOMENTS_QUESTION + run.encode() + b" "
+        self._node, self._tip = node, tip
+        self._client = MomentsClient(node, downloads, shelf.store, layout, run)
         self._settled: dict[Digest, set[PeerId]] = {}
         """Of blobs that are being announced: who holds them by now."""
         self._taken_up: set[int] = set()
@@ -111,7 +105,8 @@ class MomentsExchange:
     def take_up(self, experts: Sequence[int], previous: Manifest, manifest: Manifest) -> None:
         """Looks for the moments of experts that are this peer's from `manifest` on.
 
-        An `Arrival` comes for each, within `HANDOVER_S` + `FETCH_S`.
+        An `Arrival` comes for each, at the latest after `HANDOVER_S` and one `FETCH_S` for each
+        blob that somebody has.
         """
         self._node.loop.call_soon_threadsafe(
             self._spawn, self._take_up(sorted(experts), previous, manifest)
@@ -132,9 +127,9 @@ class MomentsExchange:
         Raises:
             BadMessage: it is one, but not of the schema.
         """
-        if not payload.startswith(self._prefix):
+        if not payload.startswith(self._client.prefix):
             return None
-        question = decode_question(payload.removeprefix(self._prefix))
+        question = decode_question(payload.removeprefix(self._client.prefix))
         for digest in question.settled:
             if digest in self._settled:
                 self._settled[digest].add(source)
@@ -149,10 +144,10 @@ class MomentsExchange:
         try:
             self._offered.set()
             before = self.shelf.all()
-            offered = await self._ask(source, Question()) or ()
+            offered = await self._client.ask(source, Question()) or ()
             settled = [m for m in offered if await self._is_settled(source, m)]
             if settled:
-                await self._ask(source, Question(settled=tuple(m.digest for m in settled)))
+                await self._client.ask(source, Question(settled=tuple(m.digest for m in settled)))
             new = [m for m in self.shelf.all() if m in offered and m not in before]
             if new:
                 logger.info(
@@ -172,7 +167,7 @@ class MomentsExchange:
             return offered.expert in self._taken_up
         if kept and (kept.digest == offered.digest or kept.round > offered.round):
             return True
-        if await self._fetch(offered, [source]) is None:
+        if await self._client.fetch(offered, [source]) is None:
             return False
         try:
             await self._in_thread(self.shelf.store.sync, [offered.digest])
@@ -191,22 +186,27 @@ class MomentsExchange:
     ) -> tuple[Moments, ...]:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + deadline_s
+        self._settled = {d: s for d, s in self._settled.items() if self.shelf.holds(d)}
         for moments in wanted_by:
             self._settled.setdefault(moments.digest, set())
-        while True:
-            missing = {
-                moments: [peer for peer in peers if peer not in self._settled[moments.digest]]
+        while loop.time() < end_s:
+            waits_for = {
+                peer
                 for moments, peers in wanted_by.items()
+                if self.shelf.holds(moments.digest)  # else newer ones have taken its place
+                for peer in peers
+                if peer not in self._holders(moments)
             }
-            waits_for = sorted({peer for peers in missing.values() for peer in peers})
-            if not waits_for or loop.time() > end_s:
+            if not waits_for:
                 break
             self._confirmed.clear()
-            await self._ask_all(waits_for, Question(news=True))
+            await self._client.ask_all(sorted(waits_for), Question(news=True))
             await _wait_for(self._confirmed)
-        for moments in wanted_by:
-            self._settled.pop(moments.digest, None)
-        return tuple(moments for moments, peers in missing.items() if not peers)
+        return tuple(m for m, peers in wanted_by.items() if self._holders(m).issuperset(peers))
+
+    def _holders(self, moments: Moments) -> set[PeerId]:
+        """Peers that have confirmed that they hold a blob of this one's."""
+        return self._settled.get(moments.digest, set())
 
     # ------------------------------------------------ taking up
 
@@ -221,7 +221,7 @@ class MomentsExchange:
             asked = {expert: whom_to_ask(me, expert, previous, manifest) for expert in pending}
             peers = dict.fromkeys(peer for several in asked.values() for peer in several)
             self._offered.clear()
-            answers = await self._ask_all(list(peers), Question())
+            answers = await self._client.ask_all(list(peers), Question())
             for expert in list(pending):
                 found = self._found(expert, answers)
                 if loop.time() < end_s and _may_come(expert, previous, answers, found):
@@ -265,59 +265,19 @@ class MomentsExchange:
         self._taken_up.add(expert)
         for source in sorted({p for p, _ in found} - {self._node.peer_id}):
             digests = tuple(m.digest for p, m in found if p == source)
-            await self._ask(source, Question(settled=digests))
+            await self._client.ask(source, Question(settled=digests))
 
     async def _content(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
         store = self.shelf.store
         if self._node.peer_id in sources:
             damaged = await self._in_thread(store.verify, [moments.digest])
             return None if damaged else store.get(moments.digest)
-        blob = await self._fetch(moments, sources)
+        blob = await self._client.fetch(moments, sources)
         if blob is not None:
             store.unpin([moments.digest])
         return blob
 
-    # ------------------------------------------------ the wire
-
-    async def _fetch(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
-        """A blob of others, checked and pinned once; None if it did not come or is none."""
-        layout = layout_of_size(self._layout, moments.expert, moments.num_bytes)
-        if layout is None:
-            self._node.traffic.refuse("moments_size")
-            return None
-        want = Want(moments.digest, moments.num_bytes, tuple(sources))
-        self.shelf.store.pin([moments.digest])
-        try:
-            blob = await self._downloads.fetch_one(
-                want,
-                timeout_s=FETCH_S,
-                check=lambda _, content: check_moments(layout, content),
-            )
-        except (NobodyReachable, StateError) as error:
-            self.shelf.store.unpin([moments.digest])
-            logger.info("moments of expert %d did not come: %s", moments.expert, error)
-            return None
-        self._node.traffic.moments_bytes_received += moments.num_bytes
-        return blob
-
-    async def _ask_all(
-        self, peers: Iterable[PeerId], question: Question
-    ) -> dict[PeerId, tuple[Moments, ...]]:
-        """The answers of those that answer."""
-        asked = list(peers)
-        answers = await asyncio.gather(*(self._ask(peer, question) for peer in asked))
-        return {p: a for p, a in zip(asked, answers, strict=True) if a is not None}
-
-    async def _ask(self, peer: PeerId, question: Question) -> tuple[Moments, ...] | None:
-        payload = self._prefix + encode_question(question)
-        try:
-            answer = await self._node.request(peer, payload, ASK_S)
-            return decode_answer(answer) if answer else None
-        except Unreachable as error:
-            logger.debug("peer=%s not asked for moments: %s", peer[-6:], error)
-        except HostileInput as error:
-            self._node.traffic.refuse(error.reason)
-        return None
+    # ------------------------------------------------ plumbing
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._node.loop.run_in_executor(None, partial(function, *arguments))

@@ -132,6 +132,13 @@ class PeerRecord:
     """The last decision that this peer saw, with its numbers."""
     version: Word
     """Of its software."""
+    moments_bytes_sent: Count
+    """Backups and hand-overs of moments, which are not in `blob_bytes_sent`."""
+    moments_bytes_received: Count
+    zero_moments: Count
+    """Experts that it took up without moments, since it started."""
+    moments_reason: Reason
+    """Where the moments came from of the expert that it took up last."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         data_index=0,
         reason="round 5 decided by 4 of 4 members",
         version="0.1.0",
+        moments_bytes_sent=0,
+        moments_bytes_received=0,
+        zero_moments=0,
+        moments_reason="",
     )
     return dataclasses.replace(record, **changes)
 

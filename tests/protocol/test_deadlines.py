@@ -2,7 +2,15 @@
 
 from math import inf
 
-from swarm.protocol.deadlines import FIRST_ROUND_S, Measured, Timers, production_timers
+import pytest
+
+from swarm.protocol.deadlines import (
+    FIRST_ROUND_S,
+    Measured,
+    Timers,
+    finishes_in_time,
+    production_timers,
+)
 
 SMALL = Measured(reduce_bytes=10**6, proposal_bytes=2 * 10**6, rate_bytes_per_s=10**8)
 
@@ -64,3 +72,13 @@ def test_a_lost_majority_is_given_up_after_ten_rounds_and_at_least_ten_minutes()
     assert reform_s() == 600.0
     assert reform_s(10.0, 20.0) == 600.0
     assert reform_s(100.0, 300.0, 50.0) == 3000.0
+
+
+@pytest.mark.parametrize(
+    ("steps_left", "step_s", "remaining_s", "finishes"),
+    [(10, 1.0, 20.0, True), (11, 1.0, 20.0, False), (0, 5.0, 0.0, True), (50, 0.0, 20.0, True)],
+)
+def test_a_leaver_finishes_what_takes_half_of_its_time(steps_left, step_s, remaining_s, finishes):
+    decision, reason = finishes_in_time(steps_left, step_s, remaining_s)
+    assert decision is finishes
+    assert f"{steps_left} steps of {step_s:.2f} s in {remaining_s / 2:.1f} s" in reason

@@ -65,6 +65,10 @@ PEER = PeerRecord(
     data_index=2,
     reason="round 3 decided by 3 of 4 members",
     version="0.1.0",
+    moments_bytes_sent=0,
+    moments_bytes_received=0,
+    zero_moments=0,
+    moments_reason="",
 )
 MERGE = MergeRecord(
     generation="0", round=4, merged=1, step=200, alpha=0.08, donors={3: ((1, 2), (0, 7))}

@@ -1,0 +1,128 @@
+"""Asks other peers for moments of experts and fetches them: size, digest and values are checked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from swarm.codecs import check_moments
+from swarm.errors import BadBlob, HostileInput, Unreachable
+from swarm.experts import UnitLayout
+from swarm.network.blobs import BlobStore
+from swarm.network.fetch import Downloads, Want
+from swarm.network.node import Node
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.moments import (
+    Moments,
+    Question,
+    decode_answer,
+    encode_question,
+    layout_of_size,
+)
+
+logger = logging.getLogger(__name__)
+
+MOMENTS_QUESTION = b"moments "
+ASK_S = 3.0
+MAX_FAILURES = 3
+"""A peer from which a blob did not come so often is not waited for."""
+FETCH_S = 300.0
+"""Moments that take longer are of no use: what they say has decayed by then."""
+
+
+class MomentsClient:
+    """What a peer wants of others; runs in the node's loop."""
+
+    def __init__(
+        self, node: Node, downloads: Downloads, store: BlobStore, layout: Layout, run: str
+    ) -> None:
+        self.prefix = MOMENTS_QUESTION + run.encode() + b" "
+        self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
+
+    async def fetch(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
+        """A blob of others, checked and pinned once; None if it did not come or is none."""
+        layout = layout_of_size(self._layout, moments.expert, moments.num_bytes)
+        if layout is None:
+            self._node.traffic.refuse("moments_size")
+            return None
+        store = self._store
+        store.pin([moments.digest])
+        if store.has(moments.digest) and not _is_sound(layout, store.get(moments.digest)):
+            self._node.traffic.refuse("moments_values")
+        elif await self._download(moments, layout, sources):
+            self._node.traffic.moments_bytes_received += moments.num_bytes
+            return store.get(moments.digest)
+        store.unpin([moments.digest])
+        logger.info("moments of expert %d did not come", moments.expert)
+        return None
+
+    async def _download(
+        self, moments: Moments, layout: UnitLayout, sources: Sequence[PeerId]
+    ) -> bool:
+        """Brings a blob here; gives up when it is refused, late, or every source failed thrice."""
+        loop = asyncio.get_running_loop()
+        is_hopeless = asyncio.Event()
+        failures: Counter[PeerId] = Counter()
+
+        def check(_: Digest, content: memoryview) -> None:
+            try:
+                check_moments(layout, content)
+            except BadBlob:
+                loop.call_soon_threadsafe(is_hopeless.set)
+                raise
+
+        def failed(_: Digest, peer: PeerId, __: str) -> None:
+            failures[peer] += 1
+            if all(failures[source] >= MAX_FAILURES for source in sources):
+                is_hopeless.set()
+
+        want = Want(moments.digest, moments.num_bytes, tuple(sources))
+        fetching = loop.create_task(
+            self._downloads.fetch([want], check=check, on_blob=_ignore, on_failure=failed)
+        )
+        gives_up = loop.create_task(is_hopeless.wait())
+        try:
+            await asyncio.wait(
+                [fetching, gives_up], timeout=FETCH_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            return fetching.done() and fetching.exception() is None
+        finally:
+            for task in (fetching, gives_up):
+                task.cancel()
+            await asyncio.gather(fetching, gives_up, return_exceptions=True)
+
+    async def ask_all(
+        self, peers: Iterable[PeerId], question: Question
+    ) -> dict[PeerId, tuple[Moments, ...]]:
+        """The answers of those that answer."""
+        asked = list(peers)
+        answers = await asyncio.gather(*(self.ask(peer, question) for peer in asked))
+        return {p: a for p, a in zip(asked, answers, strict=True) if a is not None}
+
+    async def ask(self, peer: PeerId, question: Question) -> tuple[Moments, ...] | None:
+        """Which moments a peer has; None if it does not answer within `ASK_S`, or not in order."""
+        payload = self.prefix + encode_question(question)
+        try:
+            answer = await self._node.request(peer, payload, ASK_S)
+            return decode_answer(answer) if answer else None
+        except Unreachable as error:
+            logger.debug("peer=%s not asked for moments: %s", peer[-6:], error)
+        except HostileInput as error:
+            self._node.traffic.refuse(error.reason)
+        return None
+
+
+def _is_sound(layout: UnitLayout, blob: memoryview | None) -> bool:
+    """Whether a blob that came here as something else may be taken for moments."""
+    try:
+        check_moments(layout, blob or b"")
+    except BadBlob:
+        return False
+    return True
+
+
+def _ignore(_: Digest) -> None:
+    """A single blob is waited for, so its arrival is no news."""
