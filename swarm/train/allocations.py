@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self.now = self.peak = 0
 
