@@ -179,6 +179,15 @@ OPTIONS = {
         "[default: 120]",
     ),
     "device": option("--device", help="auto, cpu or cuda."),
+    "engine": option(
+        "--engine",
+        type=click.Choice(["auto", "resident", "streaming"]),
+        default=None,
+        help="What holds the model; auto takes the fastest that fits.",
+    ),
+    "gpu": option("--gpu", metavar="SIZE", help="Plans for such a GPU: 24GB; 0 for none."),
+    "host": option("--host", metavar="SIZE", help="Plans for so much memory: 64GB."),
+    "disk": option("--disk", metavar="SIZE", help="Plans for so much free disk: 500GB."),
     "threads": option("--threads", type=int, help="CPU threads of the model."),
     "corpus": option("--corpus", help="Folder of .txt, .md, .py and .jsonl files."),
 }
@@ -199,6 +208,7 @@ _SETTING_OF = {
     "leave_timeout": ("peer", "leave_timeout_s"),
     "device": ("compute", "device"),
     "threads": ("compute", "threads"),
+    "engine": ("compute", "engine"),
     "corpus": ("corpus", "folder"),
 }
 """Field of `Options` -> the setting of `PeerConfig` that its flag replaces."""
@@ -232,6 +242,10 @@ class Options:
     leave_timeout: float | None = None
     device: str | None = None
     threads: int | None = None
+    engine: str | None = None
+    gpu: str | None = None
+    host: str | None = None
+    disk: str | None = None
     corpus: str | None = None
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""

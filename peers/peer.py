@@ -20,6 +20,7 @@ from peers.agreement import explain_difference, require_settings
 from peers.leaving import Stop, leave
 from peers.live_model import Agreed, LiveModel, merge_blobs, validation_batch
 from peers.local_faults import raise_file_limit
+from peers.machine import device_of, engine_for
 from peers.moments import MomentsKeeper
 from peers.options import Options, as_toml, options, program
 from peers.publisher import Publisher
@@ -54,8 +55,6 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
-from swarm.train.engine import ResidentEngine
-from swarm.train.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -240,10 +239,10 @@ class Peer:
         )
         status.watch(self.driver, started.run_id)
         self.exchange = self._exchange(started, self.driver)
-        device = self._device()
-        engine = ResidentEngine(run, EngineOptions.of(run, device=device))
+        engine = engine_for(run, self.config.compute, started.directory.path)
         shards = open_shards(self._corpus(run), self.state.data_path)
-        loader = Loader(shards, run, data_index=self.data_index, pin_memory=device == "cuda")
+        on_gpu = device_of(self.config.compute.device) == "cuda"
+        loader = Loader(shards, run, data_index=self.data_index, pin_memory=on_gpu)
         model = LiveModel(self.node.peer_id, run, engine, agreed)
         keeper = MomentsKeeper(model, self.exchange, status)
         trainer = Trainer(
@@ -271,6 +270,7 @@ class Peer:
                 publisher.stop()
                 self.node.run(self.exchange.stop(), 10)
                 self.node.run(self.driver.stop(), 10)
+                engine.close()
                 status.ended()
 
     def _exchange(self, started: Started, driver: RoundDriver) -> MomentsExchange:
@@ -313,12 +313,6 @@ class Peer:
         publisher.announce_merge(tip, merged.donors)
         return values
 
-    def _device(self) -> str:
-        asked = self.config.compute.device
-        if asked == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return asked
-
     # ------------------------------------------------ the end
 
     def _linger(self, status: PeerStatus) -> None:
@@ -343,8 +337,8 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 @options(
     "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
-    "data_index", "wait_for_peers", "linger", "leave_timeout", "device", "threads", "corpus",
-    "print_config", "log_format",
+    "data_index", "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
+    "corpus", "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:
     """Trains one peer of a swarm.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from peers.machine import described_machine, this_machine, wishes_of
 from peers.options import Options, as_toml, options, program
 from swarm.config import RunConfig
-from swarm.model.cost import Cost, cost_of
+from swarm.model.cost import Cost, cost_of, owned_per_peer
+from swarm.train.ladder import EnginePlan, Machine, describe, most_experts, plan_engine
 
 KEYS = (
     "parameters_total",
@@ -24,27 +27,109 @@ KEYS = (
     "bytes_sent_per_peer_per_round",
     "backup_bytes_per_peer_per_round",
     "handover_bytes",
+    "engine",
+    "level",
+    "fits",
+    "owned_experts",
+    "experts_that_fit",
+    "micro_batch_tokens",
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "engine_disk_bytes",
+    "step_s",
 )
 """What scripts may rely on."""
 
 
 @program("swarm-plan")
-@options("run", "peers", "rounds", "settings", "as_json", "print_config", "log_format")
+@options(
+    "run", "config", "peers", "rounds", "settings", "engine", "gpu", "host", "disk",
+    "as_json", "print_config", "log_format",
+)  # fmt: skip
 def main(given: Options) -> None:
-    """What a run costs a peer: parameters, memory, disk and bytes per round.
+    """What a run costs a peer, and which engine runs it on this machine or a described one.
 
-    Activations, the process itself and a corpus come on top of the memory and disk shown.
-    """
-    run = given.run_config()
+    \b
+    This machine:  swarm-plan --run configs/runs/spes_2b.toml
+    Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
+
+    Peaks are of one step; the process itself, a running round and a corpus come on top. Seconds
+    of a step are from assumed speeds where a GPU is only described.
+    """  # noqa: D301 - click reads the backspace
+    run, config = given.run_config(), given.peer_config()
     if given.print_config:
         click.echo(as_toml(run))
         return
     cost = cost_of(run, run.run.peers)
+    sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
+    machine = described_machine(this_machine(config.compute, given.state_dir.expanduser()), sizes)
+    wishes = wishes_of(config.compute, given.state_dir)
+    owned = owned_per_peer(run, run.run.peers)
+    plan = plan_engine(run, owned, machine, wishes)
+    most = most_experts(run, machine, wishes)
     if given.as_json:
-        figures = asdict(cost)
+        figures = asdict(cost) | _engine_figures(run, owned, plan, most)
         click.echo(json.dumps({key: figures[key] for key in KEYS}))
-    else:
-        Console(highlight=False).print(table_of(run, cost))
+        return
+    console = Console(highlight=False)
+    console.print(table_of(run, cost))
+    console.print(engine_table(run, machine, plan, most))
+
+
+def _engine_figures(
+    run: RunConfig, owned: int, plan: EnginePlan, most: int | None
+) -> dict[str, Any]:
+    return {
+        "engine": plan.options.kind.value,
+        "level": describe(plan.options, run),
+        "fits": plan.fits,
+        "owned_experts": owned,
+        "experts_that_fit": most,
+        "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,
+        "device_peak_bytes": round(plan.need.device),
+        "host_peak_bytes": round(plan.need.host),
+        "engine_disk_bytes": round(plan.need.disk),
+        "step_s": round(plan.step_s, 4),
+    }
+
+
+def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int | None) -> Table:
+    """The chosen engine for people."""
+    on_gpu = machine.device == "cuda"
+    gpu = f"{_gigabytes(machine.device_bytes)} GPU, " if on_gpu else "no GPU, "
+    has = f"{gpu}{_gigabytes(machine.host_bytes)} memory, {_gigabytes(machine.disk_bytes)} disk"
+    title = f"on a machine with {has}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    need, micro = plan.need, run.train.micro_batch_sequences
+    experts = f"{most} of {run.model.num_experts}" if most is not None else "none"
+    where = "GPU" if on_gpu else "memory"
+    for row in [
+        ("engine", plan.options.kind.value, plan.reason),
+        (
+            "peak, device",
+            _gigabytes(need.device),
+            f"{where}; {_gigabytes(need.activations)} of it activations",
+        ),
+        (
+            "peak, host",
+            _gigabytes(need.host),
+            "masters, moments, gradients" if on_gpu else "beside",
+        ),
+        ("peak, disk", _gigabytes(need.disk), "mapped frozen experts"),
+        ("micro-batch", f"{micro} x {run.data.sequence_length}", "tokens; the run's"),
+        ("step", seconds_of(plan.step_s), f"of {run.train.batch_tokens:,} tokens, estimated"),
+        ("experts that fit", experts, "with some engine"),
+    ]:
+        table.add_row(*row)
+    return table
+
+
+def seconds_of(duration_s: float) -> str:
+    """Seconds, or milliseconds where they are few."""
+    return f"{duration_s * 1e3:.1f} ms" if duration_s < 1 else f"{duration_s:.1f} s"
 
 
 def table_of(run: RunConfig, cost: Cost) -> Table:

@@ -46,6 +46,26 @@ class ComputeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegative = 0
     """CPU threads for the model; 0 leaves the choice to torch."""
+    engine: Literal["auto", "resident", "streaming"] = "auto"
+    """resident: everything on the device. streaming: masters and moments in host memory, weights
+    come as they are needed. auto takes the fastest level of either that fits."""
+    precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
+    """Type of products on this machine, such as fp16 on a GPU without bf16."""
+    frozen: Literal["run", "fp32", "bf16", "int8"] = "run"
+    """How this machine stores experts that it does not own."""
+    moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    """AdamW's moments; auto takes smaller ones only where nothing fits with fp32."""
+    recompute: Literal["auto", "none", "layer", "routing"] = "auto"
+    """What the resident engine computes again for backward: nothing, layers, or layers with their
+    routing kept."""
+    boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
+    """Where the streaming engine keeps the inputs of layers until backward."""
+    map_frozen: bool = True
+    """Whether frozen experts may lie in memory-mapped files where nothing else fits."""
+    device_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of the GPU that may be used; 0 is all that is free."""
+    host_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of the machine that may be used; 0 is all of it."""
 
 
 class CorpusSection(Section):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from swarm.config import RunConfig
-from swarm.model.cost import parameters, step_flops_with
+from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
@@ -237,12 +237,3 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
         if options.frozen_folder is not None:
             words += ", frozen experts on disk"
     return words + (f", {options.moments} moments" if options.moments != "fp32" else "")
-
-
-def experts_that_fit(run: RunConfig, machine: Machine, wishes: Wishes) -> str:
-    """`most_experts` in words."""
-    most = most_experts(run, machine, wishes)
-    if most is None:
-        return "not even the shared tensors fit"
-    million = most * parameters(run.model).per_expert / 1e6
-    return f"{most} of {run.model.num_experts} experts ({million:,.0f} M parameters)"

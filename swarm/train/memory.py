@@ -167,9 +167,9 @@ class _Micro:
         return 4.0 * self.tokens * self.model.hidden_size
 
     def routing(self) -> float:
-        """Logits, probabilities, weights and rows of one layer's routing."""
+        """Logits and probabilities with their gradients, weights, and rows of one layer."""
         model = self.model
-        return self.tokens * (2 * 4 * model.num_experts + model.num_experts_per_tok * (4 + 4 * 8))
+        return self.tokens * (4 * 4 * model.num_experts + model.num_experts_per_tok * (4 + 4 * 8))
 
     def kept(self) -> float:
         """What the graph of one layer keeps for its backward."""

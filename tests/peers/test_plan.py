@@ -58,7 +58,43 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "bytes_sent_per_peer_per_round",
         "backup_bytes_per_peer_per_round",
         "handover_bytes",
+        "engine",
+        "level",
+        "fits",
+        "owned_experts",
+        "experts_that_fit",
+        "micro_batch_tokens",
+        "device_peak_bytes",
+        "host_peak_bytes",
+        "engine_disk_bytes",
+        "step_s",
     ]
+
+
+def test_a_described_machine_gets_its_own_engine() -> None:
+    large = plan("spes_2b", "--gpu", "80GB", "--host", "128GB")
+    small = plan("spes_2b", "--gpu", "8GB", "--host", "16GB", "--disk", "0.5TB")
+    assert (large["engine"], small["engine"]) == ("resident", "streaming")
+    assert large["fits"]
+    assert small["fits"]
+    assert small["device_peak_bytes"] < 8e9
+    assert small["host_peak_bytes"] < 16e9
+    assert small["engine_disk_bytes"] > 0
+    assert small["experts_that_fit"] < large["experts_that_fit"] == 16
+    asked = plan("spes_2b", "--gpu", "80GB", "--host", "128GB", "--engine", "streaming")
+    assert asked["engine"] == "streaming"
+    none = plan("spes_2b", "--gpu", "2GB", "--host", "4GB")
+    assert not none["fits"]
+    assert none["experts_that_fit"] is None
+
+
+def test_a_table_for_people_names_engine_and_reason() -> None:
+    result = CliRunner().invoke(
+        main, ["--run", str(RUNS / "spes_2b.toml"), "--gpu", "24GB", "--host", "64GB"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "on a machine with 24.0 GB GPU, 64.0 GB memory" in result.stdout
+    assert "the fastest that fits" in result.stdout
 
 
 def test_the_number_of_peers_may_differ_from_the_files() -> None:
@@ -66,7 +102,9 @@ def test_the_number_of_peers_may_differ_from_the_files() -> None:
     expert = four["parameters_per_expert"]
     # 32 experts: 8 each of 4 peers, 4 each of 8.
     assert four["parameters_trained_per_peer"] - eight["parameters_trained_per_peer"] == 4 * expert
-    assert plan("spes_7b", "--set", "run.peers=8") == eight
+    again = plan("spes_7b", "--set", "run.peers=8")
+    # Seconds of a step come from how fast this machine multiplies just now.
+    assert again | {"step_s": 0} == eight | {"step_s": 0}
 
 
 def test_an_fp32_wire_sends_the_papers_bytes() -> None:

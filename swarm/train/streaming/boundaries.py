@@ -26,6 +26,11 @@ class BoundaryStore:
         self._left: dict[Key, Mark] = {}
         self._back: dict[Key, tuple[Tensor, Mark]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(arena.buffer.nbytes for arena in self._arenas.values())
+
     def put(self, key: Key, x_BTD: Tensor) -> None:
         """Keeps one layer's input of one micro-batch."""
         if self._where is Boundaries.DEVICE:

@@ -81,8 +81,8 @@ class StreamingEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Masters, moments, frozen experts and gradients in host memory and mapped files."""
-        return self._store.num_bytes + self._device.host_bytes
+        """Masters, moments, frozen experts, gradients and boundaries, mapped files included."""
+        return self._store.num_bytes + self._device.host_bytes + self._boundaries.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
         """See `Engine`."""

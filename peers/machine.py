@@ -1,0 +1,150 @@
+"""What this machine has: memory, disk, cores, and how fast it multiplies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from swarm.config import ComputeSection, RunConfig
+from swarm.errors import ConfigError
+from swarm.model.cost import owned_per_peer
+from swarm.train.ladder import Machine, Wishes, plan_engine
+from swarm.train.stepping import SteppingEngine
+
+logger = logging.getLogger(__name__)
+
+_SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_UPDATES_PER_CORE = 0.15e9
+"""Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
+
+
+def size_in_bytes(text: str) -> float:
+    """Bytes of a size such as "24GB", "1.5 TB" or "512MiB".
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _SIZE.match(text)
+    if match is None or match[1].count(".") > 1 or match[1] == ".":
+        raise ConfigError(f"{text!r} is no size", hint="write it as 24GB or 1.5TB")
+    thousands = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
+    return float(match[1]) * float((1024 if match[3] else 1000) ** thousands)
+
+
+def device_of(asked: str) -> str:
+    """The device that "auto", "cpu" or "cuda" means here."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def this_machine(compute: ComputeSection, folder: Path) -> Machine:
+    """What this machine has for an engine, or what the person lets it use.
+
+    Multiplies matrices for a moment, to know how fast.
+
+    Args:
+        compute: device and the memory that may be used.
+        folder: on the disk that holds the state directory; need not exist yet.
+    """
+    device = device_of(compute.device)
+    while not folder.exists():
+        folder = folder.parent
+    cores = compute.threads or len(os.sched_getaffinity(0))
+    on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    return Machine(
+        device=device,
+        device_bytes=compute.device_memory_gb * 1e9 or on_gpu,
+        host_bytes=compute.host_memory_gb * 1e9 or _host_bytes(),
+        disk_bytes=shutil.disk_usage(folder).free,
+        cores=cores,
+        tflops=_measured_tflops(device),
+        updates_g_s=cores * _UPDATES_PER_CORE / 1e9,
+    )
+
+
+def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Machine:
+    """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
+
+    A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s.
+    """
+    if sizes.get("gpu") is not None:
+        gpu = size_in_bytes(str(sizes["gpu"]))
+        machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
+        if gpu:
+            machine = replace(machine, tflops=Machine.tflops, updates_g_s=Machine.updates_g_s)
+    if sizes.get("host") is not None:
+        machine = replace(machine, host_bytes=size_in_bytes(str(sizes["host"])))
+    if sizes.get("disk") is not None:
+        machine = replace(machine, disk_bytes=size_in_bytes(str(sizes["disk"])))
+    return machine
+
+
+def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
+    """What the person decided; `folder` is where frozen experts would be mapped from disk."""
+    return Wishes(
+        engine=compute.engine,
+        precision=compute.precision,
+        frozen=compute.frozen,
+        moments=compute.moments,
+        recompute=compute.recompute,
+        boundaries=compute.boundaries,
+        folder=folder if compute.map_frozen else None,
+    )
+
+
+def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> SteppingEngine:
+    """The fastest engine that fits this machine, with those below it; says which and why.
+
+    Planned for an equal share of the experts; an ownership that needs more steps down.
+
+    Args:
+        run: what is trained.
+        compute: what the person decided.
+        folder: the run's; frozen experts may be mapped from files in it.
+    """
+    machine = this_machine(compute, folder)
+    owned = owned_per_peer(run, run.run.peers)
+    plan = plan_engine(run, owned, machine, wishes_of(compute, folder / "frozen"))
+    logger.log(
+        logging.INFO if plan.fits else logging.WARNING,
+        "engine: %s (predicted: device %.1f GB, host %.1f GB, disk %.1f GB)",
+        plan.reason,
+        plan.need.device / 1e9,
+        plan.need.host / 1e9,
+        plan.need.disk / 1e9,
+    )
+    return SteppingEngine(run, plan.options, plan.below)
+
+
+def _host_bytes() -> float:
+    """Memory of the machine, or of the container if that has less."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CGROUP.read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
+def _measured_tflops(device: str) -> float:
+    """Of one large product, the best of three; tenths of a second on a CPU."""
+    on_gpu = device == "cuda"
+    size = 4096 if on_gpu else 512
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    best_s = float("inf")
+    for _ in range(4):
+        begin_s = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2 * size**3 / best_s / 1e12

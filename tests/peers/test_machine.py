@@ -1,0 +1,50 @@
+"""What a machine has, as a person writes it and as it is found."""
+
+from pathlib import Path
+
+import pytest
+
+from peers.machine import described_machine, size_in_bytes, this_machine, wishes_of
+from swarm.config import ComputeSection
+from swarm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("24GB", 24e9), ("1.5 TB", 1.5e12), ("512MiB", 2**29), ("0", 0), ("7g", 7e9), ("3KiB", 3072)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: float) -> None:
+    assert size_in_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "24 parsecs", "1.2.3GB", ".", "-1GB"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        size_in_bytes(text)
+
+
+def test_this_machine_is_found_and_can_be_limited(tmp_path: Path) -> None:
+    found = this_machine(ComputeSection(device="cpu", threads=3), tmp_path / "not" / "yet")
+    assert found.device == "cpu"
+    assert found.cores == 3
+    assert found.host_bytes > 2**30
+    assert found.disk_bytes > 0
+    assert 0 < found.tflops < 100
+    limited = ComputeSection(device="cpu", host_memory_gb=2.5)
+    assert this_machine(limited, tmp_path).host_bytes == 2.5e9
+
+
+def test_a_described_machine_overrides_what_was_found(tmp_path: Path) -> None:
+    found = this_machine(ComputeSection(device="cpu"), tmp_path)
+    assert described_machine(found, {"gpu": None, "host": None, "disk": None}) == found
+    gpu = described_machine(found, {"gpu": "24GB", "host": "64GB", "disk": "1TB"})
+    assert (gpu.device, gpu.device_bytes) == ("cuda", 24e9)
+    assert (gpu.host_bytes, gpu.disk_bytes) == (64e9, 1e12)
+    assert described_machine(gpu, {"gpu": "0"}).device == "cpu"
+
+
+def test_frozen_experts_are_mapped_only_where_that_is_allowed(tmp_path: Path) -> None:
+    assert wishes_of(ComputeSection(), tmp_path).folder == tmp_path
+    assert wishes_of(ComputeSection(map_frozen=False), tmp_path).folder is None
+    asked = wishes_of(ComputeSection(engine="streaming", moments="int8"), None)
+    assert (asked.engine, asked.moments) == ("streaming", "int8")
