@@ -7,12 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 
-from peers.options import Options, option, options, program
+from peers.options import Options, option, options, program, read_text
+from swarm.emulation.fault_plan import parse_plan
+from swarm.emulation.fault_runner import FaultRunner
+from swarm.emulation.fault_verdict import fault_reports
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, summary
 from swarm.errors import SwarmError
 
@@ -26,7 +31,8 @@ class Progress:
 
     rounds_total: int
     as_json: bool
-    manifests_said: int = 0
+    said: int = 0
+    """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
 
@@ -38,10 +44,16 @@ class Progress:
         """
         histories = [peer.events() for peer in swarm.peers if peer.alive]
         chains = [applied(events) for events in histories]
-        everywhere = min((len(chain) for chain in chains), default=0)
-        for height in range(self.manifests_said, everywhere):
-            self._say_manifest([chain[height] for chain in chains])
-        self.manifests_said = max(everywhere, self.manifests_said)
+        # Who has no manifest yet, such as a newcomer, holds no line back.
+        newest = [chain[-1]["height"] for chain in chains if chain]
+        everywhere = min(newest, default=-1) if len(newest) == len(chains) or self.said else -1
+        by_height: dict[int, list[Event]] = {}
+        for event in (event for chain in chains for event in chain):
+            if self.said < event["height"] <= everywhere:
+                by_height.setdefault(event["height"], []).append(event)
+        for height in sorted(by_height):
+            self._say_manifest(by_height[height])
+            self.said = height
         for event in (e for events in histories for e in events if e["event"] == "validation"):
             if event["digest"] not in self.losses_said:
                 self.losses_said.add(event["digest"])
@@ -71,13 +83,17 @@ class Progress:
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
-def main(options: Options, export_to: Path | None, monitor: bool) -> None:
+@option(
+    "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
+)
+def main(options: Options, export_to: Path | None, monitor: bool, faults: Path | None) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
     The last line with --json is one JSON object; its fields are described in README.md.
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"
+    plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     settings = [word for setting in options.run_settings() for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
@@ -90,37 +106,59 @@ def main(options: Options, export_to: Path | None, monitor: bool) -> None:
             options=["--linger", "86400"],
             founder_options=settings,
         )
+        runner = (
+            FaultRunner(swarm, plan, say=lambda text: click.echo(text, err=True)) if plan else None
+        )
+        progress = None if monitor else Progress(run.run.rounds, options.as_json)
+        began_s = time.time()
         with swarm:
-            _train(swarm, run.run.rounds, options.as_json, monitor)
+            present = _train(swarm, runner, progress)
         if export_to:
-            _export(swarm.peers[0], export_to, options.as_json)
-        verdict = summary(swarm)
+            _export(swarm.peers[min(present)], export_to, options.as_json)
+        verdict = summary(swarm, present)
+        if runner:
+            histories = [peer.events() for peer in swarm.peers]
+            verdict["faults"] = fault_reports(runner.happened, histories, began_s)
     if options.as_json:
         click.echo(json.dumps(verdict))
     else:
-        click.echo(
-            f"{verdict['rounds']} rounds, {verdict['merges']} merges, held-out loss "
-            f"{verdict['val_loss_first']:.3f} -> {verdict['val_loss_last']:.3f} nats/token, "
-            f"{len(verdict['manifest_digests'])} digest, {verdict['tokens_lost']} tokens lost, "
-            f"{verdict['bytes_sent_per_peer_per_round'] / 1e6:.2f} MB sent per peer and round, "
-            f"{verdict['seconds']:.0f} s"
-        )
+        click.echo(_sentence(verdict))
 
 
-def _train(swarm: LocalSwarm, rounds: int, as_json: bool, monitor: bool) -> None:
+def _sentence(verdict: Mapping[str, Any]) -> str:
+    faults = f"{len(verdict['faults'])} faults, " if "faults" in verdict else ""
+    return (
+        f"{verdict['rounds']} rounds, {verdict['merges']} merges, {faults}held-out loss "
+        f"{verdict['val_loss_first']:.3f} -> {verdict['val_loss_last']:.3f} nats/token, "
+        f"{len(verdict['manifest_digests'])} digest, {verdict['tokens_lost']} tokens lost, "
+        f"{verdict['bytes_sent_per_peer_per_round'] / 1e6:.2f} MB sent per peer and round, "
+        f"{verdict['seconds']:.0f} s"
+    )
+
+
+def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None) -> list[int]:
+    """Trains until the run is finished; returns the peers that were there at the end."""
+    if runner:
+        runner.prepare()
     swarm.start()
-    shown = _monitor(swarm.peers[0]) if monitor else None
+    if runner:
+        runner.begin()
+
+    def on_poll(swarm: LocalSwarm) -> None:
+        for act in (runner.poll if runner else None, progress):
+            if act:
+                act(swarm)
+
+    shown = None if progress else _monitor(swarm.peers[0])
     try:
         swarm.wait_until(
-            LocalSwarm.finished,
-            what="the run",
-            timeout_s=float("inf"),
-            on_poll=None if shown else Progress(rounds, as_json),
+            LocalSwarm.finished, what="the run", timeout_s=float("inf"), on_poll=on_poll
         )
     finally:
         if shown:
             shown.terminate()
             shown.wait(10)
+    return [peer.index for peer in swarm.peers if peer.alive]
 
 
 def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:

@@ -5,6 +5,7 @@ Used by `swarm-local`, the demo, the drills and the tests. It ends only processe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.errors import StateError, SwarmError
 
 JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
@@ -79,6 +81,22 @@ class LocalPeer:
         """How the last life ended; None while it runs."""
         return self.process.poll() if self.process else None
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether the process was stopped by a signal."""
+        if not self.process or not self.alive:
+            return False
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    @property
+    def last_address(self) -> str | None:
+        """The newest address that any life printed, if one has."""
+        if not self.log_path.exists():
+            return None
+        found = JOIN_LINE.findall(self.log_path.read_text(errors="replace"))
+        return str(found[-1]) if found else None
+
     def join_address(self, deadline_s: float = START_DEADLINE_S) -> str:
         """The address that the present life printed.
 
@@ -105,6 +123,22 @@ class LocalPeer:
         """Sends a signal to the process, if it runs."""
         if self.process and self.alive:
             self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """All processes of the peer stand still; returns when they do."""
+        for pid in self._pids():
+            _signal(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """They go on."""
+        for pid in reversed(self._pids()):
+            _signal(pid, signal.SIGCONT)
+
+    def _pids(self) -> list[int]:
+        """The peer's process and the children that it started."""
+        if not self.process or not self.alive:
+            return []
+        return [self.process.pid, *_children(self.process.pid)]
 
     def kill(self) -> None:
         """Kill -9, and waits until it is gone; nothing happens to one that never ran."""
@@ -145,6 +179,24 @@ class LocalPeer:
             self._events_read = (path, self._events_read[1] + len(whole) + 1)
             self._events += [e for line in whole.split(b"\n") if (e := _event(line))]
         return list(self._events)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _children(parent: int) -> list[int]:
+    """Processes that a process started and that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(after_name[1]) == parent:
+            found.append(int(path.parent.name))
+    return found
 
 
 def _event(line: bytes) -> Event | None:
@@ -203,7 +255,8 @@ class LocalSwarm:
     def add(self, arguments: Sequence[str]) -> LocalPeer:
         """Starts one more peer with these arguments beside the common ones."""
         index = len(self.peers)
-        peer = LocalPeer(index, self.folder / f"peer-{index}", [], self.environment, self.program)
+        environment = {**self.environment, INDEX_VARIABLE: str(index)}
+        peer = LocalPeer(index, self.folder / f"peer-{index}", [], environment, self.program)
         self.peers.append(peer)
         self.restart(peer, arguments)
         return peer
@@ -218,7 +271,7 @@ class LocalSwarm:
     def stop(self) -> None:
         """Ends all peers: first politely, then for certain."""
         for peer in self.peers:
-            peer.send(signal.SIGCONT)
+            peer.resume()
             peer.send(signal.SIGINT)
         deadline_s = time.monotonic() + 15
         for peer in self.peers:
@@ -289,8 +342,12 @@ def tokens_lost(events: Sequence[Event]) -> int:
     return lost + counted
 
 
-def summary(swarm: LocalSwarm) -> dict[str, Any]:
+def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[str, Any]:
     """What a script wants to know of a finished swarm; call it after `stop`.
+
+    Args:
+        swarm: whose peers have ended.
+        present: peers that lived at the end, whose last manifests count; None means all.
 
     `tokens_lost` counts tokens of local steps whose shared result entered no manifest of the
     winning chain. `bytes_sent_per_peer_per_round` is the mean of the blob bytes sent between
@@ -298,7 +355,9 @@ def summary(swarm: LocalSwarm) -> dict[str, Any]:
     """
     histories = [events for peer in swarm.peers if (events := peer.events())]
     last = [applied(events)[-1] for events in histories if applied(events)]
-    chain = {event["digest"] for event in last}
+    counted = [peer for peer in swarm.peers if present is None or peer.index in present]
+    ends_at = [applied(peer.events())[-1:] for peer in counted]
+    chain = {event["digest"] for newest in ends_at for event in newest}
     losses = {
         event["round"]: event["val_loss"]
         for events in histories

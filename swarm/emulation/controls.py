@@ -1,0 +1,146 @@
+"""How a drill reaches into a peer process: files in a folder that both know.
+
+A *trap* stops the first peer that comes to its phase in its role. Whoever comes takes the file
+away by renaming it, so that one trap catches one peer, then stops itself: what happens next, and
+exactly there, is the drill's to decide. `Controls` are what a running peer looks up now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "SWARM_EMULATION_FOLDER"
+"""In a peer's environment: the drill's folder."""
+INDEX_VARIABLE = "SWARM_EMULATION_PEER"
+"""In a peer's environment: its number in the swarm."""
+
+
+@dataclass(frozen=True)
+class Trap:
+    """Where a peer is to be caught.
+
+    Attributes:
+        name: of the file; traps are tried in its order.
+        phase: see `fault_plan.Phase`.
+        round: the round being worked on is at least this.
+        peer: number of the peer; None for any.
+        role: what it must be at that moment; None for anything.
+    """
+
+    name: str
+    phase: str
+    round: int = 0
+    peer: int | None = None
+    role: str | None = None
+
+    def catches(self, *, phase: str, number: int, peer: int, roles: Collection[str]) -> bool:
+        """Whether a peer that works on this round is meant."""
+        return (
+            phase == self.phase
+            and number >= self.round
+            and self.peer in (None, peer)
+            and (self.role is None or self.role in roles)
+        )
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A peer that stands in a trap."""
+
+    trap: str
+    peer: int
+    round: int
+    at_s: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What a running peer is told.
+
+    Attributes:
+        step_s: a local step takes at least so long: compute as a timed wait.
+        slow: and so many times longer.
+        skew_s: the wall clock is ahead by so much.
+    """
+
+    step_s: float = 0.0
+    slow: float = 1.0
+    skew_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ControlFolder:
+    """The folder through which a drill and its peers speak."""
+
+    path: Path
+
+    def create(self) -> None:
+        """Makes the folder."""
+        for name in ("armed", "caught", "controls"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+
+    def arm(self, trap: Trap) -> None:
+        """Sets a trap."""
+        _write(self.path / "armed" / trap.name, asdict(trap))
+
+    def disarm(self, name: str) -> None:
+        """Takes a trap away that caught nobody."""
+        (self.path / "armed" / name).unlink(missing_ok=True)
+
+    def armed(self) -> list[Trap]:
+        """The traps that wait, by name."""
+        names = sorted(path.name for path in (self.path / "armed").iterdir())
+        found = (_read(self.path / "armed" / name) for name in names if "." not in name)
+        return [Trap(**values) for values in found if values]
+
+    def take(self, trap: Trap, caught: Caught) -> bool:
+        """Says that a peer stands in a trap; False when another was faster."""
+        taken = self.path / "armed" / f"{trap.name}.taken"
+        try:
+            os.rename(self.path / "armed" / trap.name, taken)
+        except FileNotFoundError:
+            return False
+        _write(self.path / "caught" / trap.name, asdict(caught))
+        taken.unlink()
+        return True
+
+    def caught(self, name: str) -> Caught | None:
+        """Who stands in a trap, or stood there."""
+        values = _read(self.path / "caught" / name)
+        return Caught(**values) if values else None
+
+    def controls(self, peer: int) -> Controls:
+        """What a peer is told now."""
+        values = _read(self.path / "controls" / str(peer)) or _read(self.path / "controls" / "all")
+        return Controls(**values) if values else Controls()
+
+    def tell_all(self, controls: Controls) -> None:
+        """What every peer is told that was told nothing else."""
+        _write(self.path / "controls" / "all", asdict(controls))
+
+    def tell(self, peer: int, **changed: float) -> None:
+        """Changes what a peer is told."""
+        told = replace(self.controls(peer), **changed)
+        _write(self.path / "controls" / str(peer), asdict(told))
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    beside = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    beside.write_text(json.dumps(values))
+    os.replace(beside, path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    values = json.loads(text)
+    assert isinstance(values, dict)
+    return values

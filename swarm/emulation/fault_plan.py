@@ -1,0 +1,277 @@
+"""What goes wrong in a local swarm, and when: a plan in TOML, read into frozen faults.
+
+```toml
+seed = 7                # of everything random below
+max_down = 1            # random faults wait while so many peers are away; default: a minority
+step_s = 0.5            # a local step takes at least so long: compute as a timed wait
+
+[[fault]]
+kind = "kill"           # kill -9; with `for_s` the peer is started again after so long
+peer = "convener"       # a number, a role, or "random"
+at = { round = 5, phase = "propose" }
+for_s = 5.0
+
+[[fault]]
+kind = "pause"
+peer = "random"
+at = { every_s = 60.0 } # mean interval; `times` bounds how often
+for_s = [5.0, 20.0]     # drawn between the two
+```
+
+Everything here is pure: reading, checking, and drawing of moments from a generator.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from swarm.config.section import NonNegative, Positive, PositiveReal, Section
+from swarm.errors import ConfigError
+
+Phase = Literal[
+    "local_steps",
+    "save",
+    "offer",
+    "roster",
+    "reduce",
+    "propose",
+    "fetch",
+    "accept",
+    "commit",
+    "apply",
+    "merge",
+    "leave",
+]
+"""Where in a round a peer is; `peers/emulated.py` says at which place of the program."""
+Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
+"""What a peer is at that moment; `bootstrap` is the peer that founded the run."""
+Victim = NonNegative | Role | Literal["random"]
+Seconds = PositiveReal | tuple[PositiveReal, PositiveReal]
+"""A duration, or two between which it is drawn."""
+
+PHASES: tuple[str, ...] = get_args(Phase)
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+class At(Section):
+    """When a fault happens: in a round, some seconds after the start, or again and again."""
+
+    round: Positive | None = None
+    phase: Phase | None = None
+    """Of that round or the first later one that has it; None means as soon as the round begins."""
+    after_s: Annotated[float, Field(ge=0)] | None = None
+    every_s: PositiveReal | None = None
+    """Mean interval; the intervals are drawn from an exponential distribution."""
+    times: Positive | None = None
+    """How often at most; with `every_s` only."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [n for n in ("round", "after_s", "every_s") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"at: needs one of round, after_s, every_s; given: {', '.join(given) or 'none'}"
+            )
+        if self.phase and self.round is None:
+            raise ValueError("at.phase: needs at.round")
+        if self.times and self.every_s is None:
+            raise ValueError("at.times: needs at.every_s")
+        return self
+
+
+class _Fault(Section):
+    at: At
+
+
+class _OfOnePeer(_Fault):
+    peer: Victim
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.peer, str) and self.peer in ROLES and self.at.phase is None:
+            raise ValueError(f"peer: {self.peer!r} is a role, which needs at.round and at.phase")
+        return self
+
+
+class Kill(_OfOnePeer):
+    """Kill -9."""
+
+    kind: Literal["kill"]
+    for_s: Seconds | None = None
+    """Started again on its state after so long; None leaves it dead."""
+
+
+class Restart(_OfOnePeer):
+    """Starts a peer that is down; one that runs is killed before."""
+
+    kind: Literal["restart"]
+
+
+class Pause(_OfOnePeer):
+    """The peer's processes stand still, as on a laptop that sleeps."""
+
+    kind: Literal["pause"]
+    for_s: Seconds
+
+
+class Slow(_OfOnePeer):
+    """Local steps take longer."""
+
+    kind: Literal["slow"]
+    factor: Annotated[float, Field(gt=1)]
+    for_s: Seconds | None = None
+
+
+class Skew(_OfOnePeer):
+    """The peer's wall clock jumps."""
+
+    kind: Literal["skew"]
+    by_s: float
+    for_s: Seconds | None = None
+
+
+class Leave(_OfOnePeer):
+    """The first Ctrl+C."""
+
+    kind: Literal["leave"]
+
+
+class Join(_Fault):
+    """A newcomer joins through a living peer."""
+
+    kind: Literal["join"]
+
+
+class Cut(_Fault):
+    """The link between two peers, or between one and all others, is dead; needs `--link`."""
+
+    kind: Literal["cut"]
+    peer: Victim
+    to: NonNegative | None = None
+    """None: all others."""
+    one_way: bool = False
+    """Only what `peer` sends is lost."""
+    for_s: Seconds | None = None
+
+
+class Partition(_Fault):
+    """Only peers of the same group reach each other; needs `--link`."""
+
+    kind: Literal["partition"]
+    groups: tuple[tuple[NonNegative, ...], ...]
+    for_s: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        everybody = [peer for group in self.groups for peer in group]
+        if len(self.groups) < 2 or len(set(everybody)) < len(everybody):
+            raise ValueError("groups: needs two groups or more, and each peer in one of them")
+        return self
+
+
+class Heal(_Fault):
+    """All cuts and partitions end."""
+
+    kind: Literal["heal"]
+
+
+Fault = Kill | Restart | Pause | Slow | Skew | Leave | Join | Cut | Partition | Heal
+NEEDS_LINKS = (Cut, Partition, Heal)
+KINDS = {get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(Fault)}
+
+
+class FaultPlan(Section):
+    """Everything that goes wrong."""
+
+    seed: NonNegative = 0
+    max_down: Positive | None = None
+    """Random faults wait while so many peers are away or not back; default: a minority."""
+    step_s: Annotated[float, Field(ge=0)] = 0.0
+    """A local step takes at least so long: compute as a timed wait, so that many peers fit."""
+    fault: tuple[Annotated[Fault, Field(discriminator="kind")], ...] = ()
+
+    @property
+    def needs_links(self) -> bool:
+        """Whether anything in it cuts links."""
+        return any(isinstance(fault, NEEDS_LINKS) for fault in self.fault)
+
+
+KEYS = frozenset(key for kind in (FaultPlan, At, *KINDS.values()) for key in kind.model_fields)
+
+
+def parse_plan(text: str, *, source: str) -> FaultPlan:
+    """Reads a plan.
+
+    Args:
+        text: TOML, as at the top of this file.
+        source: what errors call the text, usually its path.
+
+    Raises:
+        ConfigError: names source, key, value and what is allowed.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    try:
+        # As JSON, so that a list may stand for a tuple while everything else is strict.
+        return FaultPlan.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
+    # The tag of the chosen kind is part of the location; people wrote no such key.
+    is_kind = len(problem["loc"]) > 2 and problem["loc"][0] == "fault"
+    kind = KINDS.get(str(problem["loc"][2])) if is_kind else None
+    where = (*problem["loc"][:2], *problem["loc"][3:]) if is_kind else problem["loc"]
+    # Of a union the location names the tried types as well.
+    is_unknown = problem["type"] == "extra_forbidden"
+    inner = [part for part in where if isinstance(part, int) or part in KEYS or is_unknown]
+    key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in inner).removeprefix(".")
+    if is_unknown:
+        owner = At if "at" in where[2:-1] else kind or FaultPlan
+        return f"unknown key {key}; allowed: {', '.join(owner.model_fields)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        tag = problem.get("ctx", {}).get("tag")
+        found = f"{key}.kind = {tag!r}" if tag else f"{key}.kind is missing"
+        return f"{found}; allowed: {', '.join(KINDS)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key.removesuffix('.at')}.{message}"
+    allowed = f"a number of a peer, {', '.join(ROLES)} or random" if key.endswith("peer") else ""
+    return f"{key} = {problem['input']!r}: {allowed or message[0].lower() + message[1:]}"
+
+
+def drawn_s(span: Seconds, draw: random.Random) -> float:
+    """A duration from what a plan says of it."""
+    return draw.uniform(*span) if isinstance(span, tuple) else float(span)
+
+
+def moments(at: At, draw: random.Random, until_s: float) -> list[float]:
+    """Seconds after the start at which a timed fault is due, in order; empty for a round's.
+
+    Args:
+        at: of the fault.
+        draw: of the intervals.
+        until_s: nothing is due later.
+    """
+    if at.after_s is not None:
+        return [at.after_s] if at.after_s <= until_s else []
+    if at.every_s is None:
+        return []
+    found: list[float] = []
+    now_s = draw.expovariate(1 / at.every_s)
+    while now_s <= until_s and len(found) < (at.times or 10**9):
+        found.append(now_s)
+        now_s += draw.expovariate(1 / at.every_s)
+    return found

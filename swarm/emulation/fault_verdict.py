@@ -1,0 +1,225 @@
+"""What faults cost, read from the histories that the peers of a swarm write; pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.emulation.local_swarm import Event, applied
+
+Histories = Sequence[Sequence[Event]]
+"""Of the peers, by their number; empty for one that never was in the run."""
+AWAY = ("kill", "pause", "cut", "partition")
+"""Faults after which a peer has to come back."""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """One fault that was carried out.
+
+    Attributes:
+        kind: see `fault_plan`.
+        peers: whom it met.
+        at_s: seconds since 1970.
+        until_s: when it was taken back, such as by starting the peer again; None if never.
+        role, phase: where a trap caught the peer; None without one.
+    """
+
+    kind: str
+    peers: tuple[int, ...]
+    at_s: float
+    until_s: float | None = None
+    role: str | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One training round of the chain.
+
+    Attributes:
+        number: of the round.
+        ended_s: seconds since 1970 at which the first peer applied it.
+        seconds: since the round before; a merge between the two is included.
+        tokens: that it counted.
+        contributors: ids of the peers whose work it has.
+    """
+
+    number: int
+    ended_s: float
+    seconds: float
+    tokens: int
+    contributors: frozenset[str]
+
+
+def rounds_of(histories: Histories) -> list[Round]:
+    """The training rounds that peers applied, by their first appearance; the first has no start."""
+    first: dict[int, Event] = {}
+    for events in histories:
+        for event in applied(events, "quorum"):
+            known = first.get(event["round"])
+            if known is None or event["time"] < known["time"]:
+                first[event["round"]] = event
+    ordered = [first[number] for number in sorted(first)]
+    return [
+        Round(
+            event["round"],
+            event["time"],
+            event["time"] - before["time"],
+            event["tokens"] - before["tokens"],
+            frozenset(event["contributors"]),
+        )
+        for before, event in itertools.pairwise(ordered)
+    ]
+
+
+def ids_of(histories: Histories) -> dict[int, str]:
+    """Number of a peer -> its id, of those that ever started."""
+    found = {}
+    for index, events in enumerate(histories):
+        if started := next((e for e in events if e["event"] == "started"), None):
+            found[index] = str(started["peer_id"])
+    return found
+
+
+def rounds_hit(fault: Happened, histories: Histories) -> list[Round]:
+    """Rounds from the one in which a fault fell to the first with its peers again.
+
+    Of one that nobody comes back from, and of the kinds that take nobody away, the round in which
+    it fell.
+    """
+    after = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
+    back_s = fault.until_s if fault.kind in AWAY else None
+    if back_s is None:
+        return after[:1]
+    ids = ids_of(histories)
+    wanted = {ids[peer] for peer in fault.peers if peer in ids}
+    for position, found in enumerate(after):
+        if found.ended_s > back_s and wanted <= found.contributors:
+            return after[: position + 1]
+    return after
+
+
+def quiet_rounds(faults: Sequence[Happened], histories: Histories) -> list[Round]:
+    """Rounds that no fault had anything to do with."""
+    hit = {found.number for fault in faults for found in rounds_hit(fault, histories)}
+    return [found for found in rounds_of(histories) if found.number not in hit]
+
+
+def fault_reports(
+    faults: Sequence[Happened], histories: Histories, started_s: float
+) -> list[dict[str, Any]]:
+    """What each fault was and cost, for a verdict.
+
+    `seconds_lost` is by how much the rounds of `rounds_hit` were longer than the median of the
+    quiet ones; where faults overlap, each is charged with all of it.
+
+    Args:
+        faults: in the order in which they happened.
+        histories: of all peers.
+        started_s: seconds since 1970 from which times are counted.
+    """
+    quiet = quiet_rounds(faults, histories) or rounds_of(histories)
+    usual_s = statistics.median(found.seconds for found in quiet) if quiet else 0.0
+    rows = []
+    for fault in faults:
+        hit = rounds_hit(fault, histories)
+        lost_s = sum(found.seconds - usual_s for found in hit)
+        is_back = bool(hit) and fault.until_s is not None and hit[-1].ended_s > fault.until_s
+        rows.append(
+            {
+                "kind": fault.kind,
+                "peers": list(fault.peers),
+                "role": fault.role,
+                "phase": fault.phase,
+                "round": hit[0].number if hit else None,
+                "at_s": round(fault.at_s - started_s, 1),
+                "for_s": None if fault.until_s is None else round(fault.until_s - fault.at_s, 1),
+                "rounds_hit": len(hit),
+                "back_after_s": round(hit[-1].ended_s - fault.at_s, 1) if is_back else None,
+                "seconds_lost": round(max(lost_s, 0.0), 1),
+            }
+        )
+    return rows
+
+
+def living_s(
+    peer: int, faults: Sequence[Happened], events: Sequence[Event], span: tuple[float, float]
+) -> float:
+    """Seconds of a span in which a peer could have trained.
+
+    It lives from each `started` of its history to the next kill, or to its end; pauses are left
+    out, and the time in which a process loads its libraries. Being cut off, late, or without the
+    newest model is no excuse.
+    """
+    from_s, to_s = span
+    mine = [fault for fault in faults if peer in fault.peers]
+    ends = [fault.at_s for fault in mine if fault.kind in ("kill", "restart")]
+    ends += [event["time"] for event in events if event["event"] == "ended"]
+    pauses = [(f.at_s, f.until_s or to_s) for f in mine if f.kind == "pause"]
+    total_s = 0.0
+    for start in (event["time"] for event in events if event["event"] == "started"):
+        end_s = min([end for end in ends if end > start] + [to_s])
+        total_s += _overlap((start, end_s), span)
+        total_s -= sum(_overlap(pause, (max(start, from_s), min(end_s, to_s))) for pause in pauses)
+    return total_s
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Tokens in committed rounds against what the living peers could have trained.
+
+    Attributes:
+        committed_tokens: in the rounds of the span.
+        possible_tokens: `tokens_per_s` x the sum of `living_s` over the peers.
+        tokens_per_s: of one peer in an undisturbed round, waiting for the others included: the
+            median over rounds before the span of tokens / contributors / seconds.
+    """
+
+    committed_tokens: int
+    possible_tokens: float
+    tokens_per_s: float
+
+    @property
+    def share(self) -> float:
+        """Committed over possible tokens."""
+        return self.committed_tokens / self.possible_tokens if self.possible_tokens else 0.0
+
+
+def goodput(faults: Sequence[Happened], histories: Histories, warm_up_rounds: int) -> Goodput:
+    """The goodput of a swarm between its undisturbed first rounds and its last.
+
+    Args:
+        faults: all that happened.
+        histories: of all peers.
+        warm_up_rounds: so many rounds ended before the first fault; they set the pace.
+    """
+    rounds = rounds_of(histories)
+    calm, rest = rounds[:warm_up_rounds], rounds[warm_up_rounds:]
+    if not calm or not rest:
+        return Goodput(0, 0.0, 0.0)
+    paces = [r.tokens / max(len(r.contributors), 1) / r.seconds for r in calm]
+    tokens_per_s = statistics.median(paces)
+    span = (calm[-1].ended_s, rest[-1].ended_s)
+    lived_s = sum(living_s(i, faults, events, span) for i, events in enumerate(histories))
+    return Goodput(sum(r.tokens for r in rest), tokens_per_s * lived_s, tokens_per_s)
+
+
+def spread(values: Sequence[float]) -> Mapping[str, float]:
+    """Median, 90th percentile (nearest rank) and maximum; empty without values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    rank = max(0, -(-9 * len(ordered) // 10) - 1)
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "p90": round(ordered[rank], 2),
+        "max": round(ordered[-1], 2),
+    }
