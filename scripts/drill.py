@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from swarm.emulation.drill import Bounds, Drill
-from swarm.emulation.local_swarm import LocalSwarm
+from swarm.emulation.fault_plan import At, FaultPlan, Kill
+from swarm.emulation.fault_runner import Bounds, FaultRunner
+from swarm.emulation.fault_verdict import quiet_rounds, rounds_hit, rounds_of, spread
+from swarm.emulation.local_swarm import LocalSwarm, summary
 
 RUN = """
 [run]
@@ -44,6 +47,10 @@ decay_steps = 1_000_000
 part_bytes = 16384
 """
 WITHOUT_END = 1_000_000
+WARM_UP_ROUNDS = 4
+MEAN_GAP_S = 2.0
+"""Between the return of one victim and the next kill, about."""
+ABSENCE_S = (0.01, 6.0)
 
 
 def parse() -> argparse.Namespace:
@@ -63,6 +70,57 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def plan_of(kills: int, seed: int) -> FaultPlan:
+    """One kill at a time; the next waits for the victim to contribute again."""
+    if not kills:
+        return FaultPlan(seed=seed)
+    at = At(every_s=MEAN_GAP_S, times=kills)
+    kill = Kill(kind="kill", peer="random", at=at, for_s=ABSENCE_S)
+    return FaultPlan(seed=seed, max_down=1, fault=(kill,))
+
+
+def drill(runner: FaultRunner, kills: int) -> None:
+    """Runs until all kills are over; it ends early at a hang or when a peer ends on its own."""
+    swarm = runner.swarm
+    runner.prepare()
+    swarm.start()
+    if not kills:
+        runner.run(swarm.finished, float("inf"))
+        return
+    histories = [peer.events for peer in swarm.peers]
+    if runner.run(lambda: len(rounds_of([h() for h in histories])) >= WARM_UP_ROUNDS, 600.0):
+        runner.begin()
+        runner.run(lambda: len(runner.happened) == kills and runner.all_back(), float("inf"))
+
+
+def verdict_of(runner: FaultRunner) -> dict[str, object]:
+    """What a script wants to know."""
+    histories = [peer.events() for peer in runner.swarm.peers]
+    whole = summary(runner.swarm)
+    quiet = quiet_rounds(runner.happened, histories)
+    usual_s = statistics.median(r.seconds for r in quiet) if quiet else 0.0
+    hit = [found for fault in runner.happened if (found := rounds_hit(fault, histories))]
+    extra = [sum(r.seconds - usual_s for r in rounds) for rounds in hit]
+    return {
+        "peers": whole["peers"],
+        "kills": len(runner.happened),
+        "rounds": whole["rounds"],
+        "manifests": len(whole["digests_per_height"]),
+        "merges": whole["merges"],
+        "inconsistent": sum(count > 1 for count in whole["digests_per_height"]),
+        "hangs": runner.hangs,
+        "ended": runner.ended,
+        "quiet_rounds": len(quiet),
+        "round_s": spread([r.seconds for r in quiet]),
+        "hit_round_s": spread([rounds[0].seconds for rounds in hit]),
+        "extra_s_per_kill": spread(extra),
+        "rounds_until_back": spread([float(len(rounds)) for rounds in hit]),
+        "tokens_total": whole["tokens_total"],
+        "tokens_lost": whole["tokens_lost"],
+        "seconds": whole["seconds"],
+    }
+
+
 def main() -> int:
     arguments = parse()
     folder = arguments.state_dir or Path(tempfile.mkdtemp(prefix="swarm-drill-"))
@@ -75,11 +133,11 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
 
-    bounds = Bounds(manifest_s=arguments.hang_after)
-    drill = Drill(swarm, arguments.kills, arguments.seed, say, bounds)
+    plan = plan_of(arguments.kills, arguments.seed)
+    runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=arguments.hang_after))
     with swarm:
-        drill.run()
-    verdict = drill.verdict()
+        drill(runner, arguments.kills)
+    verdict = verdict_of(runner)
     for name, value in verdict.items():
         print(f"{name:18} {value}", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:

@@ -114,6 +114,7 @@ class FaultRunner:
 
     def prepare(self) -> None:
         """Makes the swarm's peers ones that obey; call it before the swarm starts."""
+        self._seen = (-1, time.monotonic())
         self.folder.create()
         self.folder.tell_all(Controls(step_s=self.plan.step_s))
         self.swarm.program = PROGRAM
@@ -127,7 +128,6 @@ class FaultRunner:
             run_s: no timed fault later than this.
         """
         now_s = time.monotonic()
-        self._seen = (-1, now_s)
         for number, fault in enumerate(self.plan.fault):
             if fault.at.phase:
                 self._arm(number, fault)

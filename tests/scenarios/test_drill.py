@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.drill import rounds_of, spread
 from swarm.emulation.local_swarm import digests_by_height, tokens_lost
 
 ROOT = Path(__file__).parents[2]
@@ -54,21 +53,3 @@ def test_tokens_lost_add_up_over_the_lives_of_a_peer() -> None:
         applied(3, "c", tokens_lost=2),
     ]
     assert tokens_lost(lives) == 7
-
-
-def test_a_round_lasts_from_the_first_peer_that_had_the_one_before() -> None:
-    one = [applied(1, "a", round=1, time=10.0, contributors=["p"])]
-    one += [applied(2, "b", round=2, time=13.0, contributors=["p", "q"])]
-    other = [applied(1, "a", round=1, time=9.0, contributors=["p"])]
-    (second,) = rounds_of([one, other])
-    assert (second.number, second.seconds) == (2, 4.0)
-    assert second.contributors == {"p", "q"}
-
-
-def test_the_spread_of_ten_values_has_the_ninth_as_its_90th_percentile() -> None:
-    assert spread([float(value) for value in range(10, 0, -1)]) == {
-        "median": 5.5,
-        "p90": 9.0,
-        "max": 10.0,
-    }
-    assert spread([]) == {}
