@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from peers.options import Options, option, options, program, read_text
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
+from swarm.emulation.links import LINKS, Links
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, summary
-from swarm.errors import SwarmError
+from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.errors import ConfigError, SwarmError
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
@@ -86,7 +89,14 @@ class Progress:
 @option(
     "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
 )
-def main(options: Options, export_to: Path | None, monitor: bool, faults: Path | None) -> None:
+@option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
+def main(
+    options: Options,
+    export_to: Path | None,
+    monitor: bool,
+    faults: Path | None,
+    link: str | None,
+) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
     The last line with --json is one JSON object; its fields are described in README.md.
@@ -106,13 +116,12 @@ def main(options: Options, export_to: Path | None, monitor: bool, faults: Path |
             options=["--linger", "86400"],
             founder_options=settings,
         )
-        runner = (
-            FaultRunner(swarm, plan, say=lambda text: click.echo(text, err=True)) if plan else None
-        )
-        progress = None if monitor else Progress(run.run.rounds, options.as_json)
-        began_s = time.time()
-        with swarm:
-            present = _train(swarm, runner, progress)
+        with _network(link) as swarm.links:
+            runner = FaultRunner(swarm, plan, say=_say) if plan else None
+            progress = None if monitor else Progress(run.run.rounds, options.as_json)
+            began_s = time.time()
+            with swarm:
+                present = _train(swarm, runner, progress)
         if export_to:
             _export(swarm.peers[min(present)], export_to, options.as_json)
         verdict = summary(swarm, present)
@@ -123,6 +132,25 @@ def main(options: Options, export_to: Path | None, monitor: bool, faults: Path |
         click.echo(json.dumps(verdict))
     else:
         click.echo(_sentence(verdict))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def _network(link: str | None) -> Iterator[Links | None]:
+    if link is None:
+        yield None
+        return
+    why_not = why_not_here()
+    if why_not:
+        raise ConfigError(f"--link {link}: {why_not}", hint="run swarm-local as root")
+    links = NamespaceLinks(LINKS[link])
+    try:
+        yield links
+    finally:
+        links.close()
 
 
 def _sentence(verdict: Mapping[str, Any]) -> str:
@@ -163,7 +191,7 @@ def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | N
 
 def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "peers.monitor", "--initial-peers", founder.join_address()]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL)
 
 
 def _export(peer: LocalPeer, folder: Path, as_json: bool) -> None:

@@ -30,7 +30,6 @@ from swarm.emulation.fault_plan import (
     moments,
 )
 from swarm.emulation.fault_verdict import Happened
-from swarm.emulation.links import Links
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied
 from swarm.errors import ConfigError, SwarmError
 
@@ -60,7 +59,6 @@ class FaultRunner:
     Attributes:
         swarm: its peers run `PROGRAM`; not yet started.
         plan: what goes wrong.
-        links: what cuts links; None where the plan cuts none.
         say: told what happens.
         bounds: what counts as a hang.
         happened: faults carried out so far.
@@ -70,7 +68,6 @@ class FaultRunner:
 
     swarm: LocalSwarm
     plan: FaultPlan
-    links: Links | None = None
     say: Callable[[str], None] = lambda _: None
     bounds: Bounds = Bounds()
     happened: list[Happened] = field(default_factory=list)
@@ -107,7 +104,7 @@ class FaultRunner:
                         f"fault[{number}]: there is no peer {peer}; "
                         f"the swarm has 0 to {self.swarm.num_peers + joins - 1}"
                     )
-        if self.plan.needs_links and self.links is None:
+        if self.plan.needs_links and self.swarm.links is None:
             raise ConfigError("the plan cuts links, which needs --link", hint="as --link lan")
 
     # ------------------------------------------------ what a program calls
@@ -306,15 +303,16 @@ class FaultRunner:
         if isinstance(fault, Join):
             self.swarm.add(["--initial-peers", self._address()])
             return
-        assert self.links is not None
+        links = self.swarm.links
+        assert links is not None
         if isinstance(fault, Heal):
-            self.links.heal()
+            links.heal()
             return
-        self.links.partition(fault.groups)
-        self._later(fault.for_s, position, self.links.heal)
+        links.partition(fault.groups)
+        self._later(fault.for_s, position, links.heal)
 
     def _cut(self, fault: Cut, peer: LocalPeer, position: int) -> None:
-        links, index = self.links, peer.index
+        links, index = self.swarm.links, peer.index
         assert links is not None
         others = [p.index for p in self.swarm.peers if p.index != index]
         ends = [fault.to] if fault.to is not None else others

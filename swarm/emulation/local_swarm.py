@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.emulation.controls import INDEX_VARIABLE
+from swarm.emulation.links import Links
 from swarm.errors import StateError, SwarmError
 
 JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
@@ -37,6 +38,7 @@ class LocalPeer:
         arguments: for the next start; they may be replaced while it does not run.
         environment: added to this process's own.
         program: module that is run.
+        prefix: what the command begins with, as to run in a network namespace.
         process: the present or the last life.
     """
 
@@ -45,6 +47,7 @@ class LocalPeer:
     arguments: list[str]
     environment: Mapping[str, str]
     program: str = "peers.peer"
+    prefix: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
@@ -63,7 +66,7 @@ class LocalPeer:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.program, *self.arguments],
+                [*self.prefix, sys.executable, "-m", self.program, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -219,6 +222,7 @@ class LocalSwarm:
         founder_options: further arguments of the founder, such as `--set`.
         environment: added to that of every peer.
         program: module that every peer runs.
+        links: the emulated network they are in; None for this machine's own.
         peers: those started so far.
         started_s: of the founding, by the monotonic clock.
     """
@@ -230,6 +234,7 @@ class LocalSwarm:
     founder_options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
     program: str = "peers.peer"
+    links: Links | None = None
     peers: list[LocalPeer] = field(default_factory=list)
     started_s: float = 0.0
 
@@ -263,7 +268,8 @@ class LocalSwarm:
 
     def restart(self, peer: LocalPeer, arguments: Sequence[str]) -> None:
         """Starts a peer on its old state with these arguments beside the common ones."""
-        common = ["--state-dir", str(peer.folder), "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+        peer.prefix, host = self.links.place(peer.index) if self.links else ((), "127.0.0.1")
+        common = ["--state-dir", str(peer.folder), "--host-maddrs", f"/ip4/{host}/tcp/0"]
         common += ["--name", f"peer-{peer.index}", "--data-index", str(peer.index), *self.options]
         peer.arguments = [*arguments, *common]
         peer.start()

@@ -1,0 +1,201 @@
+"""A network of namespaces: one per peer, each with a subnet of its own, joined by this process.
+
+Every namespace has a TUN device whose other end is here: a thread reads packets, asks the
+`Shaper` when they arrive, and writes them then. So rate, delay, loss and cuts need no kernel
+module (netem is missing on many machines); the price is about 40 µs of CPU a packet.
+Needs root and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import select
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarm.emulation.links import Link, Shaper
+from swarm.errors import SwarmError
+
+TUN = Path("/dev/net/tun")
+TUNSETIFF = 0x400454CA
+IFF_TUN_NO_PI = 0x1001
+SUBNET = "10.77.{peer}"
+MAX_PEERS = 250
+MTU_BYTES = 1500
+FAST_MBIT = 200.0
+FAST_MTU_BYTES = 9000
+"""Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
+COMMAND_S = 10.0
+IDLE_S = 0.2
+
+
+def why_not_here() -> str | None:
+    """Why this machine or user cannot have such a network; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not os.access(TUN, os.R_OK | os.W_OK):
+        return f"network namespaces need {TUN}"
+    probe = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, timeout=COMMAND_S, check=False
+    )
+    return None if probe.returncode == 0 else "network namespaces need the program ip (iproute2)"
+
+
+class NamespaceLinks:
+    """See `Links`; the network exists from the first `place` to `close`."""
+
+    def __init__(self, link: Link, seed: int = 0) -> None:
+        self._shaper = Shaper(link, seed)
+        is_fast = max(link.up_mbit, link.down_mbit) > FAST_MBIT
+        self._mtu_bytes = FAST_MTU_BYTES if is_fast else MTU_BYTES
+        self._devices: dict[int, int] = {}
+        """Peer -> file descriptor of its TUN device."""
+        self._peers: dict[int, int] = {}
+        """The other way round."""
+        self._lock = threading.Lock()
+        self._poll = select.epoll()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._forward, name="shaper", daemon=True)
+        self.packets: dict[str, int] = {}
+        """What became of packets -> how many."""
+        _remove_leftovers()
+        self._thread.start()
+
+    def place(self, peer: int) -> tuple[list[str], str]:
+        """See `Links`; makes the namespace at the first call."""
+        if peer >= MAX_PEERS:
+            raise SwarmError(f"peer {peer}: an emulated network has room for {MAX_PEERS}")
+        if peer not in self._devices:
+            self._make(peer)
+        return ["ip", "netns", "exec", _name(peer)], _address(peer)
+
+    def _make(self, peer: int) -> None:
+        name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
+        handle = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
+        request = struct.pack("16sH22s", device.encode(), IFF_TUN_NO_PI, b"")
+        fcntl.ioctl(handle, TUNSETIFF, request)
+        _ip("netns", "add", name)
+        _ip("link", "set", device, "netns", name)
+        inside = ("-n", name)
+        _ip(*inside, "link", "set", "lo", "up")
+        _ip(*inside, "addr", "add", f"{_address(peer)}/24", "dev", device)
+        _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
+        _ip(*inside, "route", "add", "default", "dev", device)
+        with self._lock:
+            self._devices[peer], self._peers[handle] = handle, peer
+            self._poll.register(handle, select.EPOLLIN)
+
+    # ------------------------------------------------ faults
+
+    def cut(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Links`."""
+        with self._lock:
+            self._shaper.cuts.pairs |= set(pairs)
+
+    def mend(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Links`."""
+        with self._lock:
+            self._shaper.cuts.pairs -= set(pairs)
+
+    def partition(self, groups: Sequence[Sequence[int]]) -> None:
+        """See `Links`."""
+        with self._lock:
+            self._shaper.cuts.partition(groups)
+
+    def heal(self) -> None:
+        """See `Links`."""
+        with self._lock:
+            self._shaper.cuts.heal()
+
+    def close(self) -> None:
+        """Ends the thread and removes the namespaces; the peers in them have ended by now."""
+        self._is_open = False
+        self._thread.join(5.0)
+        for peer, handle in self._devices.items():
+            os.close(handle)
+            _remove(_name(peer))
+        self._devices, self._peers = {}, {}
+        self._poll.close()
+
+    # ------------------------------------------------ packets
+
+    def _forward(self) -> None:
+        waiting: list[tuple[float, int, int, bytes]] = []
+        order = 0
+        while self._is_open:
+            until_s = waiting[0][0] - time.monotonic() if waiting else IDLE_S
+            for handle, _ in self._poll.poll(max(0.0, min(until_s, IDLE_S))):
+                for packet in _read_all(handle, self._mtu_bytes):
+                    order += 1
+                    self._schedule(packet, handle, order, waiting)
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, handle, packet = heapq.heappop(waiting)
+                _write(handle, packet)
+
+    def _schedule(
+        self, packet: bytes, handle: int, order: int, waiting: list[tuple[float, int, int, bytes]]
+    ) -> None:
+        # IPv4 only: the destination is in bytes 16 to 19; the third says which peer.
+        if packet[0] >> 4 != 4:
+            return
+        with self._lock:
+            source, target = self._peers[handle], packet[18]
+            outlet = self._devices.get(target)
+            if outlet is None:
+                return
+            at_s, reason = self._shaper.arrives_at(time.monotonic(), source, target, len(packet))
+        self.packets[reason] = self.packets.get(reason, 0) + 1
+        if at_s is not None:
+            heapq.heappush(waiting, (at_s, order, outlet, packet))
+
+
+def _name(peer: int, pid: int | None = None) -> str:
+    return f"swarm-{pid or os.getpid()}-{peer}"
+
+
+def _address(peer: int) -> str:
+    return f"{SUBNET.format(peer=peer)}.2"
+
+
+def _read_all(handle: int, mtu_bytes: int) -> list[bytes]:
+    found = []
+    while True:
+        try:
+            found.append(os.read(handle, mtu_bytes + 64))
+        except BlockingIOError:
+            return found
+
+
+def _write(handle: int, packet: bytes) -> None:
+    try:
+        os.write(handle, packet)
+    except OSError:  # the device's queue is full, or it goes away: a lost packet
+        return
+
+
+def _ip(*arguments: str) -> None:
+    result = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+    if result.returncode:
+        raise SwarmError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+
+
+def _remove(name: str) -> None:
+    subprocess.run(
+        ["ip", "netns", "del", name], capture_output=True, timeout=COMMAND_S, check=False
+    )
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of programs that were killed before they could take theirs down."""
+    for path in sorted(Path("/run/netns").glob("swarm-*-*")):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _remove(path.name)
