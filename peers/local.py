@@ -20,7 +20,8 @@ from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
 from swarm.emulation.links import LINKS, Links
-from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, summary
+from swarm.emulation.local_peer import Event, LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import ConfigError, SwarmError
 
