@@ -13,7 +13,7 @@ from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import fault_reports, goodput, quiet_rounds, rounds_of, spread
 from swarm.emulation.links import LINKS
 from swarm.emulation.local_swarm import LocalSwarm, summary
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.networks import open_links
 
 RUN = """
 [run]
@@ -86,19 +86,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def plan_of(every_s: float, seed: int, can_cut: bool) -> FaultPlan:
+def plan_of(every_s: float, seed: int) -> FaultPlan:
     """Kills and pauses, together one per `every_s`, and half as many cuts."""
-    often = At(every_s=2 * every_s)
+    often, rare = At(every_s=2 * every_s), At(every_s=4 * every_s)
     faults: list[Fault] = [
         Kill(kind="kill", peer="random", at=often, for_s=(1.0, 15.0)),
         Pause(kind="pause", peer="random", at=often, for_s=(2.0, 20.0)),
+        Cut(kind="cut", peer="random", at=rare, for_s=(2.0, 15.0)),
+        Cut(kind="cut", peer="random", to="random", at=rare, for_s=(5.0, 30.0)),
     ]
-    rare = At(every_s=4 * every_s)
-    if can_cut:
-        faults += [
-            Cut(kind="cut", peer="random", at=rare, for_s=(2.0, 15.0)),
-            Cut(kind="cut", peer="random", to="random", at=rare, for_s=(5.0, 30.0)),
-        ]
     return FaultPlan(seed=seed, step_s=STEP_S, fault=tuple(faults))
 
 
@@ -156,20 +152,16 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"{time.time() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
 
-    why_not = why_not_here()
-    if why_not:
-        say(f"no link is shaped or cut: {why_not}")
-    links = None if why_not else NamespaceLinks(LINKS[arguments.link], arguments.seed)
+    links = open_links(arguments.link, say, arguments.seed)
     swarm = LocalSwarm(folder / "swarm", run_file, arguments.peers, links=links)
-    plan = plan_of(arguments.every, arguments.seed, can_cut=links is not None)
+    plan = plan_of(arguments.every, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
     try:
         soak(runner, arguments.minutes)
         present = [peer.index for peer in swarm.peers if peer.alive]
     finally:
         swarm.kill()
-        if links:
-            links.close()
+        links.close()
     verdict = verdict_of(runner, present, began_s)
     for name, value in verdict.items():
         print(f"{name:18} {value}", file=sys.stderr if arguments.json else sys.stdout)

@@ -76,8 +76,10 @@ class LocalSwarm:
 
     def restart(self, peer: LocalPeer, arguments: Sequence[str]) -> None:
         """Starts a peer on its old state with these arguments beside the common ones."""
-        peer.prefix, host = self.links.place(peer.index) if self.links else ((), "127.0.0.1")
-        common = ["--state-dir", str(peer.folder), "--host-maddrs", f"/ip4/{host}/tcp/0"]
+        listen = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+        if self.links:
+            peer.prefix, listen = self.links.place(peer.index)
+        common = ["--state-dir", str(peer.folder), *listen]
         common += ["--name", f"peer-{peer.index}", "--data-index", str(peer.index), *self.options]
         peer.arguments = [*arguments, *common]
         peer.start()

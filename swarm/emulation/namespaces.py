@@ -67,13 +67,14 @@ class NamespaceLinks:
         _remove_leftovers()
         self._thread.start()
 
-    def place(self, peer: int) -> tuple[list[str], str]:
+    def place(self, peer: int) -> tuple[list[str], list[str]]:
         """See `Links`; makes the namespace at the first call."""
         if peer >= MAX_PEERS:
             raise SwarmError(f"peer {peer}: an emulated network has room for {MAX_PEERS}")
         if peer not in self._devices:
             self._make(peer)
-        return ["ip", "netns", "exec", _name(peer)], _address(peer)
+        listen = ["--host-maddrs", f"/ip4/{address_of(peer)}/tcp/0"]
+        return ["ip", "netns", "exec", _name(peer)], listen
 
     def _make(self, peer: int) -> None:
         name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
@@ -84,7 +85,7 @@ class NamespaceLinks:
         _ip("link", "set", device, "netns", name)
         inside = ("-n", name)
         _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "addr", "add", f"{_address(peer)}/24", "dev", device)
+        _ip(*inside, "addr", "add", f"{address_of(peer)}/24", "dev", device)
         _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
         _ip(*inside, "route", "add", "default", "dev", device)
         with self._lock:
@@ -159,7 +160,8 @@ def _name(peer: int, pid: int | None = None) -> str:
     return f"swarm-{pid or os.getpid()}-{peer}"
 
 
-def _address(peer: int) -> str:
+def address_of(peer: int) -> str:
+    """The IPv4 address of a peer."""
     return f"{SUBNET.format(peer=peer)}.2"
 
 
