@@ -12,10 +12,10 @@ from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import rounds_without_owner
 from swarm.emulation.local_swarm import LocalSwarm, digests_by_height
 from tests.scenarios.matrix import CELLS, IN_CI, PHASES_OF, Cell, faults_of, plan_of
-from tests.scenarios.swarms import write_run
+from tests.scenarios.swarms import has_rounds, write_run
 
 STEP_S = 0.15
-BOUNDS = Bounds(manifest_s=60.0, return_s=90.0, trap_s=120.0)
+BOUNDS = Bounds(manifest_s=90.0, return_s=120.0, trap_s=120.0)
 """Some time-outs of the protocol (5 to 14 s each), on a machine that is busy with other things."""
 UNOWNED_ROUNDS = 2
 """Experts of who was met are in the hands of a peer that contributes after so many rounds."""
@@ -27,7 +27,7 @@ SETTINGS = [
     "round.reform_after_s=600.0",
     "merging.interval_steps=12",
 ]
-START_S = 60.0
+START_S = 180.0
 CELL_S = 60.0
 
 
@@ -41,8 +41,9 @@ def run_cells(folder: Path, cells: Sequence[Cell], *, num_peers: int, max_down: 
     runner.prepare()
     try:
         swarm.start()
+        swarm.wait_until(has_rounds(1), what="a round", timeout_s=START_S)
         runner.begin()
-        runner.run(runner.all_done, START_S + CELL_S * len(cells))
+        runner.run(runner.all_done, CELL_S * len(cells))
     finally:
         swarm.kill()
     histories = [peer.events() for peer in swarm.peers]
