@@ -20,9 +20,10 @@ from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
 from swarm.emulation.links import LINKS, Links
-from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm, applied, summary
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
-from swarm.errors import ConfigError, SwarmError
+from swarm.emulation.local_peer import Event, LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.emulation.networks import open_links
+from swarm.errors import SwarmError
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
@@ -143,10 +144,7 @@ def _network(link: str | None) -> Iterator[Links | None]:
     if link is None:
         yield None
         return
-    why_not = why_not_here()
-    if why_not:
-        raise ConfigError(f"--link {link}: {why_not}", hint="run swarm-local as root")
-    links = NamespaceLinks(LINKS[link])
+    links = open_links(link, _say)
     try:
         yield links
     finally:

@@ -50,7 +50,8 @@ Phase = Literal[
 """Where in a round a peer is; `peers/emulated.py` says at which place of the program."""
 Role = Literal["convener", "reducer", "contributor", "owner", "joiner", "bootstrap"]
 """What a peer is at that moment; `bootstrap` is the peer that founded the run."""
-Victim = NonNegative | Role | Literal["random"]
+Victim = NonNegative | Role | Literal["random", "any"]
+"""A number, who has a role, one drawn at random, or who comes first to the fault's phase."""
 Seconds = PositiveReal | tuple[PositiveReal, PositiveReal]
 """A duration, or two between which it is drawn."""
 
@@ -93,8 +94,8 @@ class _OfOnePeer(_Fault):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if isinstance(self.peer, str) and self.peer in ROLES and self.at.phase is None:
-            raise ValueError(f"peer: {self.peer!r} is a role, which needs at.round and at.phase")
+        if self.peer in (*ROLES, "any") and self.at.phase is None:
+            raise ValueError(f"peer: {self.peer!r} needs at.round and at.phase")
         return self
 
 
@@ -139,6 +140,8 @@ class Leave(_OfOnePeer):
     """The first Ctrl+C."""
 
     kind: Literal["leave"]
+    for_s: Seconds | None = None
+    """Started again so long after it was asked to leave, if it has ended by then."""
 
 
 class Join(_Fault):
@@ -152,7 +155,7 @@ class Cut(_Fault):
 
     kind: Literal["cut"]
     peer: Victim
-    to: NonNegative | None = None
+    to: NonNegative | Literal["random"] | None = None
     """None: all others."""
     one_way: bool = False
     """Only what `peer` sends is lost."""
@@ -191,6 +194,8 @@ class FaultPlan(Section):
     seed: NonNegative = 0
     max_down: Positive | None = None
     """Random faults wait while so many peers are away or not back; default: a minority."""
+    in_order: bool = False
+    """Faults of rounds come in the plan's order, each when fewer than `max_down` are away."""
     step_s: Annotated[float, Field(ge=0)] = 0.0
     """A local step takes at least so long: compute as a timed wait, so that many peers fit."""
     fault: tuple[Annotated[Fault, Field(discriminator="kind")], ...] = ()
@@ -248,7 +253,9 @@ def _explain(error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key.removesuffix('.at')}.{message}"
-    allowed = f"a number of a peer, {', '.join(ROLES)} or random" if key.endswith("peer") else ""
+    allowed = (
+        f"a number of a peer, {', '.join(ROLES)}, random or any" if key.endswith("peer") else ""
+    )
     return f"{key} = {problem['input']!r}: {allowed or message[0].lower() + message[1:]}"
 
 

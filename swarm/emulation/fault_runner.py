@@ -1,45 +1,35 @@
-"""Carries a fault plan out on a local swarm: a thin shell around `fault_plan` and the processes."""
+"""Carries a fault plan out on a local swarm, each fault when the plan says so."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
-import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls, Trap
+from swarm.emulation.fault_actions import FaultActions
 from swarm.emulation.fault_plan import (
-    Cut,
     Fault,
     FaultPlan,
-    Heal,
     Join,
     Kill,
-    Leave,
     Partition,
     Pause,
-    Restart,
-    Seconds,
-    Skew,
-    Slow,
-    drawn_s,
     moments,
 )
 from swarm.emulation.fault_verdict import Happened
-from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied
-from swarm.errors import ConfigError, SwarmError
+from swarm.emulation.local_peer import LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, applied
+from swarm.errors import ConfigError
 
 PROGRAM = "peers.emulated"
 """What the peers of a swarm under faults run."""
 RETRY_S = 1.0
 """A random fault that finds too many peers away is tried again so soon."""
 POLL_S = 0.1
-OLD_ADDRESS_SHARE = 0.25
-"""So many restarts are given the founder's first address, whether it lives or not."""
+LONGEST_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +40,8 @@ class Bounds:
     """Longest wait for the next manifest, whatever happened."""
     return_s: float = 300.0
     """Longest wait until a peer that is there again contributes."""
+    trap_s: float = 300.0
+    """Longest wait until a peer comes to the place where a fault is to meet it."""
 
 
 @dataclass
@@ -61,7 +53,6 @@ class FaultRunner:
         plan: what goes wrong.
         say: told what happens.
         bounds: what counts as a hang.
-        happened: faults carried out so far.
         hangs: what took too long.
         ended: peers that ended on their own.
     """
@@ -70,23 +61,15 @@ class FaultRunner:
     plan: FaultPlan
     say: Callable[[str], None] = lambda _: None
     bounds: Bounds = Bounds()
-    happened: list[Happened] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    """Heap of (monotonic time, order, what to do)."""
-    _by_round: list[tuple[int, int]] = field(default_factory=list)
-    """(round, number of the fault) of those that wait for a round to begin."""
-    _trapped: dict[str, int] = field(default_factory=dict)
-    """Name of a trap that waits -> number of its fault."""
-    _away: dict[int, float | None] = field(default_factory=dict)
-    """Peer that is away -> when it was brought back, seconds since 1970; None while it is not."""
-    _gone: set[int] = field(default_factory=set)
-    """Peers that left for good or were asked to."""
-    _order: itertools.count[int] = field(default_factory=itertools.count)
+    _by_round: list[int] = field(default_factory=list)
+    """Numbers of the faults that wait for a round, in the plan's order."""
+    _trapped: dict[str, tuple[Fault, float]] = field(default_factory=dict)
+    """Name of a trap that waits -> its fault, and since when."""
     _seen: tuple[int, float] = (-1, 0.0)
     """Greatest height anywhere, and when it was first seen."""
-    _stopped: bool = False
+    _is_stopped: bool = False
 
     def __post_init__(self) -> None:
         """Checks plan and swarm against each other.
@@ -96,6 +79,7 @@ class FaultRunner:
         """
         self.folder = ControlFolder(self.swarm.folder / "emulation")
         self.draw = random.Random(self.plan.seed)
+        self.actions = FaultActions(self.swarm, self.folder, self.draw)
         joins = sum(isinstance(fault, Join) for fault in self.plan.fault)
         for number, fault in enumerate(self.plan.fault):
             for peer in _named(fault):
@@ -109,6 +93,11 @@ class FaultRunner:
 
     # ------------------------------------------------ what a program calls
 
+    @property
+    def happened(self) -> list[Happened]:
+        """Faults carried out so far."""
+        return self.actions.happened
+
     def prepare(self) -> None:
         """Makes the swarm's peers ones that obey; call it before the swarm starts."""
         self._seen = (-1, time.monotonic())
@@ -118,7 +107,7 @@ class FaultRunner:
         variable = {FOLDER_VARIABLE: str(self.folder.path)}
         self.swarm.environment = {**self.swarm.environment, **variable}
 
-    def begin(self, run_s: float = 30 * 86400.0) -> None:
+    def begin(self, run_s: float = LONGEST_S) -> None:
         """Starts the clock of the plan; call it when the swarm has started.
 
         Args:
@@ -126,26 +115,20 @@ class FaultRunner:
         """
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
-            if fault.at.phase:
-                self._arm(number, fault)
-            elif fault.at.round is not None:
-                self._by_round.append((fault.at.round, number))
+            if fault.at.round is not None:
+                self._by_round.append(number)
             # Each fault has a generator of its own: one more line in a plan moves no other.
             draw = random.Random(f"{self.plan.seed}/{number}")
-            for after_s in moments(fault.at, draw, min(run_s, 30 * 86400.0)):
-                self._at(now_s + after_s, partial(self._carry_out, fault))
+            for after_s in moments(fault.at, draw, run_s):
+                self.actions.at(now_s + after_s, partial(self._meet, fault))
 
     def poll(self, _: LocalSwarm | None = None) -> None:
         """Does what is due; call it several times a second."""
         self._note_returns()
-        for name, number in list(self._trapped.items()):
-            self._look_into(name, self.plan.fault[number])
-        began = self._round() + 1
-        for due in [entry for entry in self._by_round if entry[0] <= began]:
-            self._by_round.remove(due)
-            self._carry_out(self.plan.fault[due[1]])
-        while self._due and self._due[0][0] <= time.monotonic():
-            heapq.heappop(self._due)[2]()
+        for name, (fault, _since_s) in list(self._trapped.items()):
+            self._look_into(name, fault)
+        self._begin_rounds()
+        self.actions.do_what_is_due()
 
     def run(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Polls until a condition holds; False after a hang or when a peer ended on its own."""
@@ -163,19 +146,40 @@ class FaultRunner:
 
     def stop_faults(self) -> None:
         """No new faults; those under way are still taken back when their time comes."""
-        self._stopped = True
         for name in self._trapped:
             self.folder.disarm(name)
-        self._trapped, self._by_round = {}, []
+        self._trapped, self._by_round, self._is_stopped = {}, [], True
 
     def all_back(self) -> bool:
         """Whether everybody who is to come back contributes again."""
-        return not self._away
+        return not self.actions.away
+
+    def all_done(self) -> bool:
+        """Whether all faults of rounds have happened and everybody is back."""
+        return not self._by_round and not self._trapped and self.all_back()
 
     # ------------------------------------------------ when
 
-    def _at(self, at_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (at_s, next(self._order), action))
+    @property
+    def _most_down(self) -> int:
+        return self.plan.max_down or max((self.swarm.num_peers - 1) // 2, 1)
+
+    def _begin_rounds(self) -> None:
+        """Faults of rounds that have begun: now, or as soon as a peer comes to their phase."""
+        began = self._round() + 1
+        for number in list(self._by_round):
+            fault = self.plan.fault[number]
+            busy = len(self.actions.away) + len(self._trapped)
+            is_away = getattr(fault, "peer", None) in self.actions.away
+            if self.plan.in_order and (is_away or busy >= self._most_down):
+                return
+            if fault.at.phase:
+                # Set at once, however far away its round is: peers count better than this does.
+                self._by_round.remove(number)
+                self._arm(number, fault)
+            elif (fault.at.round or 0) <= began:
+                self._by_round.remove(number)
+                self._meet(fault)
 
     def _arm(self, number: int, fault: Fault) -> None:
         assert fault.at.phase and fault.at.round
@@ -183,9 +187,9 @@ class FaultRunner:
         peer = wanted if isinstance(wanted, int) else None
         if wanted == "random":
             peer = self.draw.randrange(self.swarm.num_peers)
-        role = wanted if isinstance(wanted, str) and wanted != "random" else None
+        role = wanted if isinstance(wanted, str) and wanted not in ("random", "any") else None
         name = f"fault-{number:04}"
-        self._trapped[name] = number
+        self._trapped[name] = (fault, time.monotonic())
         self.folder.arm(Trap(name, fault.at.phase, fault.at.round, peer, role))
 
     def _look_into(self, name: str, fault: Fault) -> None:
@@ -193,17 +197,41 @@ class FaultRunner:
         if caught is None or not self.swarm.peers[caught.peer].stands_still:
             return
         del self._trapped[name]
+        peer = self.swarm.peers[caught.peer]
+        self._carry_out(fault, peer)
         if not isinstance(fault, (Kill, Pause)):
-            self.swarm.peers[caught.peer].resume()
-        self._carry_out(fault, caught.peer)
+            peer.resume()
+
+    def _meet(self, fault: Fault) -> None:
+        """A fault without a trap is due; a random one waits while too many are away."""
+        wanted = getattr(fault, "peer", None)
+        if self._is_stopped:
+            return
+        if wanted is None or isinstance(wanted, int):
+            self._carry_out(fault, None if wanted is None else self.swarm.peers[wanted])
+            return
+        away, gone = self.actions.away, self.actions.gone
+        free = [p for p in self.swarm.peers if p.alive and p.index not in {*away, *gone}]
+        if len(away) >= self._most_down or len(free) < 2:
+            self.actions.at(time.monotonic() + RETRY_S, partial(self._meet, fault))
+            return
+        self._carry_out(fault, self.draw.choice(free))
+
+    def _carry_out(self, fault: Fault, peer: LocalPeer | None) -> None:
+        noted = self.actions.carry_out(fault, peer)
+        names = ", ".join(f"peer-{p}" for p in noted.peers)
+        where = " ".join(word for word in (noted.role, noted.phase) if word)
+        self.say(f"{noted.kind} {names} {where}".rstrip())
+
+    # ------------------------------------------------ what is seen
 
     def _note_returns(self) -> None:
-        for peer, back_s in list(self._away.items()):
+        for peer, back_s in list(self.actions.away.items()):
             if back_s is None:
                 continue
             events = applied(self.swarm.peers[peer].events(), "quorum")
             if any(event["counted"] and event["time"] > back_s for event in events):
-                del self._away[peer]
+                del self.actions.away[peer]
             elif time.time() - back_s > self.bounds.return_s:
                 self.hangs.append(f"peer-{peer} is not back after {self.bounds.return_s:.0f} s")
 
@@ -214,9 +242,12 @@ class FaultRunner:
         late_s = now_s - self._seen[1]
         if late_s > self.bounds.manifest_s:
             self.hangs.append(f"no manifest for {late_s:.0f} s after height {height}")
+        for name, (fault, since_s) in self._trapped.items():
+            if now_s - since_s > self.bounds.trap_s:
+                self.hangs.append(f"{name}: nobody came to {fault.at.phase} in time")
         for peer in self.swarm.peers:
             code = peer.exit_code
-            if code is not None and code >= 0 and peer.index not in self._gone:
+            if code is not None and code >= 0 and peer.index not in self.actions.gone:
                 tail = " ".join(peer.output()[-300:].split())
                 self.ended.append(f"peer-{peer.index}, status {code}: {tail}")
 
@@ -227,144 +258,6 @@ class FaultRunner:
     def _round(self) -> int:
         chains = (applied(peer.events()) for peer in self.swarm.peers)
         return max((chain[-1]["round"] for chain in chains if chain), default=0)
-
-    # ------------------------------------------------ what
-
-    def _carry_out(self, fault: Fault, caught: int | None = None) -> None:
-        if self._stopped:
-            return
-        peer = self._victim(fault) if caught is None else self.swarm.peers[caught]
-        if peer is None and getattr(fault, "peer", None) is not None:
-            self._at(time.monotonic() + RETRY_S, partial(self._carry_out, fault))
-            return
-        met = tuple(_named(fault)) if peer is None else (peer.index,)
-        if peer is not None and isinstance(fault, Cut) and fault.to is not None:
-            met = (peer.index, fault.to)
-        if isinstance(fault, Join):
-            met = (len(self.swarm.peers),)
-        role = getattr(fault, "peer", None)
-        report = Happened(
-            fault.kind,
-            met,
-            time.time(),
-            role=role if isinstance(role, str) and role != "random" else None,
-            phase=fault.at.phase,
-        )
-        position = len(self.happened)
-        self.happened.append(report)
-        self.say(
-            f"{fault.kind} {', '.join(f'peer-{p}' for p in met)} {fault.at.phase or ''}".strip()
-        )
-        self._act(fault, peer, position)
-
-    def _victim(self, fault: Fault) -> LocalPeer | None:
-        """Whom a fault meets; None when it names nobody, or must wait."""
-        wanted = getattr(fault, "peer", None)
-        if isinstance(wanted, int):
-            return self.swarm.peers[wanted]
-        most = self.plan.max_down or (self.swarm.num_peers - 1) // 2
-        if wanted is None or len(self._away) >= max(most, 1):
-            return None
-        free = [
-            peer
-            for peer in self.swarm.peers
-            if peer.alive and peer.index not in self._away and peer.index not in self._gone
-        ]
-        return self.draw.choice(free) if len(free) > 1 else None
-
-    def _act(self, fault: Fault, peer: LocalPeer | None, position: int) -> None:
-        if isinstance(fault, (Partition, Heal, Join)):
-            self._act_on_all(fault, position)
-            return
-        assert peer is not None
-        if isinstance(fault, Kill):
-            peer.kill()
-            self._away_until(peer, fault.for_s, position, lambda: self.bring_back(peer))
-        elif isinstance(fault, Pause):
-            peer.pause()
-            self._away_until(peer, fault.for_s, position, peer.resume)
-        elif isinstance(fault, Restart):
-            peer.kill()
-            self._away[peer.index] = time.time()
-            self.bring_back(peer)
-        elif isinstance(fault, Leave):
-            self._gone.add(peer.index)
-            peer.send(signal.SIGINT)
-        elif isinstance(fault, Slow):
-            self.folder.tell(peer.index, slow=fault.factor)
-            self._later(fault.for_s, position, lambda: self.folder.tell(peer.index, slow=1.0))
-        elif isinstance(fault, Skew):
-            self.folder.tell(peer.index, skew_s=fault.by_s)
-            self._later(fault.for_s, position, lambda: self.folder.tell(peer.index, skew_s=0.0))
-        else:
-            self._cut(fault, peer, position)
-
-    def _act_on_all(self, fault: Partition | Heal | Join, position: int) -> None:
-        if isinstance(fault, Join):
-            self.swarm.add(["--initial-peers", self._address()])
-            return
-        links = self.swarm.links
-        assert links is not None
-        if isinstance(fault, Heal):
-            links.heal()
-            return
-        links.partition(fault.groups)
-        self._later(fault.for_s, position, links.heal)
-
-    def _cut(self, fault: Cut, peer: LocalPeer, position: int) -> None:
-        links, index = self.swarm.links, peer.index
-        assert links is not None
-        others = [p.index for p in self.swarm.peers if p.index != index]
-        ends = [fault.to] if fault.to is not None else others
-        pairs = [(index, end) for end in ends]
-        pairs += [] if fault.one_way else [(end, index) for end in ends]
-        links.cut(pairs)
-        if fault.to is None and not fault.one_way:
-            self._away_until(peer, fault.for_s, position, lambda: links.mend(pairs))
-        else:
-            self._later(fault.for_s, position, lambda: links.mend(pairs))
-
-    def _away_until(
-        self, peer: LocalPeer, span: Seconds | None, position: int, undo: Callable[[], None]
-    ) -> None:
-        if span is None:
-            self._gone.add(peer.index)
-            return
-        self._away[peer.index] = None
-
-        def return_it() -> None:
-            self._away[peer.index] = time.time()
-            undo()
-
-        self._later(span, position, return_it)
-
-    def _later(self, span: Seconds | None, position: int, undo: Callable[[], None]) -> None:
-        """Takes a fault back after its time, if it has one."""
-        if span is None:
-            return
-
-        def take_back() -> None:
-            self.happened[position] = replace(self.happened[position], until_s=time.time())
-            undo()
-
-        self._at(time.monotonic() + drawn_s(span, self.draw), take_back)
-
-    # ------------------------------------------------ peers
-
-    def bring_back(self, peer: LocalPeer) -> None:
-        """Starts a peer again on its state, through an address that may be dead."""
-        self._gone.discard(peer.index)
-        self.swarm.restart(peer, ["--initial-peers", self._address()])
-
-    def _address(self) -> str:
-        """Of a living peer or, now and then, the founder's, whether it lives or not."""
-        known = [p.last_address for p in self.swarm.peers if p.alive and p.last_address]
-        first = self.swarm.peers[0].last_address
-        if first and (not known or self.draw.random() < OLD_ADDRESS_SHARE):
-            return first
-        if not known:
-            raise SwarmError("no peer has printed its address")
-        return self.draw.choice(known)
 
 
 def _named(fault: Fault) -> Sequence[int]:

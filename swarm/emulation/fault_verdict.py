@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.emulation.local_swarm import Event, applied
+from swarm.emulation.local_peer import Event
+from swarm.emulation.local_swarm import applied
 
 Histories = Sequence[Sequence[Event]]
 """Of the peers, by their number; empty for one that never was in the run."""
@@ -144,6 +145,31 @@ def fault_reports(
             }
         )
     return rows
+
+
+def rounds_without_owner(fault: Happened, histories: Histories) -> int:
+    """Rounds after a fault in which experts of its victims were owned by nobody who contributed.
+
+    Args:
+        fault: that took peers away.
+        histories: of all peers.
+    """
+    lost: set[int] = set()
+    for peer in fault.peers:
+        before = [e for e in applied(histories[peer]) if e["time"] <= fault.at_s]
+        lost |= set(before[-1]["owned"]) if before else set()
+    rounds = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
+    for position, found in enumerate(rounds):
+        owned = {
+            expert
+            for events in histories
+            for event in applied(events, "quorum")
+            if event["round"] == found.number and event["counted"]
+            for expert in event["owned"]
+        }
+        if lost <= owned:
+            return position
+    return len(rounds)
 
 
 def living_s(

@@ -44,8 +44,8 @@ LINKS = {
 class Links(Protocol):
     """An emulated network whose links can be cut; peers are named by their number."""
 
-    def place(self, peer: int) -> tuple[list[str], str]:
-        """What a peer's command begins with, and the IPv4 address that it listens on."""
+    def place(self, peer: int) -> tuple[list[str], list[str]]:
+        """What a peer's command begins with, and its arguments that say where it listens."""
         ...
 
     def cut(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -32,7 +32,6 @@ FAST_MBIT = 200.0
 FAST_MTU_BYTES = 9000
 """Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
 COMMAND_S = 10.0
-TCP, SYN, ACK = 6, 0x02, 0x10
 IDLE_S = 0.2
 
 
@@ -59,7 +58,6 @@ class NamespaceLinks:
         """Peer -> file descriptor of its TUN device."""
         self._peers: dict[int, int] = {}
         """The other way round."""
-        self._hidden: set[int] = set()
         self._lock = threading.Lock()
         self._poll = select.epoll()
         self._is_open = True
@@ -69,13 +67,14 @@ class NamespaceLinks:
         _remove_leftovers()
         self._thread.start()
 
-    def place(self, peer: int) -> tuple[list[str], str]:
+    def place(self, peer: int) -> tuple[list[str], list[str]]:
         """See `Links`; makes the namespace at the first call."""
         if peer >= MAX_PEERS:
             raise SwarmError(f"peer {peer}: an emulated network has room for {MAX_PEERS}")
         if peer not in self._devices:
             self._make(peer)
-        return ["ip", "netns", "exec", _name(peer)], _address(peer)
+        listen = ["--host-maddrs", f"/ip4/{address_of(peer)}/tcp/0"]
+        return ["ip", "netns", "exec", _name(peer)], listen
 
     def _make(self, peer: int) -> None:
         name, device = _name(peer), f"sw{os.getpid() % 10**7}p{peer}"
@@ -86,7 +85,7 @@ class NamespaceLinks:
         _ip("link", "set", device, "netns", name)
         inside = ("-n", name)
         _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "addr", "add", f"{_address(peer)}/24", "dev", device)
+        _ip(*inside, "addr", "add", f"{address_of(peer)}/24", "dev", device)
         _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
         _ip(*inside, "route", "add", "default", "dev", device)
         with self._lock:
@@ -114,11 +113,6 @@ class NamespaceLinks:
         """See `Links`."""
         with self._lock:
             self._shaper.cuts.heal()
-
-    def hide(self, peers: Sequence[int]) -> None:
-        """From now on nobody can open a connection to these peers, as behind a router."""
-        with self._lock:
-            self._hidden |= set(peers)
 
     def close(self) -> None:
         """Ends the thread and removes the namespaces; the peers in them have ended by now."""
@@ -154,7 +148,7 @@ class NamespaceLinks:
         with self._lock:
             source, target = self._peers[handle], packet[18]
             outlet = self._devices.get(target)
-            if outlet is None or (target in self._hidden and _opens(packet)):
+            if outlet is None:
                 return
             at_s, reason = self._shaper.arrives_at(time.monotonic(), source, target, len(packet))
         self.packets[reason] = self.packets.get(reason, 0) + 1
@@ -166,7 +160,8 @@ def _name(peer: int, pid: int | None = None) -> str:
     return f"swarm-{pid or os.getpid()}-{peer}"
 
 
-def _address(peer: int) -> str:
+def address_of(peer: int) -> str:
+    """The IPv4 address of a peer."""
     return f"{SUBNET.format(peer=peer)}.2"
 
 
@@ -177,13 +172,6 @@ def _read_all(handle: int, mtu_bytes: int) -> list[bytes]:
             found.append(os.read(handle, mtu_bytes + 64))
         except BlockingIOError:
             return found
-
-
-def _opens(packet: bytes) -> bool:
-    """Whether an IPv4 packet begins a TCP connection, or is of a protocol without any."""
-    header_bytes = (packet[0] & 0x0F) * 4
-    is_tcp = packet[9] == TCP and len(packet) > header_bytes + 13
-    return not is_tcp or packet[header_bytes + 13] & (SYN | ACK) == SYN
 
 
 def _write(handle: int, packet: bytes) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from swarm.emulation.links import MOST_QUEUED_S, Cuts, Link, Shaper
-from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
 
 HOME = Link(up_mbit=8, down_mbit=80, rtt_ms=50)
 PACKET_BYTES = 1000
@@ -74,7 +74,7 @@ s = socket.create_connection(("{host}", 5000), 1.0); print(s.recv(5).decode())
 def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
     links = NamespaceLinks(Link(100, 100, 10))
     try:
-        (serve, host), (ask, _) = links.place(1), links.place(0)
+        (serve, _), (ask, _), host = links.place(1), links.place(0), address_of(1)
         server = subprocess.Popen(
             [*serve, sys.executable, "-c", SERVER.format(host=host)], stdout=subprocess.PIPE
         )

@@ -1,0 +1,176 @@
+"""A local swarm under random faults for as long as asked. See scripts/soak."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
+from swarm.emulation.fault_runner import Bounds, FaultRunner
+from swarm.emulation.fault_verdict import fault_reports, goodput, quiet_rounds, rounds_of, spread
+from swarm.emulation.links import LINKS
+from swarm.emulation.local_swarm import LocalSwarm, summary
+from swarm.emulation.networks import open_links
+
+RUN = """
+[run]
+name = "soak"
+rounds = 1_000_000
+seed = 7
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+num_experts = 12
+num_experts_per_tok = 2
+moe_intermediate_size = 32
+[data]
+sequence_length = 32
+validation_tokens = 512
+[train]
+batch_tokens = 128
+micro_batch_sequences = 2
+compute = "fp32"
+[optimizer]
+lr = 1e-3
+[round]
+local_steps = 10
+reform_after_s = 600.0 # one dead peer of several is no reason to reform
+[merging]
+alpha = 0.01
+top_k = 4
+interval_steps = 80 # a merge after every eighth round
+decay_steps = 1_000_000
+[wire]
+part_bytes = 16384
+"""
+STEP_S = 0.9
+"""A local step as a timed wait: with averaging a round takes about 10 s."""
+WARM_UP_ROUNDS = 4
+STARTING_S = 100.0
+"""Longest start with its undisturbed rounds; what is left of three minutes is for the end."""
+RETURN_S = 60.0
+"""After the last fault everybody has to contribute again within this."""
+LEAST_GOODPUT = 0.88
+FORMULA = """\
+goodput = tokens in committed rounds / (pace x time lived). Counted from the end of the warm-up
+(4 undisturbed rounds) to the last round. Pace: tokens a second of one peer in an undisturbed round,
+averaging included: the median of tokens / contributors / seconds over the warm-up. Time lived: of
+every peer, from each time that it says it has started until it is killed, without pauses. A peer
+that is cut off, catching up, late or waiting counts as one that could have trained.
+
+Exit status: 0, or 1 on divergence (two digests at one height), a hang, a peer that ended on its
+own, or goodput below 88 %."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak",
+        description="Real peers on this machine, compute as timed waits, rounds of about 10 s. A "
+        "random peer is killed (-9, started again) or paused every --every seconds on average, and "
+        "half as often links are cut.",
+        epilog=FORMULA,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="of faults (default: 30)")
+    parser.add_argument("--peers", type=int, default=6, help="(default: 6)")
+    parser.add_argument("--every", type=float, default=60.0, metavar="S", help="(default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser.add_argument("--link", choices=list(LINKS), default="home-100", help="between peers")
+    parser.add_argument("--state-dir", type=Path, help="kept; by default a temporary folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+    return parser.parse_args()
+
+
+def plan_of(every_s: float, seed: int) -> FaultPlan:
+    """Kills and pauses, together one per `every_s`, and half as many cuts."""
+    often, rare = At(every_s=2 * every_s), At(every_s=4 * every_s)
+    faults: list[Fault] = [
+        Kill(kind="kill", peer="random", at=often, for_s=(1.0, 15.0)),
+        Pause(kind="pause", peer="random", at=often, for_s=(2.0, 20.0)),
+        Cut(kind="cut", peer="random", at=rare, for_s=(2.0, 15.0)),
+        Cut(kind="cut", peer="random", to="random", at=rare, for_s=(5.0, 30.0)),
+    ]
+    return FaultPlan(seed=seed, step_s=STEP_S, fault=tuple(faults))
+
+
+def soak(runner: FaultRunner, minutes: float) -> None:
+    """Runs the swarm; hangs and what else went wrong are in the runner afterwards."""
+    swarm = runner.swarm
+    runner.prepare()
+    swarm.start()
+
+    def is_warm() -> bool:
+        return len(rounds_of([peer.events() for peer in swarm.peers])) >= WARM_UP_ROUNDS
+
+    if not runner.run(is_warm, STARTING_S):
+        return
+    begun_s = time.monotonic()
+    runner.begin(60 * minutes)
+    if not runner.run(lambda: time.monotonic() - begun_s >= 60 * minutes, float("inf")):
+        return
+    runner.stop_faults()
+    runner.run(runner.all_back, RETURN_S)
+
+
+def verdict_of(runner: FaultRunner, present: list[int], began_s: float) -> dict[str, Any]:
+    """The verdict of `swarm-local --json` with what a soak adds."""
+    swarm, faults = runner.swarm, runner.happened
+    histories = [peer.events() for peer in swarm.peers]
+    whole = summary(swarm, present)
+    found = goodput(faults, histories, WARM_UP_ROUNDS)
+    divergences = sum(count > 1 for count in whole["digests_per_height"])
+    failed = divergences or runner.hangs or runner.ended or found.share < LEAST_GOODPUT
+    return {
+        **whole,
+        "passed": not failed,
+        "divergences": divergences,
+        "hangs": runner.hangs,
+        "ended": runner.ended,
+        "goodput": round(found.share, 4),
+        "committed_tokens": found.committed_tokens,
+        "possible_tokens": round(found.possible_tokens),
+        "peer_tokens_per_s": round(found.tokens_per_s, 2),
+        "round_s": spread([r.seconds for r in rounds_of(histories)]),
+        "quiet_round_s": spread([r.seconds for r in quiet_rounds(faults, histories)]),
+        "faults": fault_reports(faults, histories, began_s),
+    }
+
+
+def main() -> int:
+    arguments = parse()
+    folder = arguments.state_dir or Path(tempfile.mkdtemp(prefix="swarm-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    run_file = folder / "run.toml"
+    run_file.write_text(RUN)
+    began_s = time.time()
+
+    def say(text: str) -> None:
+        print(f"{time.time() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    links = open_links(arguments.link, say, arguments.seed)
+    swarm = LocalSwarm(folder / "swarm", run_file, arguments.peers, links=links)
+    plan = plan_of(arguments.every, arguments.seed)
+    runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
+    try:
+        soak(runner, arguments.minutes)
+        present = [peer.index for peer in swarm.peers if peer.alive]
+    finally:
+        swarm.kill()
+        links.close()
+    verdict = verdict_of(runner, present, began_s)
+    for name, value in verdict.items():
+        print(f"{name:18} {value}", file=sys.stderr if arguments.json else sys.stdout)
+    if arguments.json:
+        print(json.dumps(verdict))
+    if not verdict["passed"] or arguments.state_dir:
+        say(f"states and logs are in {folder}")
+    return 0 if verdict["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""One peer of a local swarm: a process that may be stopped, killed and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import SwarmError
+
+JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
+START_DEADLINE_S = 60.0
+POLL_S = 0.1
+Event = dict[str, Any]
+
+
+@dataclass
+class LocalPeer:
+    """One process; it may be killed and started again with the same state.
+
+    Attributes:
+        index: its number in the swarm.
+        folder: its state directory.
+        arguments: for the next start; they may be replaced while it does not run.
+        environment: added to this process's own.
+        program: module that is run.
+        prefix: what the command begins with, as to run in a network namespace.
+        process: the present or the last life.
+    """
+
+    index: int
+    folder: Path
+    arguments: list[str]
+    environment: Mapping[str, str]
+    program: str = "peers.peer"
+    prefix: Sequence[str] = ()
+    process: subprocess.Popen[bytes] | None = None
+    _log_start: int = 0
+    _events: list[Event] = field(default_factory=list)
+    _events_read: tuple[Path, int] | None = None
+    """Whose first bytes are in `_events`."""
+
+    @property
+    def log_path(self) -> Path:
+        """Everything the process printed, over all its lives."""
+        return self.folder.with_suffix(".log")
+
+    def start(self) -> None:
+        """Starts the process."""
+        assert not self.alive, f"peer {self.index} runs already"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = subprocess.Popen(
+                [*self.prefix, sys.executable, "-m", self.program, *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the last life ended; None while it runs."""
+        return self.process.poll() if self.process else None
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the process was stopped by a signal."""
+        if not self.process or not self.alive:
+            return False
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    @property
+    def last_address(self) -> str | None:
+        """The newest address that any life printed, if one has."""
+        if not self.log_path.exists():
+            return None
+        found = JOIN_LINE.findall(self.log_path.read_text(errors="replace"))
+        return str(found[-1]) if found else None
+
+    def join_address(self, deadline_s: float = START_DEADLINE_S) -> str:
+        """The address that the present life printed.
+
+        Raises:
+            SwarmError: it ended, or printed none in time.
+        """
+        end_s = time.monotonic() + deadline_s
+        while time.monotonic() < end_s:
+            match = JOIN_LINE.search(self.output())
+            if match:
+                return match[1]
+            if not self.alive:
+                raise SwarmError(f"peer {self.index} ended: {self.output()[-2000:]}")
+            time.sleep(POLL_S)
+        raise SwarmError(f"peer {self.index} printed no address within {deadline_s:.0f} s")
+
+    def output(self) -> str:
+        """What the present life printed."""
+        with self.log_path.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process, if it runs."""
+        if self.process and self.alive:
+            self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """All processes of the peer stand still; returns when they do."""
+        for pid in self._pids():
+            _signal(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """They go on."""
+        for pid in reversed(self._pids()):
+            _signal(pid, signal.SIGCONT)
+
+    def _pids(self) -> list[int]:
+        """The peer's process and the children that it started."""
+        if not self.process or not self.alive:
+            return []
+        return [self.process.pid, *_children(self.process.pid)]
+
+    def kill(self) -> None:
+        """Kill -9, and waits until it is gone; nothing happens to one that never ran."""
+        self.send(signal.SIGKILL)
+        if self.process:
+            self.wait(10.0)
+
+    def wait(self, timeout_s: float) -> int:
+        """Waits for the end of the process; returns its exit code.
+
+        Raises:
+            SwarmError: it still runs after the time-out.
+        """
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise SwarmError(f"peer {self.index} still runs after {timeout_s:.0f} s") from error
+
+    def events(self) -> list[Event]:
+        """The peer's history of its present run over all its lives, oldest first.
+
+        Only what was added since the last call is read. A line being written, or torn by a kill,
+        is left out.
+        """
+        current = self.folder / "current_run"
+        if not current.exists():
+            return []
+        path = self.folder / "runs" / current.read_text().strip() / "events.jsonl"
+        if not path.exists():
+            return []
+        if self._events_read is None or self._events_read[0] != path:
+            self._events, self._events_read = [], (path, 0)
+        with path.open("rb") as file:
+            file.seek(self._events_read[1])
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._events_read = (path, self._events_read[1] + len(whole) + 1)
+            self._events += [e for line in whole.split(b"\n") if (e := _event(line))]
+        return list(self._events)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _children(parent: int) -> list[int]:
+    """Processes that a process started and that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(after_name[1]) == parent:
+            found.append(int(path.parent.name))
+    return found
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

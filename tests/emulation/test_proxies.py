@@ -1,0 +1,86 @@
+"""TCP proxies as links: who dials is known, cuts hold bytes back, rates hold."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from swarm.emulation.controls import INDEX_VARIABLE
+from swarm.emulation.links import Link
+from swarm.emulation.proxies import ProxyLinks
+
+RATE_MBIT = 40.0
+SENT_BYTES = 1_000_000
+CLIENT = """
+import socket, sys
+s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+s.sendall(bytes(int(sys.argv[2]))); s.shutdown(socket.SHUT_WR); s.recv(1)
+"""
+
+Clients = list[subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def links() -> Iterator[ProxyLinks]:
+    made = ProxyLinks(Link(RATE_MBIT, RATE_MBIT, 10))
+    yield made
+    made.close()
+
+
+def port_in(arguments: list[str], flag: str) -> int:
+    return int(arguments[arguments.index(flag) + 1].rpartition("/")[2])
+
+
+@pytest.fixture
+def clients() -> Iterator[Clients]:
+    started: Clients = []
+    yield started
+    for process in started:
+        process.wait(20.0)
+
+
+def send(
+    links: ProxyLinks, ends: tuple[int, int], num_bytes: int, clients: Clients
+) -> threading.Event:
+    """Lets a process of one peer send to another; the event is set when all is there."""
+    source, target = ends
+    _, listen = links.place(target)
+    server = socket.create_server(("127.0.0.1", port_in(listen, "--host-maddrs")))
+    done = threading.Event()
+
+    def receive() -> None:
+        with server, server.accept()[0] as connection:
+            left = num_bytes
+            while left and (chunk := connection.recv(65536)):
+                left -= len(chunk)
+            if not left:
+                done.set()
+
+    threading.Thread(target=receive, daemon=True).start()
+    port = port_in(listen, "--announce-maddrs")
+    command = [sys.executable, "-c", CLIENT, str(port), str(num_bytes)]
+    clients.append(subprocess.Popen(command, env={**os.environ, INDEX_VARIABLE: str(source)}))
+    return done
+
+
+def test_a_stream_gets_the_rate_of_the_link(links: ProxyLinks, clients: Clients) -> None:
+    began_s = time.monotonic()
+    assert send(links, (0, 1), SENT_BYTES, clients).wait(20.0)
+    # 0.2 s on the line; a process must start as well, and the machine may be busy.
+    assert time.monotonic() - began_s >= SENT_BYTES * 8 / (RATE_MBIT * 1e6) * 0.95
+
+
+def test_a_cut_holds_back_what_its_peer_sends_and_nothing_else(
+    links: ProxyLinks, clients: Clients
+) -> None:
+    links.cut([(0, 1)])
+    held, free = send(links, (0, 1), 100, clients), send(links, (0, 2), 100, clients)
+    assert free.wait(20.0)
+    assert not held.wait(1.0)
+    links.mend([(0, 1)])
+    assert held.wait(20.0)

@@ -1,0 +1,104 @@
+"""The fault matrix: who is met in which phase of a round, and how; as data, and as fault plans.
+
+A cell is left out where a role cannot be in a phase: only a convener proposes and commits, a
+reducer is one only between roster and manifest, a joiner has nothing to merge or to leave yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.emulation.fault_plan import At, Fault, FaultPlan, Join, Kill, Leave, Pause
+
+PHASES_OF = {
+    "convener": (
+        "local_steps", "save", "offer", "roster", "propose", "fetch",
+        "accept", "commit", "apply", "merge", "leave",
+    ),
+    "reducer": ("roster", "reduce", "fetch", "accept", "apply"),
+    "contributor": ("save", "offer", "fetch", "accept", "apply", "merge", "leave"),
+    "owner": ("local_steps", "save", "offer", "fetch", "leave"),
+    "joiner": ("fetch", "apply", "local_steps", "save", "offer", "accept"),
+    "bootstrap": ("local_steps", "offer", "accept", "apply", "leave"),
+}  # fmt: skip
+ACTIONS = ("kill", "pause")
+KILLED_S = 1.0
+"""A killed peer is started again so soon; it takes about 5 s to be there."""
+PAUSED_S = 9.0
+"""A long pause: longer than the others wait for an offer, and than a convener may be silent."""
+LEFT_S = 12.0
+"""A peer that was asked to leave is started again after so long."""
+FIRST_ROUND = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; its name is its identity in tests and reports."""
+
+    action: str
+    role: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.action}-{self.role}-{self.phase}"
+
+
+CELLS = tuple(
+    Cell(action, role, phase)
+    for role, phases in PHASES_OF.items()
+    for phase in phases
+    for action in ACTIONS
+)
+
+IN_CI = tuple(
+    Cell(*name.split("-"))
+    for name in (
+        "kill-convener-propose",
+        "pause-contributor-fetch",
+        "kill-reducer-reduce",
+        "kill-convener-commit",
+        "pause-owner-offer",
+        "kill-contributor-accept",
+        "pause-convener-roster",
+        "kill-owner-save",
+        "kill-bootstrap-apply",
+        "pause-reducer-accept",
+        "kill-convener-merge",
+        "kill-contributor-offer",
+    )
+)
+"""The named cells of the default tests."""
+
+
+def faults_of(cell: Cell) -> list[Fault]:
+    """What a plan with `in_order` says to bring a cell about.
+
+    A peer is caught on its way out by whoever comes to the phase: it was asked to leave in its
+    role while it trained.
+    """
+    if cell.phase != "leave":
+        return [_met(cell, At(round=FIRST_ROUND, phase=cell.phase))]
+    asked = At(round=FIRST_ROUND, phase="local_steps")
+    caught = _met(Cell(cell.action, "any", "leave"), At(round=FIRST_ROUND, phase="leave"))
+    return [caught, Leave(kind="leave", peer=cell.role, at=asked, for_s=LEFT_S)]
+
+
+def _met(cell: Cell, at: At) -> Fault:
+    if cell.action == "kill":
+        return Kill(kind="kill", peer=cell.role, at=at, for_s=KILLED_S)
+    return Pause(kind="pause", peer=cell.role, at=at, for_s=PAUSED_S)
+
+
+def plan_of(cells: Sequence[Cell], *, max_down: int, step_s: float, num_peers: int) -> FaultPlan:
+    """A plan that goes through cells one after another, some at a time.
+
+    Every joiner cell has a newcomer of its own, who leaves when its cell is over.
+    """
+    faults: list[Fault] = []
+    newcomer = num_peers
+    for cell in cells:
+        faults += faults_of(cell)
+        if cell.role == "joiner":
+            faults.append(Join(kind="join", at=At(round=FIRST_ROUND)))
+            faults.append(Leave(kind="leave", peer=newcomer, at=At(round=FIRST_ROUND)))
+            newcomer += 1
+    return FaultPlan(seed=1, max_down=max_down, in_order=True, step_s=step_s, fault=tuple(faults))

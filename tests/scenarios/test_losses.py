@@ -1,0 +1,171 @@
+"""Many peers lost at once, partitions, and one slow peer: the rest goes on, and all meet again.
+
+Rounds take about 2 s: compute is a timed wait, so that twelve peers fit a small machine.
+"""
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.fault_plan import At, FaultPlan, Slow
+from swarm.emulation.fault_runner import FaultRunner
+from swarm.emulation.fault_verdict import rounds_of
+from swarm.emulation.links import LINKS
+from swarm.emulation.local_peer import LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, applied, digests_by_height, tokens_lost
+from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from tests.scenarios.swarms import contributes, has_rounds, rounds, write_run
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+STEP_S = 0.3
+START_S = 120.0
+"""Twelve processes that import torch on two cores."""
+NEXT_ROUND_S = 60.0
+"""A few time-outs of the protocol (6 to 14 s each)."""
+REFORM_S = 20.0
+BACK_S = 120.0
+HEALED_ROUNDS = 3
+ROOT_ONLY = pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
+
+
+@contextmanager
+def running(
+    folder: Path, num_peers: int, *, reform_after_s: float = 600.0, links: NamespaceLinks | None
+) -> Iterator[tuple[LocalSwarm, FaultRunner]]:
+    """A swarm that has three rounds behind it, and what tells its peers what to do."""
+    settings = [f"round.reform_after_s={reform_after_s}", "run.rounds=1000000"]
+    run_file = write_run(folder, [*settings, "model.num_experts=12", "round.local_steps=6"])
+    swarm = LocalSwarm(folder / "swarm", run_file, num_peers, links=links)
+    runner = FaultRunner(swarm, FaultPlan(step_s=STEP_S))
+    runner.prepare()
+    try:
+        swarm.start()
+        swarm.wait_until(has_rounds(3), what="three rounds", timeout_s=START_S)
+        yield swarm, runner
+    finally:
+        swarm.kill()
+        if links:
+            links.close()
+
+
+def one_chain(swarm: LocalSwarm) -> bool:
+    """Whether the newest heights that peers share are the same manifests."""
+    newest = digests_by_height([applied(peer.events())[-3:] for peer in swarm.peers])
+    return all(len(digests) == 1 for digests in newest.values())
+
+
+def kill_at_once(peers: Sequence[LocalPeer]) -> float:
+    """Kills them; returns the seconds between the first and the last."""
+    began_s = time.monotonic()
+    for peer in peers:
+        peer.send(signal.SIGKILL)
+    took_s = time.monotonic() - began_s
+    for peer in peers:
+        peer.kill()
+    return took_s
+
+
+def went_on(peers: Sequence[LocalPeer], after: int) -> Callable[[LocalSwarm], bool]:
+    """Whether each has a training round later than one."""
+    return lambda _: all(rounds(peer)[-1]["round"] > after for peer in peers)
+
+
+def newest_round(swarm: LocalSwarm) -> int:
+    return max(int(rounds(peer)[-1]["round"]) for peer in swarm.peers)
+
+
+def test_four_of_twelve_killed_in_one_second_roll_nothing_back(tmp_path: Path) -> None:
+    with running(tmp_path, 12, links=None) as (swarm, _):
+        dead, survivors = swarm.peers[2:10:2], [*swarm.peers[:2], *swarm.peers[3::2]]
+        before = newest_round(swarm)
+        assert kill_at_once(dead) < 1.0
+        # The round under way may already be decided: the one after is without the dead for sure.
+        swarm.wait_until(
+            went_on(survivors, before + 1), what="the next round", timeout_s=NEXT_ROUND_S
+        )
+        by_height = digests_by_height([peer.events() for peer in swarm.peers])
+        assert {len(digests) for digests in by_height.values()} == {1}
+        assert {rounds(peer)[-1]["generation"] for peer in survivors} == {"0"}
+
+
+@pytest.mark.parametrize("num_peers", [4, 6])
+def test_survivors_of_a_lost_majority_go_on_and_the_others_return_to_them(
+    tmp_path: Path, num_peers: int
+) -> None:
+    """Three are killed: of four that is the majority, of six the half."""
+    with running(tmp_path, num_peers, reform_after_s=REFORM_S, links=None) as (swarm, runner):
+        dead, survivors = swarm.peers[-3:], swarm.peers[:-3]
+        before = newest_round(swarm)
+        kill_at_once(dead)
+        swarm.wait_until(
+            went_on(survivors, before + 2), what="rounds without", timeout_s=REFORM_S + BACK_S
+        )
+        for peer in dead:
+            runner.actions.start_again(peer)
+        at = newest_round(swarm)
+        for peer in dead:
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
+        swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
+        seen = {rounds(peer)[-1]["generation"] for peer in swarm.peers}
+        assert len(seen) == 1
+        assert at >= before + 2, "what the survivors agreed on was not taken back"
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1, 2), (3, 4, 5))])
+def test_a_partition_that_heals_ends_in_one_chain(
+    tmp_path: Path, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    num_peers = sum(map(len, groups))
+    links = NamespaceLinks(LINKS["datacentre"])
+    with running(tmp_path, num_peers, reform_after_s=REFORM_S, links=links) as (swarm, _):
+        before = newest_round(swarm)
+        links.partition(groups)
+        parts = [[swarm.peers[index] for index in group] for group in groups]
+        for part in parts:
+            swarm.wait_until(
+                went_on(part, before + 2), what="rounds of a part", timeout_s=REFORM_S + BACK_S
+            )
+        links.heal()
+        swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
+        agreed = newest_round(swarm)
+        for peer in swarm.peers:
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
+        assert one_chain(swarm)
+        full = next(
+            event["round"]
+            for event in rounds(swarm.peers[0])
+            if event["round"] >= agreed and len(event["contributors"]) == num_peers
+        )
+        assert full - agreed <= HEALED_ROUNDS
+        # What is lost is counted where it was trained: by peers whose rounds are not in the chain.
+        chain = {event["digest"] for event in rounds(swarm.peers[0])}
+        losing = [p for p in swarm.peers if any(e["digest"] not in chain for e in rounds(p))]
+        winning = [p for p in swarm.peers if p not in losing]
+        assert winning, "the winning side rolls nothing back"
+        assert all(tokens_lost(peer.events()) == 0 for peer in winning)
+
+
+def test_a_peer_four_times_slower_costs_the_others_nothing_and_its_experts_advance(
+    tmp_path: Path,
+) -> None:
+    """The others' pace alone is that of their rounds before one of them became slow."""
+    with running(tmp_path, 4, links=None) as (swarm, runner):
+        swarm.wait_until(has_rounds(8), what="quiet rounds", timeout_s=START_S)
+        quiet = rounds_of([peer.events() for peer in swarm.peers])
+        slow = swarm.peers[-1]
+        fault = Slow(kind="slow", peer=slow.index, factor=4.0, at=At(after_s=0.0))
+        runner.actions.carry_out(fault, slow)
+        swarm.wait_until(has_rounds(quiet[-1].number + 12), what="rounds", timeout_s=2 * START_S)
+        after = rounds_of([peer.events() for peer in swarm.peers])[len(quiet) + 2 :]
+        usual_s = statistics.median(found.seconds for found in quiet)
+        pace = len(after) * usual_s / sum(found.seconds for found in after)
+        owned = rounds(slow)[-1]["owned"]
+    assert pace >= 0.95
+    assert owned
