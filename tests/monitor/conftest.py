@@ -42,6 +42,9 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         data_index=0,
         reason="round 5 decided by 4 of 4 members",
         version="0.1.0",
+        routing=None,
+        grad_norm=None,
+        grad_spikes=0,
     )
     return dataclasses.replace(record, **changes)
 
