@@ -15,16 +15,20 @@ row of the group with the same seed; tokens of a layer's busiest expert by the m
 experts, in the worst layer, over the last quarter of the steps together and in the mean step; share
 of choices dropped. Evaluation never drops and has no noise.
 
-    .venv/bin/python scripts/bench_routing.py balance
+Every finished training is a line of the results file and is not done again, so that a table can be
+made in several calls.
+
+    .venv/bin/python scripts/bench_routing.py balance --results out/routing.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -187,11 +191,40 @@ def row(setting: Setting, results: Sequence[Result], first: Sequence[Result]) ->
     )
 
 
+class Results:
+    """The finished trainings of a file, by setting, seed and steps."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, Result] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                values = json.loads(line)
+                self._found[values["key"]] = Result(**values["result"])
+
+    @staticmethod
+    def key(setting: Setting, seed: int, steps: int) -> str:
+        """Names a training by everything that it depends on."""
+        return json.dumps([setting.overrides, setting.peers, seed, steps])
+
+    def get(self, key: str) -> Result | None:
+        """The result, if it is there."""
+        return self._found.get(key)
+
+    def add(self, key: str, result: Result) -> Result:
+        """Keeps a result."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": key, "result": asdict(result)}) + "\n")
+        return result
+
+
 def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     corpus = open_corpus(None)
     demo = run_of(Setting("demo"), 0, args.steps)
     tokens = held_out_tokens(corpus.documents(), demo.data.validation_tokens)
     held_out = held_out_sequences(tokens, demo.data.sequence_length)
+    results = Results(args.results)
     print(f"{args.steps} steps of {demo.train.batch_tokens} tokens a peer, {args.seeds} seeds")
     print("| setting | held-out loss | difference | load | load per step | dropped |")
     print("|---|---|---|---|---|---|")
@@ -199,27 +232,26 @@ def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shards = open_shards(corpus, Path(folder))
         for setting in settings:
-            results = [
-                train(setting, seed, args.steps, shards, held_out) for seed in range(args.seeds)
-            ]
-            first = first or results
-            print(row(setting, results, first), flush=True)
+            found = []
+            for seed in range(args.seeds):
+                key = results.key(setting, seed, args.steps)
+                known = results.get(key)
+                found.append(
+                    known or results.add(key, train(setting, seed, args.steps, shards, held_out))
+                )
+            first = first or found
+            print(row(setting, found, first), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="routing techniques side by side")
     parser.add_argument("group", choices=tuple(GROUPS))
+    parser.add_argument("--results", type=Path, default=Path("out/routing.jsonl"))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", help="only these of the group, such as 0-5")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = GROUPS[args.group]()
-    if args.rows:
-        low, _, high = args.rows.partition("-")
-        # The first row is what the others are compared with.
-        settings = settings[:1] + settings[max(int(low), 1) : int(high or low) + 1]
-    report(settings, args)
+    report(GROUPS[args.group](), args)
 
 
 if __name__ == "__main__":
