@@ -75,8 +75,8 @@ class Result:
 
 def balance_settings() -> list[Setting]:
     found = []
-    for top_k in (2, 1, 4):
-        for capacity in (None, 1.25, 1.0):
+    for capacity in (None, 1.25, 1.0):
+        for top_k in (2, 1, 4):
             for name, balance in (("loss", ()), ("loss-free", LOSS_FREE)):
                 limit = () if capacity is None else (f"routing.capacity_factor={capacity}",)
                 words = f"top-{top_k}, {name}, {f'capacity {capacity}' if limit else 'drop-less'}"
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="routing techniques side by side")
     parser.add_argument("group", choices=tuple(GROUPS))
     parser.add_argument("--results", type=Path, default=Path("out/routing.jsonl"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
