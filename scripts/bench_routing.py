@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +44,8 @@ from swarm.train.routing_stats import routing_stats
 from swarm.train.schedule import guidance_at, learning_rate
 
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
+SMALL_BATCH = ("train.batch_tokens=256", "train.micro_batch_sequences=4")
+"""Half of the demo's, so that a table takes minutes."""
 LOCAL_STEPS = 20
 PEERS = 4
 LOSS_FREE = (
@@ -118,7 +119,7 @@ GROUPS = {"balance": balance_settings, "others": other_settings, "peers": peer_s
 
 def run_of(setting: Setting, seed: int, steps: int) -> RunConfig:
     overrides = [f"run.seed={seed}", f"optimizer.schedule_steps={steps}", *setting.overrides]
-    overrides += ['train.frozen="fp32"', 'wire.experts="fp32"']
+    overrides += ['train.frozen="fp32"', 'wire.experts="fp32"', *SMALL_BATCH]
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
@@ -229,25 +230,24 @@ def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     print("| setting | held-out loss | difference | load | load per step | dropped |")
     print("|---|---|---|---|---|---|")
     first: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        shards = open_shards(corpus, Path(folder))
-        for setting in settings:
-            found = []
-            for seed in range(args.seeds):
-                key = results.key(setting, seed, args.steps)
-                known = results.get(key)
-                found.append(
-                    known or results.add(key, train(setting, seed, args.steps, shards, held_out))
-                )
-            first = first or found
-            print(row(setting, found, first), flush=True)
+    shards = open_shards(corpus, args.results.parent / "tokens")
+    for setting in settings:
+        found = []
+        for seed in range(args.seeds):
+            key = results.key(setting, seed, args.steps)
+            result = results.get(key)
+            if result is None:
+                result = results.add(key, train(setting, seed, args.steps, shards, held_out))
+            found.append(result)
+        first = first or found
+        print(row(setting, found, first), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="routing techniques side by side")
     parser.add_argument("group", choices=tuple(GROUPS))
     parser.add_argument("--results", type=Path, default=Path("out/routing.jsonl"))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -186,6 +186,11 @@ def _floats(routing: Routing) -> list[Tensor]:
 
 
 def _with_gradients(routing: Routing, leaves: Routing) -> list[tuple[Tensor, Tensor]]:
-    """What the losses' terms want of a routing: the tensors, and the gradients found at them."""
+    """What the losses' terms want of a routing: the tensors, and the gradients found at them.
+
+    The similarity of experts that are all frozen depends on nothing that is trained.
+    """
     pairs = zip(_floats(routing), _floats(leaves), strict=True)
-    return [(part, leaf.grad) for part, leaf in pairs if leaf.grad is not None]
+    return [
+        (part, leaf.grad) for part, leaf in pairs if leaf.grad is not None and part.requires_grad
+    ]
