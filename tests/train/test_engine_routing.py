@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from swarm.codecs import allocate, encode_unit, fill, mean
+from swarm.experts import expert_of_unit, shared_shapes
 from swarm.model.routing import Guidance
+from swarm.protocol.layout import layout_of
 from swarm.train.schedule import guidance_at
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine import frozen_copy, poison
@@ -28,6 +31,26 @@ def test_each_step_moves_the_selection_biases_against_the_loads_it_saw():
     engine.write({name: torch.tensor([0.1, 0.2, 0.3, 0.4]) for name in BIASES})
     engine.step(batch(still, 0), lr=1e-2)
     assert torch.equal(engine.read(BIASES)[BIASES[0]], torch.tensor([0.1, 0.2, 0.3, 0.4]))
+
+
+def test_a_round_averages_the_biases_of_all_peers():
+    layout = layout_of(SIGMOID)
+    engines = [new_engine(SIGMOID, [0, 1]), new_engine(SIGMOID, [2, 3])]
+    for index, engine in enumerate(engines):
+        for step in range(3):
+            engine.step(batch(SIGMOID, 10 * index + step), lr=1e-2)
+    before = [engine.read(BIASES) for engine in engines]
+    shared = [unit for unit in layout.units if expert_of_unit(unit.unit) is None]
+    values = [engine.read(list(shared_shapes(SIGMOID.model))) for engine in engines]
+    agreed = allocate(shared, layout.shapes)
+    for unit in shared:
+        fill(agreed, unit, mean([encode_unit(unit, value) for value in values], unit.codec))
+    for engine in engines:
+        engine.write(agreed)
+        for name in BIASES:
+            expected = (before[0][name] + before[1][name]) / 2
+            assert torch.equal(engine.read([name])[name], expected)
+    assert not torch.equal(before[0][BIASES[0]], before[1][BIASES[0]])
 
 
 def test_a_skipped_step_moves_no_bias():
