@@ -6,6 +6,8 @@ The trainer's thread writes, the network's thread reads; every field is replaced
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,13 @@ from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.moments import Moments
-from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
+from swarm.protocol.records import (
+    PeerRecord,
+    PeerState,
+    RoutingFigures,
+    ValidationRecord,
+    shortened,
+)
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 
@@ -26,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NO_DIGEST = "0" * 64
 MAX_RECENT = 200
+MAX_NORMS = 64
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,9 @@ class PeerStatus:
         self._since_s = time.monotonic()
         self._steps_done = 0
         self._loss: float | None = None
+        self._routing: RoutingFigures | None = None
+        self._grad_norms: tuple[float, ...] = ()
+        self.grad_spikes = 0
         self._round_s = time.monotonic()
         self._at_round_start = self._round_traffic = self.traffic()
 
@@ -124,6 +136,8 @@ class PeerStatus:
     def on_step(self, step: int, stats: StepStats) -> None:
         """One local step was done."""
         self._steps_done += 1
+        self.grad_spikes += stats.spike
+        self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
 
@@ -132,6 +146,8 @@ class PeerStatus:
         self.tokens += stats.tokens
         self.skipped += stats.skipped
         self._loss = stats.cross_entropy
+        if stats.routing:
+            self._routing = RoutingFigures(**asdict(stats.routing))
         self.tokens_per_s = stats.tokens / max(self.since_begin_s(), 1e-9)
 
     def lose_tokens(self, tokens: int, why: str) -> None:
@@ -179,11 +195,12 @@ class PeerStatus:
         owned = self.owned_experts()
         logger.info(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
-            "loss=%s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
             ",".join(map(str, owned)) or "none",
             f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
+            self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
             report.reason,
         )  # fmt: skip
@@ -201,8 +218,20 @@ class PeerStatus:
             blob_bytes_received=self._round_traffic.blobs_received,
             control_bytes_sent=self._round_traffic.control_sent,
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
+            routing=asdict(stats.routing) if stats and stats.routing else None,
+            grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
         )  # fmt: skip
         self.changed.set()
+
+    def _routing_words(self, stats: LocalStats | None) -> str:
+        if stats is None or stats.routing is None:
+            return "max_load=none"
+        found = stats.routing
+        similarity = "none" if found.similarity is None else f"{found.similarity:.2f}"
+        return (
+            f"max_load={found.max_load:.2f} idle_experts={found.idle_experts} "
+            f"dropped={found.dropped:.3f} similarity={similarity} grad_spikes={self.grad_spikes}"
+        )
 
     def _event(self, kind: str, /, **fields: object) -> None:
         if not self.directory:
@@ -266,7 +295,14 @@ class PeerStatus:
             moments_bytes_received=traffic.moments_received,
             zero_moments=self.zero_moments,
             moments_reason=shortened(self.moments_reason),
+            routing=self._routing,
+            grad_norm=self._median_norm(),
+            grad_spikes=self.grad_spikes,
         )
+
+    def _median_norm(self) -> float | None:
+        norms = [norm for norm in self._grad_norms if math.isfinite(norm)]
+        return statistics.median(norms) if norms else None
 
 
 def _difference(now: Traffic, before: Traffic) -> Traffic:

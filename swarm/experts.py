@@ -15,6 +15,8 @@ from swarm.config import Codec, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
+_SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
+_ROUTER_NOISE = "mlp.gate.noise_weight"
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
@@ -63,6 +65,24 @@ def expert_of(name: str) -> int | None:
     """The expert index in a tensor's name, or None for a shared tensor."""
     match = _EXPERT.match(name)
     return int(match[2]) if match else None
+
+
+def moved_by_rule(name: str) -> bool:
+    """Whether a shared tensor has no gradient and no moments: the router's selection bias."""
+    return name.endswith(_SELECTION_BIAS)
+
+
+def selection_biases(model: ModelConfig) -> tuple[str, ...]:
+    """The shared tensors that are `moved_by_rule`, in the order of the layers."""
+    if model.scoring_func != "sigmoid":
+        return ()
+    layers = range(model.num_hidden_layers)
+    return tuple(f"model.layers.{layer}.{_SELECTION_BIAS}" for layer in layers)
+
+
+def exported(name: str) -> bool:
+    """Whether a tensor belongs to the model outside of training: all but the router's noise."""
+    return not name.endswith(_ROUTER_NOISE)
 
 
 def expert_unit(expert: int) -> str:
@@ -125,3 +145,7 @@ def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield f"{prefix}.self_attn.q_norm.weight", (queries if whole else head,)
         yield f"{prefix}.self_attn.k_norm.weight", (keys if whole else head,)
         yield f"{prefix}.mlp.gate.weight", (model.num_experts, hidden)
+        if model.noisy_top_k:
+            yield f"{prefix}.{_ROUTER_NOISE}", (model.num_experts, hidden)
+        if model.scoring_func == "sigmoid":
+            yield f"{prefix}.{_SELECTION_BIAS}", (model.num_experts,)

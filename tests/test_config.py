@@ -111,6 +111,9 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("merging.interval_steps=70", "70 is not a multiple of the local steps 50"),
         ("merging.top_k=8", "8 must be below model.num_experts 8, since an expert is no donor"),
         ("train.batch_tokens=100", "100 is not a multiple of a micro-batch of 8 x 64 tokens"),
+        ("routing.bias_update_rate=0.01", "needs model.scoring_func = sigmoid; no decoder of"),
+        ("routing.capacity_factor=0", "routing.capacity_factor = 0: input should be greater"),
+        ("routing.balance_factor=0", "routing.balance_factor = 0: input should be greater"),
         ("data.validation_tokens=64", "holds no whole sequence of 64 tokens"),
     ],
 )
@@ -121,9 +124,23 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(override: str, words: str
     assert "\n" not in message and "pydantic" not in message
 
 
+def test_experts_that_share_no_token_cannot_be_compared() -> None:
+    message = refusal("model.num_experts_per_tok=1", "loss.similarity_weight=0.1")
+    assert "loss.similarity_weight: compares experts that get the same token" in message
+
+
 def test_a_head_of_one_expert_cannot_be_renormalised() -> None:
     message = refusal("model.num_experts_per_tok=1", "model.norm_topk_prob=true")
     assert "the router gets no gradient" in message
+
+
+def test_a_sigmoid_router_needs_an_architecture_to_be_exported_as() -> None:
+    message = refusal("model.scoring_func=sigmoid", "model.qk_norm=projection")
+    assert "scoring_func: sigmoid needs qk_norm = head, since no architecture" in message
+    one = refusal(
+        "model.scoring_func=sigmoid", "model.num_experts_per_tok=1", "model.norm_topk_prob=true"
+    )
+    assert "the router gets no gradient" in one
 
 
 def test_olmoe_heads_divide_the_hidden_size() -> None:

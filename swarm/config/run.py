@@ -43,6 +43,11 @@ class ModelConfig(Section):
     num_experts_per_tok: Positive
     moe_intermediate_size: Positive
     norm_topk_prob: bool = False
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert that
+    only decides who is chosen, and exports as dots.llm1."""
+    noisy_top_k: bool = False
+    """Learned noise on the router's logits in training (Shazeer), not evaluated, not exported."""
     qk_norm: Literal["head", "projection"] = "head"
     """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE."""
     rope_theta: PositiveReal = 10_000.0
@@ -78,6 +83,11 @@ class ModelConfig(Section):
             raise ValueError(
                 "norm_topk_prob: with num_experts_per_tok = 1 the renormalised weight is always 1 "
                 "and the router gets no gradient; set it to false"
+            )
+        if self.qk_norm == "projection" and self.scoring_func == "sigmoid":
+            raise ValueError(
+                "scoring_func: sigmoid needs qk_norm = head, since no architecture of Transformers "
+                "has QK-norm over the projection, a selection bias and norm_topk_prob to choose"
             )
         if self.qk_norm == "projection" and self.head_dim not in (
             None,
@@ -136,6 +146,28 @@ class LossConfig(Section):
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
     router_z_weight: Annotated[float, Field(ge=0)] = 0.001
     output_z_weight: Annotated[float, Field(ge=0)] = 1e-5
+    similarity_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Of the similarity (CKA) of experts that get the same tokens (SimSMoE); 0 switches it off."""
+    similarity_threshold: Share = 0.5
+    """Pairs of experts that are less similar than this are left alone."""
+
+
+class RoutingConfig(Section):
+    """What leads tokens to experts in training alone: no evaluation and no export knows of it."""
+
+    capacity_factor: PositiveReal | None = None
+    """An expert takes this times its even share of a micro-batch, the rest is dropped; None drops
+    nothing."""
+    bias_update_rate: Share = 0.0
+    """Loss-free balancing (DeepSeek): the selection bias moves by so much a step."""
+    own_expert_bias: Annotated[float, Field(ge=0)] = 0.0
+    """Added to the logits of the experts that a peer owns, in the choice alone."""
+    own_expert_bias_share: Share = 0.5
+    """`own_expert_bias` falls to 0 over this share of the schedule."""
+    balance_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """SPES: the balancing loss counts the tokens of a peer's own experts times this at first."""
+    balance_factor_share: Share = 0.2
+    """`balance_factor` rises to 1 over this share of the schedule."""
 
 
 class RoundConfig(Section):
@@ -197,6 +229,7 @@ class RunConfig(Section):
     train: TrainConfig
     optimizer: OptimizerConfig
     loss: LossConfig = LossConfig()
+    routing: RoutingConfig = RoutingConfig()
     round: RoundConfig
     ownership: OwnershipConfig = OwnershipConfig()
     merging: MergingConfig = MergingConfig()
@@ -207,6 +240,7 @@ class RunConfig(Section):
     def _check(self) -> Self:
         self._check_batches()
         self._check_merging()
+        self._check_routing()
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
@@ -252,6 +286,19 @@ class RunConfig(Section):
                     f"merging.interval_steps: {self.merging.interval_steps} is not a multiple of "
                     f"the local steps {local_steps}, so no merge could fall on a round"
                 )
+
+    def _check_routing(self) -> None:
+        if self.routing.bias_update_rate and self.model.scoring_func != "sigmoid":
+            raise ValueError(
+                "routing.bias_update_rate: needs model.scoring_func = sigmoid; no decoder of "
+                "Transformers with QK-norm has a softmax router with a selection bias, so the "
+                "model could not be exported"
+            )
+        if self.loss.similarity_weight and self.model.num_experts_per_tok < 2:
+            raise ValueError(
+                "loss.similarity_weight: compares experts that get the same token, which needs "
+                "model.num_experts_per_tok of 2 or more"
+            )
 
     def phase_at(self, tokens: int) -> Phase:
         """The local steps and batch that hold once the run has seen `tokens` tokens."""

@@ -49,7 +49,7 @@ class Loader:
             DataError: the corpus holds less than one batch.
         """
         self._seed = run.run.seed
-        self._data_index = data_index
+        self.data_index = data_index
         self._pin_memory = pin_memory
         self._length = run.data.sequence_length
         self._arrays = shards.arrays
@@ -99,7 +99,7 @@ class Loader:
         assert not rest and 0 < rows <= self._rows_per_step, (batch_tokens, self._rows_per_step)
         first = step * self._rows_per_step
         samples = range(first, first + rows)
-        windows = stream_windows(self._seed, self._data_index, samples, self.num_windows)
+        windows = stream_windows(self._seed, self.data_index, samples, self.num_windows)
         batch_BT1 = torch.from_numpy(np.stack([self._window(int(window)) for window in windows]))
         return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
 

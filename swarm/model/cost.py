@@ -84,7 +84,7 @@ def shared_wire_bytes(run: RunConfig) -> int:
     """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
     total = 0
     for name, shape in shared_shapes(run.model).items():
-        exact = name.endswith(("norm.weight", "mlp.gate.weight"))
+        exact = name.endswith("norm.weight") or ".mlp.gate." in name
         total += math.prod(shape) * ELEMENT_BYTES["fp32" if exact else run.wire.shared]
     return total
 

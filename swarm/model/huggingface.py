@@ -5,19 +5,21 @@ Tensors keep the names that they have everywhere else, so exporting is writing w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
-from swarm.experts import expert_shapes, shared_shapes
+from swarm.experts import expert_shapes, exported, shared_shapes
 
 MAX_SHARD_BYTES = 5 * 10**9
 SINGLE_FILE = "model.safetensors"
@@ -25,10 +27,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def config_dict(run: RunConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
-    """The contents of config.json: Qwen3-MoE for QK-norm per head, OLMoE for the projection.
+    """The contents of config.json.
 
-    Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`. `rope_theta` stands twice, since
-    releases before 5 look for it outside of `rope_parameters`.
+    Qwen3-MoE for QK-norm per head, OLMoE for the projection, dots.llm1 for a sigmoid router: of the
+    decoders with a selection bias it is the one that is ours otherwise, once its shared expert has
+    the width 0. Noise, capacity and own-expert bias are of training alone, so none has to say them.
+
+    Source: Transformers 5.23 `Qwen3MoeConfig`, `OlmoeConfig`, `Dots1Config`. `rope_theta` stands
+    twice, since releases before 5 look for it outside of `rope_parameters`.
     """
     model = run.model
     common = {
@@ -54,6 +60,8 @@ def config_dict(run: RunConfig, *, eos_token_id: int | None = None) -> dict[str,
         "tie_word_embeddings": model.tie_word_embeddings,
         "vocab_size": model.vocab_size,
     }
+    if model.scoring_func == "sigmoid":
+        return common | _dots1(run)
     return common | (_qwen3(run) if model.qk_norm == "head" else _olmoe(run))
 
 
@@ -81,6 +89,38 @@ def _olmoe(run: RunConfig) -> dict[str, Any]:
     }
 
 
+def _dots1(run: RunConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "first_k_dense_replace": 0,
+        "head_dim": run.model.dim_per_head,
+        "intermediate_size": run.model.moe_intermediate_size,
+        "moe_intermediate_size": run.model.moe_intermediate_size,
+        "n_group": 1,
+        "n_routed_experts": run.model.num_experts,
+        "n_shared_experts": 0,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": None,
+        "topk_group": 1,
+    }
+
+
+def _shared_experts(run: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """The empty matrices of dots.llm1's shared expert, without which loading warns."""
+    if run.model.scoring_func != "sigmoid":
+        return
+    hidden = run.model.hidden_size
+    for layer in range(run.model.num_hidden_layers):
+        for projection, shape in (
+            ("gate", (0, hidden)),
+            ("up", (0, hidden)),
+            ("down", (hidden, 0)),
+        ):
+            name = f"model.layers.{layer}.mlp.shared_experts.{projection}_proj.weight"
+            yield name, torch.empty(shape)
+
+
 def save_model(
     folder: Path,
     run: RunConfig,
@@ -97,7 +137,8 @@ def save_model(
     Args:
         folder: made when missing.
         run: the configuration that the tensors belong to.
-        named: every tensor of the model once, in any order, kept one shard at a time.
+        named: every tensor of the model once, in any order, kept one shard at a time. What is of
+            training alone is left out.
         eos_token_id: the tokenizer's end-of-text id.
         max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
 
@@ -109,6 +150,8 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
+    wanted = ((name, tensor) for name, tensor in named if exported(name))
+    named = itertools.chain(wanted, _shared_experts(run))
     for number, shard in enumerate(_shards(named, max_shard_bytes)):
         parts.append(folder / f"{number:05d}.partial")
         save_file(shard, parts[-1], metadata={"format": "pt"})
@@ -161,7 +204,8 @@ def _shards(
 
 
 def _check_names(names: list[str], run: RunConfig, parts: list[Path]) -> None:
-    expected = set(shared_shapes(run.model))
+    expected = {name for name in shared_shapes(run.model) if exported(name)}
+    expected |= {name for name, _ in _shared_experts(run)}
     for expert in range(run.model.num_experts):
         expected |= set(expert_shapes(run.model, expert))
     wrong = sorted(expected.symmetric_difference(names))

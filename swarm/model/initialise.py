@@ -11,7 +11,14 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Shape, expert_of, expert_shapes, shared_shapes
+from swarm.experts import (
+    Shape,
+    expert_of,
+    expert_shapes,
+    exported,
+    moved_by_rule,
+    shared_shapes,
+)
 
 CUT = 3.0
 """Standard deviations at which the normal distribution is cut."""
@@ -20,13 +27,17 @@ CUT = 3.0
 def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
     """The fp32 value that a tensor has before the first step, the same on every peer.
 
-    Norms are 1; matrices N(0, initializer_range), values beyond 3 sigma drawn again.
+    Norms are 1; matrices N(0, initializer_range), values beyond 3 sigma drawn again. A router's
+    selection bias and noise matrix are 0 (noise of softplus(0) = 0.69 standard deviations).
     numpy's generator, because torch's takes other instructions, and so other bits, on CPUs
     with other vector units.
 
-    Source: SPES (arXiv 2602.11543), configurations of the reference code.
+    Source: SPES (arXiv 2602.11543), configurations of the reference code; Shazeer et al.
+    (arXiv 1701.06538, appendix A) for the noise.
     Cost: about 13 ns per element.
     """
+    if moved_by_rule(name) or not exported(name):
+        return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
     digest = blake3(f"{run.run.seed}\n{name}".encode()).digest()

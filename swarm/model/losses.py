@@ -29,7 +29,9 @@ class Losses(NamedTuple):
         balance: see `balance_loss`.
         router_z: see `router_z_loss`.
         output_z: mean over tokens of the squared log-sum-exp of the output logits.
-        expert_tokens: int64 [L, E], tokens that each expert got.
+        expert_tokens: int64 [L, E], tokens that chose each expert.
+        dropped: int64 scalar, choices in all layers that exceeded an expert's capacity.
+        similarity: see `similarity_loss`, its first value; None where it was not measured.
     """
 
     total: Tensor
@@ -38,6 +40,8 @@ class Losses(NamedTuple):
     router_z: Tensor
     output_z: Tensor
     expert_tokens: Tensor
+    dropped: Tensor
+    similarity: Tensor | None = None
 
 
 def slice_tokens(num_tokens: int, vocab_size: int) -> int:
@@ -126,15 +130,24 @@ def _add_product(into_VD: Tensor, left_nV: Tensor, right_nD: Tensor) -> None:
 
 
 def expert_tokens(routings: Sequence[Routing]) -> Tensor:
-    """Tokens that each layer's experts got, int64 [L, E]."""
+    """Tokens that chose each of a layer's experts, int64 [L, E], dropped ones included."""
     num_experts = routings[0].logits_NE.shape[1]
     return torch.stack(
         [torch.bincount(r.expert_NK.flatten(), minlength=num_experts) for r in routings]
     )
 
 
+def dropped_choices(routings: Sequence[Routing]) -> Tensor:
+    """Choices in all layers that exceeded an expert's capacity, int64 scalar."""
+    total = torch.zeros((), dtype=torch.int64, device=routings[0].logits_NE.device)
+    for routing in routings:
+        if routing.kept_NK is not None:
+            total = total + (~routing.kept_NK).sum()
+    return total
+
+
 def balance_loss(routings: Sequence[Routing], tokens_LE: Tensor, kind: str) -> Tensor:
-    """Load-balancing loss of one micro-batch.
+    """Load-balancing loss of one micro-batch; `tokens_LE` may be weighted (SPES).
 
     per_layer: E / (L * K * N) * sum over layers and experts of (tokens * mean probability):
         1 when the routing of every layer is even, up to E / K when it has collapsed.
@@ -161,13 +174,53 @@ def router_z_loss(routings: Sequence[Routing]) -> Tensor:
     return torch.stack([r.logits_NE.logsumexp(-1).square().mean() for r in routings]).mean()
 
 
+def similarity_loss(routings: Sequence[Routing], threshold: float) -> tuple[Tensor, Tensor] | None:
+    """Similarity of experts that get the same tokens, over the compared pairs of all layers.
+
+    Returns:
+        The mean (detached), and the mean with pairs up to the threshold as 0 (differentiable);
+        None where nothing was measured or no two experts shared enough tokens.
+
+    Source: SimSMoE (arXiv 2406.15883), released code, without its projection and with a mean
+    over pairs where it has a sum; see `similarity.cka`.
+    """
+    found = [r.similarity for r in routings if r.similarity is not None and len(r.similarity)]
+    if not found:
+        return None
+    pairs = torch.cat(found)
+    return pairs.detach().mean(), (pairs * (pairs > threshold)).mean()
+
+
 def combine(
-    output: tuple[Tensor, Tensor, Tensor], routings: Sequence[Routing], loss: LossConfig
+    output: tuple[Tensor, Tensor, Tensor],
+    routings: Sequence[Routing],
+    loss: LossConfig,
+    count_weight_E: Tensor | None = None,
 ) -> Losses:
-    """Adds the router's terms to those of the output."""
+    """Adds the router's terms to those of the output.
+
+    Args:
+        output: of `output_losses`.
+        routings: of all layers.
+        loss: weights of the terms.
+        count_weight_E: what an expert's tokens count in the balancing loss; None for 1.
+    """
     tokens_LE = expert_tokens(routings)
-    balance = balance_loss(routings, tokens_LE, loss.balance)
+    counted_LE = tokens_LE if count_weight_E is None else tokens_LE * count_weight_E
+    balance = balance_loss(routings, counted_LE, loss.balance)
     router_z = router_z_loss(routings)
     total, cross_entropy, output_z = output
     total = total + loss.balance_weight * balance + loss.router_z_weight * router_z
-    return Losses(total, cross_entropy, balance.detach(), router_z.detach(), output_z, tokens_LE)
+    alike = similarity_loss(routings, loss.similarity_threshold)
+    if alike and loss.similarity_weight:
+        total = total + loss.similarity_weight * alike[1]
+    return Losses(
+        total,
+        cross_entropy,
+        balance.detach(),
+        router_z.detach(),
+        output_z,
+        tokens_LE,
+        dropped_choices(routings),
+        alike[0] if alike else None,
+    )

@@ -5,7 +5,7 @@ Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
+from swarm.model.routing import Guidance, expert_capacity, gaussian, within_capacity
 from swarm.model.rows import Plan, plan_rows
+from swarm.model.similarity import shared_tokens, similarity
 from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -25,16 +27,20 @@ class Routing(NamedTuple):
     """What a router decided.
 
     Attributes:
-        logits_NE: fp32.
-        probabilities_NE: their softmax.
-        weight_NK: weight of each chosen expert.
-        expert_NK: the chosen experts, the most probable first.
+        logits_NE: fp32, without noise.
+        probabilities_NE: the scores by which experts are chosen, summing to 1.
+        weight_NK: weight of each chosen expert; 0 where it was dropped.
+        expert_NK: the chosen experts, the best first.
+        kept_NK: which choices found a place; None when nothing is ever dropped.
+        similarity: CKA of pairs of experts [pairs]; None where it was not measured.
     """
 
     logits_NE: Tensor
     probabilities_NE: Tensor
     weight_NK: Tensor
     expert_NK: Tensor
+    kept_NK: Tensor | None = None
+    similarity: Tensor | None = None
 
 
 @dataclass
@@ -51,25 +57,100 @@ class Recall:
 
 
 class Router(nn.Module):
-    """Drop-less softmax top-k router; fp32 whatever the compute type."""
+    """Top-k router; fp32 whatever the compute type.
+
+    Softmax, or sigmoid with a bias per expert that only the choice sees. Source of the latter:
+    DeepSeek-V3 (arXiv 2412.19437, eq. 12-16, without groups and scaling).
+    """
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device=device))
+        shape = (model.num_experts, model.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device))
+        self.noise_weight = self.e_score_correction_bias = None
+        if model.noisy_top_k:
+            self.noise_weight = nn.Parameter(torch.empty(shape, device=device))
+        if model.scoring_func == "sigmoid":
+            bias = torch.empty(model.num_experts, device=device)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.top_k, self.renormalise = model.num_experts_per_tok, model.norm_topk_prob
 
-    def forward(self, x_ND: Tensor, recall: Recall | None = None) -> Routing:
-        """Routes every token to its most probable experts, or to those of `recall`."""
+    def forward(
+        self,
+        x_ND: Tensor,
+        recall: Recall | None = None,
+        guidance: Guidance | None = None,
+        owned: Sequence[int] = (),
+    ) -> Routing:
+        """Routes every token to its best experts.
+
+        Args:
+            x_ND: the tokens.
+            recall: where the choice is taken from, if it has been made before.
+            guidance: of a training step; None in evaluation.
+            owned: the experts that this peer trains, which guidance may favour.
+        """
         logits_NE = F.linear(x_ND.float(), self.weight)
-        probabilities_NE = logits_NE.softmax(-1)
-        weight_NK, expert_NK = probabilities_NE.topk(self.top_k, dim=-1)
+        noisy_NE = self._noisy(x_ND, logits_NE, guidance)
+        scores_NE = self._scores(noisy_NE)
+        weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, guidance, owned)
         if recall is not None:
             # Gathered the first time too: both passes must keep the same tensors for backward.
             expert_NK = expert_NK if recall.expert_NK is None else recall.expert_NK
-            weight_NK = probabilities_NE.gather(-1, expert_NK)
+            weight_NK = scores_NE.gather(-1, expert_NK)
         if self.renormalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        return Routing(logits_NE, probabilities_NE, weight_NK, expert_NK)
+        if self.e_score_correction_bias is not None:
+            scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        routing = Routing(logits_NE, scores_NE, weight_NK, expert_NK)
+        return routing if guidance is None else self._dropping(routing, guidance)
+
+    def _noisy(self, x_ND: Tensor, logits_NE: Tensor, guidance: Guidance | None) -> Tensor:
+        """Noisy top-k gating. Source: Shazeer et al. (arXiv 1701.06538, eq. 4)."""
+        if guidance is None or self.noise_weight is None:
+            return logits_NE
+        scale_NE = F.softplus(F.linear(x_ND.float(), self.noise_weight))
+        return logits_NE + gaussian(guidance.noise_seed, logits_NE) * scale_NE
+
+    def _scores(self, logits_NE: Tensor) -> Tensor:
+        return (
+            logits_NE.softmax(-1) if self.e_score_correction_bias is None else logits_NE.sigmoid()
+        )
+
+    def _choose(
+        self,
+        logits_NE: Tensor,
+        scores_NE: Tensor,
+        guidance: Guidance | None,
+        owned: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of each token's best experts, and these; biases count in the choice alone."""
+        own_E = guidance.own_bias(owned, logits_NE) if guidance else None
+        if own_E is None and self.e_score_correction_bias is None:
+            weight_NK, expert_NK = scores_NE.topk(self.top_k, dim=-1)
+            return weight_NK, expert_NK
+        choice_NE = scores_NE.detach()
+        if own_E is not None:
+            choice_NE = self._scores(logits_NE.detach() + own_E)
+        if self.e_score_correction_bias is not None:
+            choice_NE = choice_NE + self.e_score_correction_bias
+        expert_NK = choice_NE.topk(self.top_k, dim=-1).indices
+        return scores_NE.gather(-1, expert_NK), expert_NK
+
+    def _dropping(self, routing: Routing, guidance: Guidance) -> Routing:
+        """Drops what exceeds the capacity; what is left is not weighted up (as in GShard)."""
+        if guidance.capacity_factor is None:
+            return routing
+        num_tokens, num_experts = routing.logits_NE.shape
+        capacity = expert_capacity(num_tokens, self.top_k, num_experts, guidance.capacity_factor)
+        kept_NK = within_capacity(routing.expert_NK, num_experts, capacity)
+        return routing._replace(weight_NK=routing.weight_NK * kept_NK, kept_NK=kept_NK)
+
+    @torch.no_grad()
+    def shift(self, update_E: Tensor) -> None:
+        """Moves the selection bias; the next token is chosen by it."""
+        assert self.e_score_correction_bias is not None, "only a sigmoid router has the bias"
+        self.e_score_correction_bias.add_(update_E)
 
 
 class ExpertBank(nn.Module):
@@ -154,6 +235,7 @@ class ExpertBank(nn.Module):
                 self.num_experts,
                 len(self.owned_experts),
                 PAD_ROWS_BF16 if pad else 1,
+                routing.kept_NK,
             )
         if recall:
             recall.expert_NK, recall.plan = routing.expert_NK, plan
@@ -161,6 +243,18 @@ class ExpertBank(nn.Module):
         setting = Setting(plan, (gate, up, down), self.compute)
         masters = [self._masters(projection) for projection in PROJECTIONS]
         return mix_experts(x_ND, routing.weight_NK, masters, setting)
+
+    def one(self, x_nD: Tensor, expert: int) -> Tensor:
+        """The output [n, D] of one expert for some tokens, differentiable in its master."""
+        row = self.row_of[expert]
+        if expert in self.owned_experts:
+            found = [self._masters(p)[row].to(self.compute) for p in PROJECTIONS]
+        else:
+            rows = slice(row, row + 1)
+            found = [self.frozen[p].dense(rows, self.compute)[0] for p in PROJECTIONS]
+        gate, up, down = found
+        x_nD = x_nD.to(self.compute)
+        return F.linear(F.silu(F.linear(x_nD, gate)) * F.linear(x_nD, up), down)
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -179,8 +273,17 @@ class SparseMLP(nn.Module):
         self.gate = Router(model, device)
         self.experts = ExpertBank(model, form, compute, device)
 
-    def forward(self, x_BTD: Tensor, recall: Recall | None = None) -> tuple[Tensor, Routing]:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        recall: Recall | None = None,
+        guidance: Guidance | None = None,
+    ) -> tuple[Tensor, Routing]:
         """Returns fp32 [B, T, D] and what the router decided."""
         x_ND = x_BTD.flatten(0, 1)
-        routing = self.gate(x_ND, recall)
+        routing = self.gate(x_ND, recall, guidance, self.experts.owned_experts)
+        if guidance and guidance.probe:
+            pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
+            found = similarity(x_ND, pairs, self.experts.one)
+            routing = routing._replace(similarity=found)
         return self.experts(x_ND, routing, recall).view_as(x_BTD), routing

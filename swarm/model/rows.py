@@ -21,9 +21,10 @@ class Plan:
     Attributes:
         token_M: the token of each row; 0 for padding.
         pair_M: the flat pair of each row; P for padding.
-        row_NK: the row of each pair.
+        row_NK: the row of each pair; any row for a pair that is not computed.
         starts: first row of each expert's group, and last their total; owned experts come first.
         num_owned: how many of the groups belong to owned experts.
+        kept_NK: which pairs are computed; None for all.
     """
 
     token_M: Tensor
@@ -31,6 +32,7 @@ class Plan:
     row_NK: Tensor
     starts: tuple[int, ...]
     num_owned: int
+    kept_NK: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -42,7 +44,13 @@ class Plan:
         return [g for g in range(self.num_owned) if self.starts[g] == self.starts[g + 1]]
 
 
-def plan_rows(group_NK: Tensor, num_groups: int, num_owned: int, multiple: int) -> Plan:
+def plan_rows(
+    group_NK: Tensor,
+    num_groups: int,
+    num_owned: int,
+    multiple: int,
+    kept_NK: Tensor | None = None,
+) -> Plan:
     """Sorts the pairs by group, stably, and pads every group to a multiple of rows.
 
     Args:
@@ -50,23 +58,29 @@ def plan_rows(group_NK: Tensor, num_groups: int, num_owned: int, multiple: int) 
         num_groups: number of experts.
         num_owned: how many of them are owned.
         multiple: rows of a group are padded to a multiple of this; 1 does not pad.
+        kept_NK: which pairs get a row, at least one of them; None for all.
 
-    Cost: one wait for the device, since the group sizes are needed as integers.
+    Cost: one wait for the device, since the group sizes are needed as integers; a second one to
+    leave pairs out.
     """
     group_P = group_NK.flatten()
-    count_E = torch.bincount(group_P, minlength=num_groups)
+    sorted_P = torch.argsort(group_P, stable=True)
+    if kept_NK is not None:
+        sorted_P = sorted_P[kept_NK.flatten()[sorted_P]]
+    count_E = torch.bincount(
+        group_P if kept_NK is None else group_P[sorted_P], minlength=num_groups
+    )
     padded_E = (count_E + multiple - 1).div(multiple, rounding_mode="floor") * multiple
     shift_E = (padded_E.cumsum(0) - padded_E) - (count_E.cumsum(0) - count_E)
-    sorted_P = torch.argsort(group_P, stable=True)
-    place_P = torch.arange(len(group_P), device=group_P.device) + shift_E[group_P[sorted_P]]
+    place = torch.arange(len(sorted_P), device=group_P.device) + shift_E[group_P[sorted_P]]
     starts = tuple(F.pad(padded_E.cumsum(0), (1, 0)).tolist())
     pair_M = torch.full((starts[-1],), len(group_P), device=group_P.device)
-    pair_M[place_P] = sorted_P
-    row_P = torch.empty_like(group_P)
-    row_P[sorted_P] = place_P
+    pair_M[place] = sorted_P
+    row_P = torch.empty_like(group_P) if kept_NK is None else torch.zeros_like(group_P)
+    row_P[sorted_P] = place
     token_M = pair_M.div(group_NK.shape[1], rounding_mode="floor")
     token_M.masked_fill_(pair_M == len(group_P), 0)
-    return Plan(token_M, pair_M, row_P.view_as(group_NK), starts, num_owned)
+    return Plan(token_M, pair_M, row_P.view_as(group_NK), starts, num_owned, kept_NK)
 
 
 @dataclass(frozen=True)

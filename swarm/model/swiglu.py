@@ -74,7 +74,8 @@ def mix_experts(
 
     Args:
         x_ND: the tokens.
-        weight_NK: fp32 weight of each of a token's experts.
+        weight_NK: fp32 weight of each of a token's experts. Pairs that the plan leaves out must
+            have a constant 0: what comes back as its gradient means nothing.
         owned: fp32 masters of the owned experts, gate and up [E, I, D], down [E, D, I]. Only
             these and the two arguments before get gradients; an expert without tokens gets zeros.
         setting: the plan, the frozen experts and the compute type.
@@ -115,7 +116,9 @@ class _Experts(torch.autograd.Function):
             backward.add(block, gate_MI[block.rows], up_MI[block.rows])
         for gradient_E in backward.matrices:
             gradient_E[plan.idle_owned()] = 0
-        dx_ND = sum_pairs(backward.x_MD, plan.row_NK)
+        # A pair without a row reads row 0: its weight is a constant 0, and here it counts nothing.
+        kept_NK = None if plan.kept_NK is None else plan.kept_NK.float()
+        dx_ND = sum_pairs(backward.x_MD, plan.row_NK, kept_NK)
         return dx_ND, backward.weight_M[plan.row_NK], None, *backward.matrices
 
 

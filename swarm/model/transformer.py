@@ -19,7 +19,8 @@ from swarm.experts import all_shapes, expert_tensor
 from swarm.model.attention import Attention, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
-from swarm.model.moe import PROJECTIONS, ExpertBank, Recall, Routing, SparseMLP
+from swarm.model.moe import PROJECTIONS, ExpertBank, Recall, Router, Routing, SparseMLP
+from swarm.model.routing import Guidance, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
@@ -40,14 +41,19 @@ class DecoderLayer(nn.Module):
         self.mlp = SparseMLP(model, form, compute, device)
 
     def forward(
-        self, x_BTD: Tensor, tables: tuple[Tensor, Tensor], recall: Recall | None = None
+        self,
+        x_BTD: Tensor,
+        tables: tuple[Tensor, Tensor],
+        recall: Recall | None = None,
+        guidance: Guidance | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns the next residual stream, fp32 [B, T, D], and what the router decided.
 
         With `recall` the routing is kept there the first time and taken from there afterwards.
+        `guidance` is that of the layer in a training step.
         """
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables)
-        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall)
+        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, guidance)
         return x_BTD + mixed_BTD, routing
 
 
@@ -70,28 +76,40 @@ class Decoder(nn.Module):
         self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
         self.recompute: Recompute = "none"
 
-    def forward(self, input_ids_BT: Tensor) -> tuple[Tensor, list[Routing]]:
+    def forward(
+        self, input_ids_BT: Tensor, guidance: Guidance | None = None
+    ) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
         num_tokens, device = input_ids_BT.shape[1], input_ids_BT.device
         tables = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
-        for layer in self.layers:
-            x_BTD, routing = self._run(layer, x_BTD, tables)
+        for index, layer in enumerate(self.layers):
+            x_BTD, routing = self._run(layer, x_BTD, tables, guidance and guidance.part(index))
             routings.append(routing)
         return self.norm(x_BTD), routings
 
     def _run(
-        self, layer: nn.Module, x_BTD: Tensor, tables: tuple[Tensor, Tensor]
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        tables: tuple[Tensor, Tensor],
+        guidance: Guidance | None,
     ) -> tuple[Tensor, Routing]:
         out: tuple[Tensor, Routing]
         if self.recompute == "none" or not torch.is_grad_enabled():
-            out = layer(x_BTD, tables)
+            out = layer(x_BTD, tables, None, guidance)
         else:
             recall = Recall() if self.recompute == "routing" else None
-            # Nothing here is random, so there is no state of a generator to keep.
+            # Noise comes from a seed, so there is no state of a generator to keep.
             out = checkpoint(
-                layer, x_BTD, tables, recall, use_reentrant=False, preserve_rng_state=False
+                layer,
+                x_BTD,
+                tables,
+                recall,
+                guidance,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         return out
 
@@ -153,7 +171,11 @@ class Transformer(nn.Module):
         projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], row k
         being the expert `owned[k]`; they are left out when nothing is owned.
         """
-        return {name: value for name, value in self.named_parameters() if value.numel()}
+        return {
+            name: value
+            for name, value in self.named_parameters()
+            if value.numel() and value.requires_grad
+        }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by Hugging Face name, as they are stored.
@@ -188,18 +210,28 @@ class Transformer(nn.Module):
         hidden_BTD = hidden_BTD.to(self.compute)
         return F.linear(hidden_BTD, self._head().to(self.compute)).float()
 
-    def losses(self, tokens_BT1: Tensor, loss: LossConfig) -> Losses:
+    def losses(
+        self, tokens_BT1: Tensor, loss: LossConfig, guidance: Guidance | None = None
+    ) -> Losses:
         """Losses of one micro-batch.
 
         Args:
             tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
             loss: weights of the terms.
+            guidance: of a training step; None in evaluation.
         """
-        hidden_BTD, routings = self.model(tokens_BT1[:, :-1])
+        hidden_BTD, routings = self.model(tokens_BT1[:, :-1], guidance)
         hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
         labels_N = tokens_BT1[:, 1:].flatten()
         output = output_losses(hidden_ND, self._head(), labels_N, loss.output_z_weight)
-        return combine(output, routings, loss)
+        weight_E = guidance.count_weights(self.owned, routings[0].logits_NE) if guidance else None
+        return combine(output, routings, loss, weight_E)
+
+    def balance(self, tokens_LE: Tensor, rate: float) -> None:
+        """Moves the routers' selection biases; see `bias_update`."""
+        routers = [module for module in self.modules() if isinstance(module, Router)]
+        for router, update_E in zip(routers, bias_update(tokens_LE, rate), strict=True):
+            router.shift(update_E)
 
     def _head(self) -> Tensor:
         tied = self.config.tie_word_embeddings

@@ -97,6 +97,37 @@ REFUSED = Metric(
     "blobs, records and messages of others that a peer did not believe",
     "not transfers that merely failed",
 )
+MAX_LOAD = Metric(
+    "busiest expert",
+    "times the mean",
+    "tokens of a layer's busiest expert in a peer's last local steps, most over layers and peers",
+    "not 1 when routing is good: only when it is even",
+)
+IDLE = Metric(
+    "idle",
+    "(layer, expert) pairs",
+    "experts that got no token in a peer's last local steps, most over the peers",
+    "not experts without an owner",
+)
+DROPPED = Metric(
+    "dropped",
+    "percent of choices",
+    "choices of an expert beyond its capacity in the last local steps, mean over the peers",
+    "not tokens lost to the run: such a token passes the layer unchanged",
+)
+SIMILARITY = Metric(
+    "similarity",
+    "CKA",
+    "of the outputs of experts that got the same tokens, at the end of the local steps, mean "
+    "over the peers: 1 when they do the same",
+    "not of the experts' weights, by which merges choose their donors",
+)
+SPIKES = Metric(
+    "spikes",
+    "steps",
+    "local steps whose gradient norm was over 4 times the running mean of those before",
+    "not skipped: clipped like any other",
+)
 METRICS = (
     ROUND,
     DIGEST,
@@ -110,6 +141,11 @@ METRICS = (
     ZERO_MOMENTS,
     SKIPPED,
     REFUSED,
+    MAX_LOAD,
+    IDLE,
+    DROPPED,
+    SIMILARITY,
+    SPIKES,
 )
 
 

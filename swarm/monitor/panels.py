@@ -200,9 +200,13 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         )
         told.append(f", {zeros} experts began with {metrics.ZERO_MOMENTS.title}" if zeros else "")
         lines.append(told)
+    lines += _routing_lines(snapshot)
     skipped = sum(row.steps_skipped for row in rows)
-    if skipped:
-        lines.append(Text(f"{skipped} steps {metrics.SKIPPED.title}", style="yellow"))
+    spikes = sum(row.grad_spikes for row in rows)
+    if skipped or spikes:
+        said = f"{skipped} steps {metrics.SKIPPED.title}"
+        said += f", {spikes} {metrics.SPIKES.title}" if spikes else ""
+        lines.append(Text(said, style="yellow"))
     refused: dict[str, int] = {}
     for row in rows:
         for reason, count in row.refused.items():
@@ -213,6 +217,24 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
     for merge in reversed(snapshot.merges):
         lines += _merge_lines(merge)
     return [cut(line, width) for line in lines]
+
+
+def _routing_lines(snapshot: Snapshot) -> list[Text]:
+    found = [row.record.routing for row in snapshot.peers if row.record.routing]
+    if not found:
+        return []
+    line = Text.assemble(
+        (f"{metrics.MAX_LOAD.title}  ", "dim"),
+        f"{max(each.max_load for each in found):.2f}x",
+    )
+    if idle := max(each.idle_experts for each in found):
+        line.append(f", {idle} {metrics.IDLE.title}", style="yellow")
+    if dropped := sum(each.dropped for each in found) / len(found):
+        line.append(f", {100 * dropped:.1f}% {metrics.DROPPED.title}")
+    alike = [each.similarity for each in found if each.similarity is not None]
+    if alike:
+        line.append(f", {metrics.SIMILARITY.title} {sum(alike) / len(alike):.2f}")
+    return [line]
 
 
 def _merge_lines(merge: Merge) -> list[Text]:

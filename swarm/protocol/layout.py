@@ -80,7 +80,7 @@ def layout_of(run: RunConfig) -> Layout:
 
 def shared_codec(name: str, run: RunConfig) -> Codec:
     """How a shared tensor travels: norms and routers, small and sensitive, always as fp32."""
-    exact = name.endswith(("norm.weight", "mlp.gate.weight"))
+    exact = name.endswith("norm.weight") or ".mlp.gate." in name
     return "fp32" if exact else run.wire.shared
 
 

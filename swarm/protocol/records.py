@@ -88,6 +88,22 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class RoutingFigures:
+    """How a peer's last local steps spread their tokens over the experts."""
+
+    __pydantic_config__ = _STRICT
+
+    max_load: Amount
+    """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
+    idle_experts: Count
+    """(Layer, expert) pairs without a token."""
+    dropped: Amount
+    """Share of the choices of experts that exceeded a capacity."""
+    similarity: Real | None
+    """Mean CKA of experts that got the same tokens; None if too few did."""
+
+
+@dataclass(frozen=True)
 class PeerRecord:
     """Presence, progress and ownership of one peer, in one record, so they belong together."""
 
@@ -139,6 +155,12 @@ class PeerRecord:
     """Experts that it took up without moments, since it started."""
     moments_reason: Reason
     """Where the moments came from of the expert that it took up last."""
+    routing: RoutingFigures | None
+    """None before the first local steps."""
+    grad_norm: Amount | None
+    """Median over its last steps (at most 64), before clipping."""
+    grad_spikes: Count
+    """Steps since it started whose gradient norm stood out from those before."""
 
 
 @dataclass(frozen=True)

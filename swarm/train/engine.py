@@ -15,11 +15,13 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
-from swarm.experts import expert_shapes, shared_shapes
+from swarm.experts import expert_shapes, selection_biases, shared_shapes
+from swarm.model.routing import Guidance
 from swarm.model.transformer import Transformer
 from swarm.train.guard import UNSCALED, Guard, LossScale, clip_factors, total_norm
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
+from swarm.train.routed import Routed
 
 TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
 """The first fields of `Losses`, as `StepStats` names them."""
@@ -39,6 +41,9 @@ class StepStats:
         tokens: tokens predicted.
         expert_tokens: for each layer, the tokens that each expert got.
         skipped: whether loss or gradient was not finite, so that nothing was changed.
+        dropped: choices of experts, in all layers, that exceeded a capacity.
+        similarity: mean CKA of experts that got the same tokens; None where not measured.
+        spike: whether the norm stood out from those before; see `Guard`.
     """
 
     loss: float
@@ -50,6 +55,9 @@ class StepStats:
     tokens: int
     expert_tokens: tuple[tuple[int, ...], ...]
     skipped: bool
+    dropped: int = 0
+    similarity: float | None = None
+    spike: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,10 @@ class Engine(Protocol):
         """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
         ...
 
-    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
+
+        `guidance` leads the routing; each micro-batch has its `part`.
 
         A loss or gradient that is not finite changes nothing: the step is skipped and counted.
 
@@ -219,9 +229,9 @@ class ResidentEngine:
         """See `Engine`."""
         self._optimizer.count_from(updates)
 
-    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
         """See `Engine`."""
-        means, tokens_LE = self._accumulate(tokens_BT1)
+        means, routed = self._accumulate(tokens_BT1, guidance or Guidance())
         optimizer, scale = self._optimizer, self._guard.scale.value
         gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
         each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
@@ -236,13 +246,15 @@ class ResidentEngine:
                 gradient.mul_(factors[name] / scale)
             self._intact = False
             optimizer.update(lr)
+            if self._run.routing.bias_update_rate:
+                self._model.balance(routed.tokens_LE, self._run.routing.bias_update_rate)
             self._intact = True
         return StepStats(
-            **means,
             grad_norm=norm,
             tokens=tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1),
-            expert_tokens=tuple(tuple(layer) for layer in tokens_LE.tolist()),
             skipped=skipped,
+            spike=self._guard.spiked,
+            **(means | routed.fields()),
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -284,8 +296,9 @@ class ResidentEngine:
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""
+        biases = self._model.read(selection_biases(self._run.model))
         return EngineState(
-            tensors=self._optimizer.state(),
+            tensors=self._optimizer.state() | {f"master.{n}": each for n, each in biases.items()},
             owned=self.owned,
             updates=self._optimizer.updates,
             skipped=self._guard.skipped,
@@ -299,30 +312,34 @@ class ResidentEngine:
         state.require(self._run)
         self.own(state.owned)
         self._optimizer.load(state.tensors)
+        biases = selection_biases(self._run.model)
+        self._model.write({name: state.tensors[f"master.{name}"] for name in biases})
         self._optimizer.count_from(state.updates)
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
     def close(self) -> None:
         """See `Engine`; there is nothing beside."""
 
-    def _accumulate(self, tokens_BT1: Tensor) -> tuple[dict[str, float], Tensor]:
+    def _accumulate(self, tokens_BT1: Tensor, guidance: Guidance) -> tuple[dict[str, Any], Routed]:
         """Forms the gradient of the mean loss over micro-batches.
 
         Returns:
-            The mean of each term of the loss, and the tokens [L, E] that each expert got.
+            The mean of each term of the loss, and where the tokens went.
         """
         micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
-        terms, tokens_LE = [], torch.zeros((), dtype=torch.int64, device=self._device)
-        for micro_BT1 in micro_batches:
+        terms, routed = [], Routed(self._device)
+        for index, micro_BT1 in enumerate(micro_batches):
             losses = self._model.losses(
-                micro_BT1.to(self._device, non_blocking=True), self._run.loss
+                micro_BT1.to(self._device, non_blocking=True),
+                self._run.loss,
+                guidance.part(index),
             )
             (losses.total / len(micro_batches) * self._guard.scale.value).backward()
             terms.append(torch.stack([term.detach() for term in losses[:5]]))
-            tokens_LE = tokens_LE + losses.expert_tokens
+            routed.add(losses)
         # One wait for the device per step, not one per term.
         means = torch.stack(terms).mean(dim=0).tolist()
-        return dict(zip(TERMS, means, strict=True)), tokens_LE
+        return dict(zip(TERMS, means, strict=True)), routed
 
 
 @contextlib.contextmanager

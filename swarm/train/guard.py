@@ -106,12 +106,14 @@ class Guard:
         skipped: steps skipped so far.
         skipped_in_a_row: of these, the ones since the last update.
         spikes: steps whose gradient norm was far above the running mean.
+        spiked: whether the last finite step was one.
     """
 
     def __init__(self, compute: str) -> None:
         self._scaled = compute == "fp16"
         self.scale = LossScale(LossScale.START) if self._scaled else UNSCALED
         self.skipped = self.skipped_in_a_row = self.spikes = 0
+        self.spiked = False
         self._mean_norm: float | None = None
 
     def resume(self, skipped: int, skipped_in_a_row: int, scale: LossScale) -> None:
@@ -155,7 +157,8 @@ class Guard:
 
     def _look_for_spike(self, norm: float) -> None:
         mean = self._mean_norm
-        if mean is not None and norm > SPIKE * mean:
+        self.spiked = mean is not None and norm > SPIKE * mean
+        if mean is not None and self.spiked:
             self.spikes += 1
             logger.warning(
                 "gradient norm %.3g is %.1f times its mean; %d spikes so far",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.train.engine import Engine, StepStats
-from swarm.train.schedule import learning_rate
+from swarm.train.routing_stats import RoutingStats, routing_stats
+from swarm.train.schedule import guidance_at, learning_rate
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class LocalStats:
         loss: mean of the finite losses; None if there were none.
         cross_entropy: mean of the finite cross-entropies in nats per token; None likewise.
         completed: False if the loop ended early because `stop` said so.
+        routing: how its tokens were spread over the experts; None if there was no finite step.
     """
 
     steps: int
@@ -30,6 +32,7 @@ class LocalStats:
     loss: float | None
     cross_entropy: float | None
     completed: bool
+    routing: RoutingStats | None = None
 
 
 def train_local_steps(
@@ -65,7 +68,9 @@ def train_local_steps(
     while len(done) < local_steps and not stop():
         now = step + len(done)
         tokens_BT1 = loader.batch(now, batch_tokens)
-        done.append(engine.step(tokens_BT1, lr=learning_rate(now, run)))
+        last = len(done) + 1 == local_steps
+        guidance = guidance_at(now, run, loader.data_index, probe=last)
+        done.append(engine.step(tokens_BT1, lr=learning_rate(now, run), guidance=guidance))
         on_step(now, done[-1])
     kept = [stats for stats in done if not stats.skipped]
     return LocalStats(
@@ -75,4 +80,5 @@ def train_local_steps(
         loss=sum(stats.loss for stats in kept) / len(kept) if kept else None,
         cross_entropy=sum(stats.cross_entropy for stats in kept) / len(kept) if kept else None,
         completed=len(done) == local_steps,
+        routing=routing_stats(kept) if kept else None,
     )

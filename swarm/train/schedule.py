@@ -1,10 +1,13 @@
-"""The learning rate, as a function of the run's cumulative steps."""
+"""Learning rate and guidance of routing, as functions of the run's cumulative steps."""
 
 from __future__ import annotations
 
 import math
 
+from blake3 import blake3
+
 from swarm.config import RunConfig
+from swarm.model.routing import Guidance
 
 
 def learning_rate(step: int, run: RunConfig) -> float:
@@ -28,3 +31,32 @@ def learning_rate(step: int, run: RunConfig) -> float:
     progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return settings.lr * (settings.final_share + (1 - settings.final_share) * cosine)
+
+
+def guidance_at(step: int, run: RunConfig, data_index: int, *, probe: bool = False) -> Guidance:
+    """What leads the routing of the step that follows `step` steps of the run.
+
+    Args:
+        step: the run's cumulative steps so far.
+        run: gives the settings and the length of the schedule.
+        data_index: names the peer's stream, so that each peer has noise of its own.
+        probe: whether the similarity of experts is measured in this step even if nothing is made
+            of it.
+    """
+    settings = run.routing
+    left = 1 - _progress(step, run, settings.own_expert_bias_share)
+    rising = _progress(step, run, settings.balance_factor_share)
+    digest = blake3(f"{run.run.seed}\n{data_index}\n{step}".encode()).digest(8)
+    return Guidance(
+        noise_seed=int.from_bytes(digest, "little") >> 1,
+        own_expert_bias=settings.own_expert_bias * left,
+        balance_factor=settings.balance_factor + (1 - settings.balance_factor) * rising,
+        capacity_factor=settings.capacity_factor,
+        probe=probe or run.loss.similarity_weight > 0,
+    )
+
+
+def _progress(step: int, run: RunConfig, share: float) -> float:
+    """How much of the first `share` of the schedule is over: 0 at its start, 1 from its end on."""
+    steps = share * run.schedule_steps
+    return min(1.0, step / steps) if steps else 1.0

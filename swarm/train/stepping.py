@@ -13,6 +13,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.errors import OutOfMemory
 from swarm.experts import expert_shapes
+from swarm.model.routing import Guidance
 from swarm.train.engine import Engine, EngineState, ResidentEngine, StepStats
 from swarm.train.ladder import describe
 from swarm.train.options import EngineKind, EngineOptions
@@ -80,9 +81,9 @@ class SteppingEngine:
         """See `Engine`."""
         self._now.count_from(updates)
 
-    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
         """See `Engine`."""
-        return self._ask(lambda engine: engine.step(tokens_BT1, lr=lr))
+        return self._ask(lambda engine: engine.step(tokens_BT1, lr=lr, guidance=guidance))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """See `Engine`."""

@@ -21,6 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 tied": {"qk_norm": "head", "tie_word_embeddings": True},
     "olmoe": {"qk_norm": "projection", "rms_norm_eps": 1e-4},
     "olmoe tied": {"qk_norm": "projection", "tie_word_embeddings": True},
+    "qwen3 top 1": {"num_experts_per_tok": 1},
+    "dots1": {"scoring_func": "sigmoid", "head_dim": 24, "num_experts_per_tok": 3},
+    "dots1 tied": {"scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": True},
+    "qwen3 trained with noise": {"noisy_top_k": True, "norm_topk_prob": True},
 }
 
 
@@ -34,6 +38,8 @@ def loaded(folder: Path) -> PreTrainedModel:
     return model
 
 
+# Said by torch of the empty shared expert of dots1.
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 200_000])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_export_loads_unmodified_with_equal_logits(
@@ -52,6 +58,18 @@ def test_an_export_loads_unmodified_with_equal_logits(
     # See test_transformers_parity.
     assert difference < 1e-5
     assert model.config.max_position_embeddings == run.data.sequence_length
+
+
+def test_the_selection_bias_is_exported_and_the_noise_is_not(tmp_path: Path) -> None:
+    run = tiny_run(scoring_func="sigmoid", noisy_top_k=True)
+    exported(tmp_path, run)
+    read, weights = dict(load_named(tmp_path)), random_weights(run)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(read[name], weights[name])
+    left_out = weights.keys() - read.keys()
+    assert left_out == {f"model.layers.{layer}.mlp.gate.noise_weight" for layer in (0, 1)}
+    added = read.keys() - weights.keys()
+    assert len(added) == 6 and all(read[name].numel() == 0 for name in added)
 
 
 def test_experts_exported_in_bf16_load_as_the_same_values(tmp_path: Path) -> None:

@@ -69,3 +69,10 @@ def test_matrices_are_normal_and_cut_and_norms_are_1() -> None:
 def test_an_unknown_name_is_an_error(name: str) -> None:
     with pytest.raises(BadBlob, match="no tensor"):
         initial_tensors(tiny_run(), [name])
+
+
+def test_selection_bias_and_noise_begin_at_zero() -> None:
+    run = tiny_run(scoring_func="sigmoid", noisy_top_k=True)
+    for kind in ("e_score_correction_bias", "noise_weight"):
+        name = f"model.layers.0.mlp.gate.{kind}"
+        assert not initial_tensors(run, [name])[name].any()

@@ -49,6 +49,14 @@ def test_balance_is_1_when_even_and_the_number_of_experts_when_collapsed(kind: s
     assert balance([collapsed_routing(8)] * 2, kind) == pytest.approx(8.0)
 
 
+def test_balance_of_a_top_2_collapse_is_half_the_number_of_experts() -> None:
+    # All tokens split their probability between experts 0 and 1.
+    collapsed = routing_of(torch.tensor([[100.0, 100.0] + [0.0] * 6]).repeat(16, 1), 2)
+    assert balance([collapsed], "per_layer") == pytest.approx(8 / 2)
+    pairs = torch.stack([torch.eye(8)[e] + torch.eye(8)[(e + 1) % 8] for e in range(8)])
+    assert balance([routing_of(pairs * 100, 2)], "per_layer") == pytest.approx(1.0)
+
+
 def test_only_the_per_layer_balance_sees_layers_that_collapse_apart() -> None:
     # Layer e sends everything to expert e: each layer has collapsed, their sum is even.
     routings = [routing_of(torch.eye(4)[e].repeat(6, 1) * 100, 1) for e in range(4)]

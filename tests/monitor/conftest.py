@@ -46,6 +46,9 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         moments_bytes_received=0,
         zero_moments=0,
         moments_reason="",
+        routing=None,
+        grad_norm=None,
+        grad_spikes=0,
     )
     return dataclasses.replace(record, **changes)
 

@@ -11,7 +11,7 @@ from swarm.monitor import panels
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render
 from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord, PeerState
+from swarm.protocol.records import PeerRecord, PeerState, RoutingFigures
 
 Sightings = Callable[..., Sighting]
 SIZES = [(80, 24), (140, 40), (200, 60)]
@@ -194,3 +194,20 @@ def test_keys_stay_distinct_beyond_the_alphabet(crowd: Snapshot) -> None:
     keys = panels.keys_of(crowd.peers)
     assert len({key.plain for key in keys.values()}) == 60
     assert isinstance(keys["Qm000"], Text) and keys["Qm000"].plain == "A"
+
+
+def test_how_tokens_were_spread_is_summed_up_over_the_peers(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    peers = {
+        "QmA": make_peer("QmA", routing=RoutingFigures(1.25, 0, 0.01, None), grad_spikes=2),
+        "QmB": make_peer("QmB", routing=RoutingFigures(2.5, 3, 0.05, 0.5)),
+        "QmC": make_peer("QmC"),
+    }
+    found = snapshot_of(make_sighting(peers=peers))
+    assert found
+    screen = shown(found, 140, 40)
+    assert "busiest expert  2.50x, 3 idle, 3.0% dropped, similarity 0.50" in screen
+    assert "2 spikes" in screen
+    without = snapshot_of(make_sighting(peers={"QmC": make_peer("QmC")}))
+    assert without and "busiest" not in shown(without, 140, 40)

@@ -134,10 +134,11 @@ def peer_record(peer_id: str, height: int = 0) -> PeerRecord:
         blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
         round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
         steps_skipped=0, refused={}, data_index=0, reason="", version="0",
- moments_bytes_sent=0,
- moments_bytes_received=0,
- zero_moments=0,
- moments_reason="",
+        moments_bytes_sent=0,
+        moments_bytes_received=0,
+        zero_moments=0,
+        moments_reason="",
+        routing=None, grad_norm=None, grad_spikes=0,
     )  # fmt: skip
 
 

@@ -15,13 +15,28 @@ from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
+from swarm.protocol.records import (
+    PeerRecord,
+    PeerState,
+    RoutingFigures,
+    decode_record,
+    encode_record,
+)
 from swarm.train.local_steps import LocalStats
+from swarm.train.routing_stats import RoutingStats
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import tiny_run
 
 TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
-STATS = LocalStats(steps=3, tokens=192, skipped=1, loss=2.5, cross_entropy=2.0, completed=True)
+STATS = LocalStats(
+    steps=3,
+    tokens=192,
+    skipped=1,
+    loss=2.5,
+    cross_entropy=2.0,
+    completed=True,
+    routing=RoutingStats(max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4),
+)
 
 
 def successor(tip: Manifest) -> Manifest:
@@ -90,7 +105,7 @@ def test_steps_under_way_count_from_the_tip(status: PeerStatus) -> None:
     watch(status)
     one = successor(TIP)
     status.applied(report(one))
-    status.on_step(4, cast(Any, SimpleNamespace(skipped=False)))
+    status.on_step(4, cast(Any, SimpleNamespace(skipped=False, grad_norm=1.0, spike=False)))
     assert status.record().step == one.step + 1
     status.applied(report(successor(one)))
     assert status.record().step == successor(one).step
@@ -165,6 +180,28 @@ def test_what_others_should_hear_of_soon_asks_for_publication(status: PeerStatus
         status.changed.clear()
         tell()
         assert status.changed.is_set()
+
+
+def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatus, caplog) -> None:
+    watch(status)
+    assert status.record().routing is None
+    status.end_steps(STATS)
+    with caplog.at_level("INFO"):
+        status.applied(report(successor(TIP)))
+    figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
+    assert status.record().routing == RoutingFigures(**figures)
+    assert events(status)[-1]["routing"] == figures
+    assert "max_load=1.50 idle_experts=2 dropped=0.125 similarity=0.40" in caplog.text
+
+
+def test_gradient_spikes_and_the_median_norm_are_published(status: PeerStatus) -> None:
+    watch(status)
+    for norm in [1.0] * 10 + [30.0, 1.0, float("nan"), 2.0]:
+        found = SimpleNamespace(skipped=norm != norm, grad_norm=norm, spike=norm == 30.0)
+        status.on_step(1, cast(Any, found))
+    record = status.record()
+    assert (record.grad_spikes, record.grad_norm) == (1, 1.0)
+    assert decode_record(PeerRecord, encode_record(record)) == record
 
 
 def test_a_peer_without_a_run_directory_keeps_no_history(node: SimpleNamespace) -> None:

@@ -118,3 +118,16 @@ def test_a_norm_and_its_neighbours_are_cut_where_this_table_says() -> None:
         ("model.layers.0.mlp.gate.weight", 0, 192),
     ]
     assert layout.units[3].slices[0].name == "lm_head.weight"
+
+
+def test_a_selection_bias_travels_exactly_among_the_shared_tensors() -> None:
+    run = run_of(shared="bf16")
+    assert not any("e_score" in name or "noise" in name for name in layout_of(run).shapes)
+    changed = {"scoring_func": "sigmoid", "noisy_top_k": True}
+    run = run.model_copy(update={"model": run.model.model_copy(update=changed)})
+    layout = layout_of(run)
+    for kind, shape in (("e_score_correction_bias", (12,)), ("noise_weight", (12, 16))):
+        name = f"model.layers.3.mlp.gate.{kind}"
+        assert layout.shapes[name] == shape
+        for unit, _ in layout.by_name[name]:
+            assert layout.by_unit[unit].codec == "fp32" and expert_of_unit(unit) is None

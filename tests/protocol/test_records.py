@@ -16,6 +16,7 @@ from swarm.protocol.records import (
     PeerRecord,
     PeerState,
     Record,
+    RoutingFigures,
     RunRecord,
     RunState,
     ValidationRecord,
@@ -69,6 +70,9 @@ PEER = PeerRecord(
     moments_bytes_received=0,
     zero_moments=0,
     moments_reason="",
+    routing=RoutingFigures(1.5, 0, 0.0, None),
+    grad_norm=0.5,
+    grad_spikes=1,
 )
 MERGE = MergeRecord(
     generation="0", round=4, merged=1, step=200, alpha=0.08, donors={3: ((1, 2), (0, 7))}
@@ -192,6 +196,9 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         refused={f"{'r' * 60}{k:04}": 2**62 for k in range(64)},
         reason='"' * records.MAX_REASON,
         version="v" * 64,
+        routing=RoutingFigures(1e300, 2**62, 1.0, 0.5),
+        grad_norm=1e300,
+        grad_spikes=2**62,
     )
     encoded = encode_record(largest)
     assert len(encoded) <= MAX_RECORD_BYTES

@@ -9,7 +9,7 @@ from swarm.data.shards import open_shards
 from swarm.errors import TrainingDiverged
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import train_local_steps
-from swarm.train.schedule import learning_rate
+from swarm.train.schedule import guidance_at, learning_rate
 from tests.train.runs import LENGTH, all_names, new_engine, patterned_shards, same, tiny_run
 
 RUN = tiny_run()
@@ -21,10 +21,11 @@ class Recorder:
     def __init__(self, losses):
         self.losses, self.asked = iter(losses), []
 
-    def step(self, tokens_BT1, *, lr):
-        self.asked.append((tokens_BT1, lr))
+    def step(self, tokens_BT1, *, lr, guidance):
+        self.asked.append((tokens_BT1, lr, guidance))
         loss = next(self.losses)
-        return StepStats(loss, loss - 1, 0.0, 0.0, 0.0, 1.0, 64, (), skipped=loss != loss)
+        tokens = ((32, 96), (64, 64))
+        return StepStats(loss, loss - 1, 0.0, 0.0, 0.0, 1.0, 64, tokens, skipped=loss != loss)
 
 
 def run_steps(engine, *, step=0, local_steps=3, stop=lambda: False, on_step=lambda *_: None):
@@ -45,9 +46,10 @@ def test_batches_and_learning_rates_are_those_of_the_runs_cumulative_steps():
     engine, told = Recorder([5.0, 4.0, 3.0]), []
     stats = run_steps(engine, step=7, on_step=lambda step, _: told.append(step))
     with Loader(patterned_shards(), RUN, data_index=2) as loader:
-        for step, (tokens_BT1, lr) in zip((7, 8, 9), engine.asked, strict=True):
+        for step, (tokens_BT1, lr, guidance) in zip((7, 8, 9), engine.asked, strict=True):
             assert torch.equal(tokens_BT1, loader.read(step, 4 * LENGTH))
             assert lr == learning_rate(step, RUN)
+            assert guidance == guidance_at(step, RUN, 2, probe=step == 9)
     assert told == [7, 8, 9]
     assert (stats.steps, stats.tokens, stats.skipped, stats.completed) == (3, 192, 0, True)
     assert (stats.loss, stats.cross_entropy) == (4.0, 3.0)

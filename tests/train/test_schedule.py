@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from swarm.train.schedule import learning_rate
+from swarm.model.routing import Guidance
+from swarm.train.schedule import guidance_at, learning_rate
 from tests.train.runs import tiny_run
 
 RUN = tiny_run(optimizer={"lr": 4e-4, "warmup_steps": 10, "schedule_steps": 110})
@@ -45,3 +46,40 @@ def test_a_schedule_that_is_all_warm_up_divides_by_nothing():
     run = tiny_run(optimizer={"lr": 1.0, "warmup_steps": 50, "schedule_steps": 50})
     assert learning_rate(49, run) < learning_rate(50, run) == pytest.approx(1.0, rel=1e-12)
     assert learning_rate(51, run) == pytest.approx(0.1, rel=1e-12)
+
+
+def test_own_expert_bias_falls_to_zero_over_its_share_of_the_schedule():
+    run = tiny_run(
+        optimizer={"schedule_steps": 200},
+        routing={"own_expert_bias": 3.0, "own_expert_bias_share": 0.5},
+    )
+    found = [guidance_at(step, run, 0).own_expert_bias for step in (0, 25, 50, 99, 100, 199)]
+    assert found == pytest.approx([3.0, 2.25, 1.5, 0.03, 0.0, 0.0])
+    assert found[-2:] == [0.0, 0.0]
+
+
+def test_the_balance_factor_rises_to_one_as_in_spes():
+    run = tiny_run(optimizer={"schedule_steps": 500}, routing={"balance_factor": 0.7})
+    found = [guidance_at(step, run, 0).balance_factor for step in (0, 50, 99, 100, 400)]
+    # start + (end - start) * step / (20 % of all steps), in the reference code.
+    assert found == pytest.approx([0.7, 0.85, 0.997, 1.0, 1.0])
+    assert found[-2:] == [1.0, 1.0]
+
+
+def test_noise_differs_between_steps_streams_and_runs_and_comes_back():
+    seeds = {
+        guidance_at(step, tiny_run(run={"seed": seed}), index).noise_seed
+        for step in range(5)
+        for seed in range(5)
+        for index in range(5)
+    }
+    assert len(seeds) == 125
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert guidance_at(3, RUN, 2) == guidance_at(3, RUN, 2)
+
+
+def test_by_default_nothing_guides_the_routing():
+    guidance = guidance_at(5, RUN, 1)
+    assert guidance == Guidance(noise_seed=guidance.noise_seed)
+    assert guidance_at(5, RUN, 1, probe=True).probe
+    assert guidance_at(5, tiny_run(loss={"similarity_weight": 0.1}), 1).probe

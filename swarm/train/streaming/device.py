@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm.config import RunConfig
 from swarm.model.attention import RMSNorm
@@ -66,6 +66,11 @@ class DeviceSide:
         self.buffers, self._accumulators = None, []
 
     @property
+    def owned(self) -> tuple[int, ...]:
+        """The experts that are trained."""
+        return self._store.owned
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of weights and gradients on the device."""
         return self._places.num_bytes + sum(each.num_bytes for each in self._accumulators)
@@ -102,7 +107,7 @@ class DeviceSide:
             self._places.add("embedding", place)
             self._table = place.views[EMBEDDING]
         self._norm = RMSNorm(1, self._run.model.rms_norm_eps, torch.device("meta"))
-        self._norm.weight = torch.nn.Parameter(self._head.views[NORM])
+        self._norm.weight = nn.Parameter(self._head.views[NORM])
 
     def _add_gradients(self) -> None:
         units = self._store.units
@@ -130,7 +135,12 @@ class DeviceSide:
 
     def take_layer(self, layer: int) -> Place:
         """A layer that is ready for what is computed from now on."""
-        return self._places.take(f"layer.{layer}")
+        place = self._places.take(f"layer.{layer}")
+        if self._store.biases:
+            assert place.layer is not None
+            bias_E = self._store.biases[layer].to(self.bus.device, copy=True)
+            place.layer.mlp.gate.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
+        return place
 
     def give_back(self, place: Place) -> None:
         """Says that everything that computes with a place was given to the device."""

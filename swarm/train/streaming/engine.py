@@ -22,10 +22,12 @@ from swarm.config import RunConfig
 from swarm.experts import expert_shapes
 from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
+from swarm.model.routing import Guidance
 from swarm.train.engine import TERMS, EngineState, StepStats
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.moments import Update
 from swarm.train.options import EngineOptions
+from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore
 from swarm.train.streaming.device import EMBEDDING, DeviceSide
 from swarm.train.streaming.gradients import Accumulator
@@ -150,21 +152,24 @@ class StreamingEngine:
 
     # ------------------------------------------------ a step
 
-    def step(self, tokens_BT1: Tensor, *, lr: float) -> StepStats:
+    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
         """See `Engine`."""
         self._whole, scale = True, self._guard.scale.value
         micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
         update = Update(self._run.optimizer, lr, self._updates + 1)
+        guidances = [(guidance or Guidance()).part(k) for k in range(len(micro_batches))]
         together = self._options.pass_micro_batches or len(micro_batches)
         passes: list[Pass] = []
         gone: dict[str, Departure] = {}
         for first in range(0, len(micro_batches), together):
-            one = self._begin(micro_batches, slice(first, first + together), gone)
+            part = slice(first, first + together)
+            one = self._begin(micro_batches[part], guidances[part], len(micro_batches), gone)
             last = first + together >= len(micro_batches)
             gone = self._go(one, update if last and self._early else None)
             passes.append(one)
         norms = _norms(gone.values(), scale)
         loss, norm = _mean_terms(passes), total_norm(norms).item()
+        routed = Routed.total([one.routed for one in passes])
         finite = self._guard.finite(loss["loss"], norm)
         if finite:
             self._updates += 1
@@ -173,18 +178,22 @@ class StreamingEngine:
                 scaled = {name: factor / scale for name, factor in factors.items()}
                 for departure in gone.values():
                     self._host.submit(departure, lambda _: scaled, update)
+            self._store.balance(routed.tokens_LE)
         self._whole = True
-        tokens_LE = torch.stack([one.tokens_LE for one in passes]).sum(0)
         return StepStats(
-            **loss,
             grad_norm=norm,
             tokens=tokens_BT1[:, 1:].numel(),
-            expert_tokens=tuple(tuple(layer) for layer in tokens_LE.tolist()),
             skipped=not finite,
+            spike=self._guard.spiked,
+            **(loss | routed.fields()),
         )
 
     def _begin(
-        self, micro_batches: Sequence[Tensor], part: slice, before: Mapping[str, Departure]
+        self,
+        micro_batches: Sequence[Tensor],
+        guidances: Sequence[Guidance],
+        divisor: int,
+        before: Mapping[str, Departure],
     ) -> Pass:
         self._boundaries.clear()
         self._device.prefetch_layer(0)
@@ -192,8 +201,9 @@ class StreamingEngine:
             self._run,
             self._device,
             self._boundaries,
-            micro_batches[part],
-            divisor=len(micro_batches),
+            micro_batches,
+            guidances=guidances,
+            divisor=divisor,
             scale=self._guard.scale.value,
             before=before,
         )

@@ -7,6 +7,7 @@ E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.moe import Recall, Routing
+from swarm.model.routing import Guidance
+from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator
@@ -26,7 +29,7 @@ class Pass:
     Attributes:
         micro_batches: its tokens, where they came from.
         terms: the terms of each micro-batch's loss, in the order of `Losses`.
-        tokens_LE: tokens that each expert got.
+        routed: where the tokens went.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Pass:
         *,
         divisor: int,
         scale: float,
+        guidances: Sequence[Guidance],
         before: Mapping[str, Departure],
     ) -> None:
         """Prepares a pass.
@@ -49,6 +53,7 @@ class Pass:
             micro_batches: tokens [B, T + 1].
             divisor: micro-batches of the whole step.
             scale: of the loss.
+            guidances: of each micro-batch.
             before: gradients that earlier passes of this step have found, by unit.
         """
         self._run, self._device, self._boundaries = run, device, boundaries
@@ -56,12 +61,12 @@ class Pass:
         self._there = [
             tokens_BT1.to(device.bus.device, non_blocking=True) for tokens_BT1 in micro_batches
         ]
-        self._divisor = divisor
+        self._divisor, self._guidances = divisor, guidances
         self._layers = run.model.num_hidden_layers
         self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
         self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
         self.terms: list[Tensor] = []
-        self.tokens_LE = torch.zeros((), dtype=torch.int64, device=device.bus.device)
+        self.routed = Routed(device.bus.device)
         self._before = before
 
     @torch.no_grad()
@@ -77,10 +82,14 @@ class Pass:
             assert place.layer is not None
             for index, x_BTD in enumerate(x):
                 self._boundaries.put((layer, index), x_BTD)
-                x[index], routing = place.layer(x_BTD, tables, self._recalls[layer][index])
+                x[index], routing = place.layer(x_BTD, tables, *self._how(layer, index))
                 self._routings[layer].append(_leaves(routing))
             device.give_back(place)
         return x
+
+    def _how(self, layer: int, index: int) -> tuple[Recall, Guidance]:
+        """Recall and guidance of a layer for one micro-batch."""
+        return self._recalls[layer][index], self._guidances[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
         """The gradient at the last layer's output of each micro-batch; the head's are added up."""
@@ -95,7 +104,8 @@ class Pass:
         labels_N = self._there[index][:, 1:].flatten()
         output = output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)
         routings = [layer[index] for layer in self._routings]
-        losses = combine(output, routings, self._run.loss)
+        weight_E = self._guidances[index].count_weights(device.owned, routings[0].logits_NE)
+        losses = combine(output, routings, self._run.loss, weight_E)
         total = losses.total / self._divisor * self._scale
         leaves = [leaf for routing in routings for leaf in _floats(routing)]
         sources = [x_BTD, head_VD, norm.weight, *leaves]
@@ -109,7 +119,7 @@ class Pass:
 
     def _keep(self, losses: Losses) -> None:
         self.terms.append(torch.stack([term.detach() for term in losses[:5]]))
-        self.tokens_LE = self.tokens_LE + losses.expert_tokens
+        self.routed.add(losses)
 
     def layer_backward(
         self, layer: int, dx: list[Tensor], tables: tuple[Tensor, Tensor]
@@ -134,7 +144,7 @@ class Pass:
         for index, dx_BTD in enumerate(dx):
             x_BTD = boundaries.take((layer, index)).detach().requires_grad_()
             boundaries.prefetch(self._taken_next(layer, index))
-            y_BTD, routing = place.layer(x_BTD, tables, self._recalls[layer][index])
+            y_BTD, routing = place.layer(x_BTD, tables, *self._how(layer, index))
             roots = [(y_BTD, dx_BTD), *_with_gradients(routing, self._routings[layer][index])]
             dx[index], *found = torch.autograd.grad(
                 [root for root, _ in roots],
@@ -161,17 +171,26 @@ class Pass:
 
 def _leaves(routing: Routing) -> Routing:
     """A routing whose tensors can take gradients, apart from the graph that made them."""
-    parts = [
-        part.detach().requires_grad_() if part.is_floating_point() else part for part in routing
-    ]
-    return Routing(*parts)
+    parts: dict[str, Any] = {name: _leaf(part) for name, part in routing._asdict().items()}
+    return Routing(**parts)
+
+
+def _leaf(part: Tensor | None) -> Tensor | None:
+    if part is None or not part.is_floating_point():
+        return part
+    return part.detach().requires_grad_()
 
 
 def _floats(routing: Routing) -> list[Tensor]:
-    return [part for part in routing if part.is_floating_point()]
+    return [part for part in routing if part is not None and part.is_floating_point()]
 
 
 def _with_gradients(routing: Routing, leaves: Routing) -> list[tuple[Tensor, Tensor]]:
-    """What the losses' terms want of a routing: the tensors, and the gradients found at them."""
+    """What the losses' terms want of a routing: the tensors, and the gradients found at them.
+
+    The similarity of experts that are all frozen depends on nothing that is trained.
+    """
     pairs = zip(_floats(routing), _floats(leaves), strict=True)
-    return [(part, leaf.grad) for part, leaf in pairs if leaf.grad is not None]
+    return [
+        (part, leaf.grad) for part, leaf in pairs if leaf.grad is not None and part.requires_grad
+    ]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Shape, all_shapes, expert_tensor
+from swarm.experts import Shape, all_shapes, expert_tensor, selection_biases
 from swarm.model.moe import PROJECTIONS
+from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
 from swarm.train.guard import unit_of
 from swarm.train.options import EngineOptions
@@ -23,6 +24,7 @@ class HostStore:
     Attributes:
         units: trained tensors by unit, in the order of the forward pass.
         frozen: frozen experts by layer.
+        biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
         tied: whether the head is the embedding.
     """
@@ -31,6 +33,8 @@ class HostStore:
         self._run = run
         self.tied = run.model.tie_word_embeddings
         self.owned: tuple[int, ...] = ()
+        self._bias_names = selection_biases(run.model)
+        self.biases = [torch.empty(run.model.num_experts) for _ in self._bias_names]
         self._shared = unit_shapes(run, layer_shapes(run))
         pinned = options.device == "cuda"
         compute = DTYPES[options.compute]
@@ -132,13 +136,24 @@ class HostStore:
         state: dict[str, Tensor] = {}
         for unit in self.units.values():
             state |= unit.optimizer.state()
-        return state
+        named = zip(self._bias_names, self.biases, strict=True)
+        return state | {f"master.{name}": bias_E for name, bias_E in named}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over what `state` gave; raises CorruptState."""
         for unit in self.units.values():
             unit.optimizer.load(tensors)
             unit.refresh()
+        for name, bias_E in zip(self._bias_names, self.biases, strict=True):
+            bias_E.copy_(tensors[f"master.{name}"])
+
+    def balance(self, tokens_LE: Tensor) -> None:
+        """Moves the selection biases after a step, as the run's settings say; see `bias_update`."""
+        if rate := self._run.routing.bias_update_rate:
+            for bias_E, update_E in zip(
+                self.biases, bias_update(tokens_LE.cpu(), rate), strict=True
+            ):
+                bias_E.add_(update_E)
 
     def wait(self) -> None:
         """Waits for all updates under way; raises what one of them raised."""
@@ -162,14 +177,14 @@ class HostStore:
         masters: dict[str, Tensor] = {}
         for unit in self.units.values():
             masters |= unit.optimizer.masters()
-        return masters
+        return masters | dict(zip(self._bias_names, self.biases, strict=True))
 
 
 def layer_shapes(run: RunConfig) -> dict[str, Shape]:
-    """Shared tensors of a decoder layer, named within it, in the order of its parameters."""
+    """Shared tensors of a layer that have gradients, named within it, as its parameters come."""
     layer = DecoderLayer(run.model, "fp32", torch.float32, torch.device("meta"))
     return {
         name: tuple(parameter.shape)
         for name, parameter in layer.named_parameters()
-        if ".experts.owned." not in name
+        if parameter.requires_grad and ".experts.owned." not in name
     }

@@ -1,0 +1,258 @@
+#!/usr/bin/env python
+"""What the routing techniques do to loss, expert load and dropped tokens on the demo's text.
+
+Each setting trains the model of configs/runs/demo.toml on the Python standard library, with the
+same weights, batches and learning rates per seed as all others. Groups of settings:
+
+  balance  the balancing loss against loss-free balancing, top-1, 2 and 4, capacity 1.0, 1.25 and
+           none; one peer that owns every expert
+  others   what is left, each on its own, against top-2 without capacity; one peer as well
+  peers    what only exists in a swarm: four peers in this process, who average the shared tensors
+           and take each expert from its owner every H steps (exact mode, nothing is encoded)
+
+Columns: held-out loss in nats per byte, mean over the seeds, and its mean difference from the first
+row of the group with the same seed; tokens of a layer's busiest expert by the mean over the
+experts, in the worst layer, over the last quarter of the steps together and in the mean step; share
+of choices dropped. Evaluation never drops and has no noise.
+
+Every finished training is a line of the results file and is not done again, so that a table can be
+made in several calls.
+
+    .venv/bin/python scripts/bench_routing.py balance --results out/routing.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig, parse_config
+from swarm.data.corpus import open_corpus
+from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.shards import Shards, open_shards
+from swarm.experts import expert_shapes, shared_shapes
+from swarm.model.initialise import initial_tensors
+from swarm.train.engine import ResidentEngine, StepStats
+from swarm.train.routing_stats import routing_stats
+from swarm.train.schedule import guidance_at, learning_rate
+
+DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
+SMALL_BATCH = ("train.batch_tokens=256", "train.micro_batch_sequences=4")
+"""Half of the demo's, so that a table takes minutes."""
+LOCAL_STEPS = 20
+PEERS = 4
+LOSS_FREE = (
+    "model.scoring_func=sigmoid",
+    "routing.bias_update_rate=0.003",
+    "loss.balance_weight=0.0",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: what it is called and what it changes in the demo's configuration."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    peers: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one seed of a setting came to."""
+
+    loss: float
+    load: float
+    load_per_step: float
+    dropped: float
+
+
+def balance_settings() -> list[Setting]:
+    found = []
+    for capacity in (None, 1.25, 1.0):
+        for top_k in (2, 1, 4):
+            for name, balance in (("loss", ()), ("loss-free", LOSS_FREE)):
+                limit = () if capacity is None else (f"routing.capacity_factor={capacity}",)
+                words = f"top-{top_k}, {name}, {f'capacity {capacity}' if limit else 'drop-less'}"
+                chosen = (f"model.num_experts_per_tok={top_k}", *balance, *limit)
+                found.append(Setting(words, chosen))
+    return found
+
+
+def other_settings() -> list[Setting]:
+    sigmoid = "model.scoring_func=sigmoid"
+    return [
+        Setting("top-2, loss 0.01, router z-loss 0.001"),
+        Setting("no balancing at all", ("loss.balance_weight=0.0",)),
+        Setting("loss 0.1", ("loss.balance_weight=0.1",)),
+        Setting("sigmoid, loss 0.01", (sigmoid,)),
+        Setting("sigmoid, no balancing", (sigmoid, "loss.balance_weight=0.0")),
+        Setting("loss-free, rate 0.001", (*LOSS_FREE, "routing.bias_update_rate=0.001")),
+        Setting("loss-free, rate 0.01", (*LOSS_FREE, "routing.bias_update_rate=0.01")),
+        Setting("no router z-loss", ("loss.router_z_weight=0.0",)),
+        Setting("renormalised weights", ("model.norm_topk_prob=true",)),
+        Setting("noisy top-k", ("model.norm_topk_prob=true", "model.noisy_top_k=true")),
+        Setting("similarity loss 0.1", ("loss.similarity_weight=0.1",)),
+        Setting("clipping per unit", ("optimizer.clip=unit",)),
+    ]
+
+
+def peer_settings() -> list[Setting]:
+    rows = [
+        Setting("SPES, 4 peers"),
+        Setting("own-expert bias 3, falling", ("routing.own_expert_bias=3.0",)),
+        Setting("balance factor 0.7, rising", ("routing.balance_factor=0.7",)),
+        Setting("loss-free, biases averaged", LOSS_FREE),
+    ]
+    return [Setting(row.name, row.overrides, PEERS) for row in rows]
+
+
+GROUPS = {"balance": balance_settings, "others": other_settings, "peers": peer_settings}
+
+
+def run_of(setting: Setting, seed: int, steps: int) -> RunConfig:
+    overrides = [f"run.seed={seed}", f"optimizer.schedule_steps={steps}", *setting.overrides]
+    overrides += ['train.frozen="fp32"', 'wire.experts="fp32"', *SMALL_BATCH]
+    return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
+
+
+def owned_by(peer: int, peers: int, num_experts: int) -> range:
+    """Contiguous blocks, as in SPES."""
+    return range(peer * num_experts // peers, (peer + 1) * num_experts // peers)
+
+
+def synchronise(engines: Sequence[ResidentEngine], run: RunConfig) -> None:
+    """One round in exact mode: means of the shared tensors, experts from their owners."""
+    names = list(shared_shapes(run.model))
+    shared = [engine.read(names) for engine in engines]
+    agreed = {n: torch.stack([values[n] for values in shared]).mean(0) for n in names}
+    for peer, engine in enumerate(engines):
+        for expert in owned_by(peer, len(engines), run.model.num_experts):
+            agreed |= engine.read(expert_shapes(run.model, expert))
+    for engine in engines:
+        engine.write(agreed)
+
+
+def initial(run: RunConfig) -> Mapping[str, Tensor]:
+    names = list(shared_shapes(run.model))
+    for expert in range(run.model.num_experts):
+        names += expert_shapes(run.model, expert)
+    return initial_tensors(run, names)
+
+
+def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: Tensor) -> Result:
+    run = run_of(setting, seed, steps)
+    values = initial(run)
+    engines = [ResidentEngine(run) for _ in range(setting.peers)]
+    for peer, engine in enumerate(engines):
+        engine.write(values)
+        engine.own(owned_by(peer, setting.peers, run.model.num_experts))
+    loaders = [Loader(shards, run, data_index=peer) for peer in range(setting.peers)]
+    seen: list[StepStats] = []
+    for step in range(steps):
+        for peer, (engine, loader) in enumerate(zip(engines, loaders, strict=True)):
+            batch_BT1 = loader.batch(step, run.train.batch_tokens)
+            guidance = guidance_at(step, run, peer)
+            seen.append(engine.step(batch_BT1, lr=learning_rate(step, run), guidance=guidance))
+        if setting.peers > 1 and (step + 1) % LOCAL_STEPS == 0:
+            synchronise(engines, run)
+    for loader in loaders:
+        loader.close()
+    last = seen[-len(seen) // 4 :]
+    return Result(
+        loss=engines[0].evaluate(held_out),
+        load=routing_stats(last).max_load,
+        load_per_step=statistics.mean(routing_stats([stats]).max_load for stats in last),
+        dropped=routing_stats(seen).dropped,
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    mean = statistics.mean(values)
+    return f"{mean:.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else f"{mean:.3f}"
+
+
+def row(setting: Setting, results: Sequence[Result], first: Sequence[Result]) -> str:
+    change = [own.loss - other.loss for own, other in zip(results, first, strict=True)]
+    load, per_step, dropped = (
+        statistics.mean(getattr(result, field) for result in results)
+        for field in ("load", "load_per_step", "dropped")
+    )
+    differs = "" if results is first else f"{statistics.mean(change):+.3f}"
+    return (
+        f"| {setting.name} | {spread([result.loss for result in results])} | {differs} "
+        f"| {load:.2f} | {per_step:.2f} | {100 * dropped:.1f} % |"
+    )
+
+
+class Results:
+    """The finished trainings of a file, by setting, seed and steps."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, Result] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                values = json.loads(line)
+                self._found[values["key"]] = Result(**values["result"])
+
+    @staticmethod
+    def key(setting: Setting, seed: int, steps: int) -> str:
+        """Names a training by everything that it depends on."""
+        return json.dumps([setting.overrides, setting.peers, seed, steps])
+
+    def get(self, key: str) -> Result | None:
+        """The result, if it is there."""
+        return self._found.get(key)
+
+    def add(self, key: str, result: Result) -> Result:
+        """Keeps a result."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": key, "result": asdict(result)}) + "\n")
+        return result
+
+
+def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
+    corpus = open_corpus(None)
+    demo = run_of(Setting("demo"), 0, args.steps)
+    tokens = held_out_tokens(corpus.documents(), demo.data.validation_tokens)
+    held_out = held_out_sequences(tokens, demo.data.sequence_length)
+    results = Results(args.results)
+    print(f"{args.steps} steps of {demo.train.batch_tokens} tokens a peer, {args.seeds} seeds")
+    print("| setting | held-out loss | difference | load | load per step | dropped |")
+    print("|---|---|---|---|---|---|")
+    first: list[Result] = []
+    shards = open_shards(corpus, args.results.parent / "tokens")
+    for setting in settings:
+        found = []
+        for seed in range(args.seeds):
+            key = results.key(setting, seed, args.steps)
+            result = results.get(key)
+            if result is None:
+                result = results.add(key, train(setting, seed, args.steps, shards, held_out))
+            found.append(result)
+        first = first or found
+        print(row(setting, found, first), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="routing techniques side by side")
+    parser.add_argument("group", choices=tuple(GROUPS))
+    parser.add_argument("--results", type=Path, default=Path("out/routing.jsonl"))
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report(GROUPS[args.group](), args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""How alike experts are that get the same tokens: centred kernel alignment (CKA).
+
+Shapes: N tokens of a micro-batch, n tokens that two experts share, D hidden size, K experts of a
+token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_PAIRS = 4
+"""Pairs of experts that are compared per layer: those that share most tokens."""
+MAX_TOKENS = 128
+"""Tokens of a pair that are compared. MAX_PAIRS * 2 * MAX_TOKENS rows bound the cost."""
+MIN_TOKENS = 16
+"""With fewer the estimate says nothing; it needs 4."""
+
+
+class Pair(NamedTuple):
+    """Two experts and tokens that both got.
+
+    Attributes:
+        experts: their indices, ascending.
+        tokens: int64 [n], the first that they share.
+    """
+
+    experts: tuple[int, int]
+    tokens: Tensor
+
+
+def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
+    """Similarity of two representations of the same tokens: 1 for equal ones, about 0 for unlike.
+
+    Unchanged by rotation, scaling and shifts of either side. Linear kernel, and the unbiased
+    estimate of HSIC: the biased one, which SimSMoE uses, reads D / (D + n) for independent
+    outputs, far above 0 where there are fewer tokens than dimensions.
+
+    Source: Kornblith et al. (arXiv 1905.00414, eq. 3-4); Nguyen et al. (arXiv 2010.15327, eq. 3)
+    for the unbiased HSIC.
+    """
+    x_nn, y_nn = _gram(x_nD), _gram(y_nD)
+    both, x_alone, y_alone = _hsic(x_nn, y_nn), _hsic(x_nn, x_nn), _hsic(y_nn, y_nn)
+    # An estimate of a variance; below 0 only when all outputs are (nearly) equal.
+    return both / (x_alone.clamp_min(0) * y_alone.clamp_min(0)).sqrt().clamp_min(1e-30)
+
+
+def _gram(x_nD: Tensor) -> Tensor:
+    """Products of the tokens' representations without those of a token with itself.
+
+    Centred and scaled first: neither changes the result, both keep fp32 accurate.
+    """
+    x_nD = x_nD - x_nD.mean(0)
+    x_nD = F.normalize(x_nD.flatten(), dim=0).view_as(x_nD)
+    gram_nn = x_nD @ x_nD.t()
+    return gram_nn - torch.diag(gram_nn.diagonal())
+
+
+def _hsic(x_nn: Tensor, y_nn: Tensor) -> Tensor:
+    n = len(x_nn)
+    x_n, y_n = x_nn.sum(0), y_nn.sum(0)
+    constant = x_n.sum() * y_n.sum() / ((n - 1) * (n - 2))
+    return ((x_nn * y_nn).sum() + constant - 2 / (n - 2) * (x_n @ y_n)) / (n * (n - 3))
+
+
+def shared_tokens(expert_NK: Tensor, num_experts: int) -> list[Pair]:
+    """The pairs of experts that most tokens were routed to together.
+
+    Cost: [N, E] and [E, E] products; one wait for the device.
+    """
+    got_NE = torch.zeros(len(expert_NK), num_experts, device=expert_NK.device)
+    got_NE.scatter_(1, expert_NK, 1.0)
+    count_EE = (got_NE.t() @ got_NE).triu(1)
+    best = count_EE.flatten().topk(min(MAX_PAIRS, count_EE.numel()))
+    pairs = []
+    for count, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        if count < MIN_TOKENS:
+            break
+        first, second = divmod(index, num_experts)
+        both_N = got_NE[:, first] * got_NE[:, second]
+        pairs.append(Pair((first, second), both_N.nonzero()[:MAX_TOKENS, 0]))
+    return pairs
+
+
+def similarity(x_ND: Tensor, pairs: list[Pair], expert: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """CKA of each pair of experts on the tokens they share, [pairs].
+
+    The tokens are detached: only experts can be drawn apart, not what comes before them.
+
+    Args:
+        x_ND: the layer's input.
+        pairs: of `shared_tokens`.
+        expert: the output [n, D] of an expert for some tokens [n, D].
+    """
+    found = []
+    for (first, second), tokens_n in pairs:
+        x_nD = x_ND.detach()[tokens_n]
+        found.append(cka(expert(x_nD, first).float(), expert(x_nD, second).float()))
+    return torch.stack(found) if found else x_ND.new_empty(0, dtype=torch.float32)

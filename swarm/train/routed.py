@@ -1,0 +1,53 @@
+"""Where the tokens of one step went, added up over its micro-batches.
+
+Shapes: L layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.model.losses import Losses
+
+
+class Routed:
+    """Adds up what the losses of the micro-batches say about routing.
+
+    Attributes:
+        tokens_LE: tokens that chose each expert.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tokens_LE = torch.zeros((), dtype=torch.int64, device=device)
+        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self._similarities: list[Tensor] = []
+
+    def add(self, losses: Losses) -> None:
+        """Adds one micro-batch; nothing waits for the device."""
+        self.tokens_LE = self.tokens_LE + losses.expert_tokens
+        self._dropped = self._dropped + losses.dropped
+        if losses.similarity is not None:
+            self._similarities.append(losses.similarity)
+
+    @classmethod
+    def total(cls, parts: Sequence[Routed]) -> Routed:
+        """What several parts of a step add up to."""
+        whole = cls(parts[0].tokens_LE.device)
+        for part in parts:
+            whole.tokens_LE = whole.tokens_LE + part.tokens_LE
+            whole._dropped = whole._dropped + part._dropped
+            whole._similarities += part._similarities
+        return whole
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `StepStats` that are about routing."""
+        alike = self._similarities
+        return {
+            "expert_tokens": tuple(tuple(layer) for layer in self.tokens_LE.tolist()),
+            "dropped": int(self._dropped),
+            "similarity": torch.stack(alike).mean().item() if alike else None,
+        }
