@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from peers.status import PeerStatus
 from swarm.codecs import decode_unit, encode_unit
 from swarm.experts import expert_unit
 from swarm.network.moments import Arrival, MomentsExchange
+from swarm.network.patience import patiently
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Kind, Manifest, PeerId
@@ -109,7 +111,7 @@ class MomentsKeeper:
         self._steps_since = kept | dict.fromkeys(taken, 0)
         if taken:
             self.exchange.take_up(taken, previous, manifest)
-        self.exchange.expire(manifest, self.every)
+        patiently(partial(self.exchange.expire, manifest, self.every), "list of moments")
 
     def leave(self, adopted: Manifest, tip: Manifest, deadline_s: float) -> None:
         """Offers everything to those who own it now or would adopt it, for so many seconds.
@@ -155,7 +157,7 @@ class MomentsKeeper:
             masters = engine.read(names)
             tensors |= {f"{MASTER}.{name}": masters[name] for name in names}
         blob = encode_unit(moments_layout(layout, expert, with_master=with_master), tensors)
-        return self.exchange.keep(expert, number, blob)
+        return patiently(partial(self.exchange.keep, expert, number, blob), "moments")
 
     def _announce(
         self,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from swarm.codecs import check_moments
-from swarm.errors import BadBlob, HostileInput, Unreachable
+from swarm.errors import BadBlob, HostileInput, NetworkDown, Unreachable
 from swarm.experts import UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
@@ -108,7 +108,7 @@ class MomentsClient:
         try:
             answer = await self._node.request(peer, payload, ASK_S)
             return decode_answer(answer) if answer else None
-        except Unreachable as error:
+        except (Unreachable, NetworkDown) as error:
             logger.debug("peer=%s not asked for moments: %s", peer[-6:], error)
         except HostileInput as error:
             self._node.traffic.refuse(error.reason)
