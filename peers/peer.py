@@ -149,12 +149,12 @@ class Peer:
             self.node, self.state, self.config, self.stop, self.serve, self._status, self._held_out
         )
         current = self._run_to_resume(wanted, options.run_id)
-        if current and (started := starter.resume(current)):
+        if current and (started := starter.resume(current, may_join=wanted is None)):
             _require(started.run, wanted, options)
             return started
         if self.config.network.initial_peers or wanted is None:
             joined = starter.join(
-                wanted, options.run_id, lambda run: _require(run, wanted, options)
+                wanted, options.run_id or current, lambda run: _require(run, wanted, options)
             )
             if joined:
                 return joined

@@ -88,8 +88,10 @@ class Starter:
 
     # ------------------------------------------------ resume
 
-    def resume(self, run_id: str) -> Started | None:
+    def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Goes on from the state directory; None when there is no record of the run.
+
+        None too if its configuration or manifest 0 is damaged, if it `may_join`: others have both.
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
@@ -98,11 +100,17 @@ class Starter:
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
         if record is None:
             return None
-        run = directory.read_config()
+        try:
+            run, founding = directory.read_config(), directory.read_founding()
+        except CorruptState as error:
+            if not may_join:
+                raise
+            logger.error("%s; joining the run anew", error)
+            return None
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.serve(store)
-        for blob in (run.canonical_json(), directory.read_founding().encoded):
+        for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record)
         damaged = store.verify(blobs_of(record.tip))

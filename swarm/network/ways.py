@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from hivemind.p2p import P2P
@@ -58,6 +59,7 @@ class Ways:
             lambda relay: self._relay.send(
                 relay, peer_id, payload, letter=Letter.MESSAGE, timeout_s=timeout_s
             ),
+            timeout_s,
         )
 
     async def request(self, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
@@ -68,6 +70,7 @@ class Ways:
             lambda relay: self._relay.send(
                 relay, peer_id, payload, letter=Letter.REQUEST, timeout_s=timeout_s
             ),
+            timeout_s,
         )
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
@@ -77,6 +80,7 @@ class Ways:
             peer_id,
             lambda: open_stream(path, peer_of(peer_id), protocol, timeout_s),
             lambda relay: self._relay.open_stream(relay, peer_id, protocol, timeout_s),
+            timeout_s,
         )
 
     async def _take(
@@ -84,6 +88,7 @@ class Ways:
         peer_id: str,
         straight: Callable[[], Awaitable[Result]],
         through: Callable[[str], Awaitable[Result]],
+        timeout_s: float,
     ) -> Result:
         route = self._routes.plan(peer_id, self._relays(), time.monotonic())
         failure: Unreachable = NoRoute(f"{peer_id}: {route.reason}")
@@ -101,13 +106,24 @@ class Ways:
             else:
                 self._routes.dialled(peer_id)
                 return result
-        for relay in route.relays:
+        try:
+            async with asyncio.timeout(timeout_s):  # for all relays together
+                return await self._ask_relays(peer_id, route.relays, through)
+        except (TimeoutError, NoRoute) as error:
+            logger.debug("%s through others: %s", peer_id, error)
+        raise failure
+
+    async def _ask_relays(
+        self, peer_id: str, relays: Sequence[str], through: Callable[[str], Awaitable[Result]]
+    ) -> Result:
+        for relay in relays:
+            is_reached = False
             try:
                 result = await through(relay)
+                is_reached = True
+                return result
             except NoRoute as error:
                 logger.debug("%s", error)
-                self._routes.relayed(peer_id, relay, False, time.monotonic())
-            else:
-                self._routes.relayed(peer_id, relay, True, time.monotonic())
-                return result
-        raise failure
+            finally:
+                self._routes.relayed(peer_id, relay, is_reached, time.monotonic())
+        raise NoRoute("no relay reaches it")

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
-from tests.scenarios.swarms import ROUND_S, contributes, has_rounds, rounds, write_run
+from tests.scenarios.swarms import (
+    ROUND_S,
+    contributes,
+    has_rounds,
+    rounds,
+    run_folder,
+    write_run,
+)
 
 pytestmark = pytest.mark.scenario
 
@@ -90,3 +97,18 @@ def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: Lo
     used = max(int(path.name) for path in Path(f"/proc/{victim.process.pid}/fd").iterdir())
     limited(swarm, victim, resource.RLIMIT_NOFILE, used + 1)
     is_back(swarm, victim)
+
+
+def test_a_damaged_configuration_and_list_of_peers_are_made_whole_by_the_others(
+    swarm: LocalSwarm,
+) -> None:
+    victim = swarm.peers[1]
+    victim.kill()
+    run = run_folder(victim)
+    for path in (run / "config.json", run / "founding", victim.folder / "port"):
+        path.write_bytes(b"\xff garbage")
+    with (victim.folder / "known_peers").open("ab") as file:
+        file.write(b"\xff\xfe garbage 7 8 9")
+    swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
+    is_back(swarm, victim)
+    assert "joining the run anew" in victim.output()
