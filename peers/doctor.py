@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import resource
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -18,7 +17,7 @@ from peers.findings import (
     Examined,
     Finding,
     Level,
-    Machine,
+    Local,
     Needs,
     Sight,
     can_take_part,
@@ -26,19 +25,29 @@ from peers.findings import (
     nat_of,
 )
 from peers.link_check import Rates, measured_rates, verdict_for
+from peers.machine import this_machine, wishes_of
 from peers.options import Options, option, options, program
 from peers.state_directory import StateDirectory
 from swarm import __version__
-from swarm.config import NetworkSection, RunConfig
-from swarm.errors import StateError, StateLocked, SwarmError, Unreachable
-from swarm.model.cost import cost_of
+from swarm.config import ComputeSection, NetworkSection, RunConfig
+from swarm.errors import (
+    ConfigError,
+    NobodyReachable,
+    StateError,
+    StateLocked,
+    SwarmError,
+    Unreachable,
+)
+from swarm.model.cost import cost_of, owned_per_peer
 from swarm.network.address_book import Remembered
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.joining import fetch_config, find_run, newest_tip, present_peers
 from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
+from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.records import PeerRecord, RunState
+from swarm.train.ladder import plan_engine
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +75,21 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
     --run it also says whether that run fits this machine. Exit code 0: it can take part; 1: not.
     """
     logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
-    network = given.peer_config().network
-    machine, remembered, port = _machine(given.state_dir)
+    config, folder = given.peer_config(), given.state_dir.expanduser()
+    local, remembered, port = _local(folder)
     wanted = given.run_config() if given.run else None
-    examined = _examine(network, machine, remembered, port, wanted=wanted, run_id=run_id)
+    around = Around()
+    if config.network.initial_peers or remembered:
+        around = _look_around(config.network, remembered, port, Asked(wanted, run_id))
+    run = around.run or wanted
+    examined = Examined(
+        local,
+        around.fault,
+        around.addresses,
+        around.sights,
+        *around.rates,
+        _needs(run, around, config.compute, folder) if run else None,
+    )
     findings = findings_of(examined)
     if given.as_json:
         click.echo(json.dumps(as_json(examined, findings)))
@@ -104,9 +124,8 @@ def as_json(examined: Examined, findings: Sequence[Finding]) -> dict[str, object
 # ---------------------------------------------------------------- this machine
 
 
-def _machine(state_dir: Path) -> tuple[Machine, tuple[Remembered, ...], int | None]:
+def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
     """This machine, and what its state directory knows of others."""
-    path = state_dir.expanduser()
     fault, in_use = None, False
     remembered: tuple[Remembered, ...] = ()
     port = None
@@ -120,52 +139,68 @@ def _machine(state_dir: Path) -> tuple[Machine, tuple[Remembered, ...], int | No
         in_use = True
     except (StateError, OSError) as error:
         fault = str(error)
-    machine = Machine(
-        disk_free_bytes=_disk_free_bytes(path),
-        memory_bytes=_memory_bytes(),
+    existing = next((p for p in (path, *path.parents) if p.exists()), None)
+    local = Local(
+        disk_free_bytes=shutil.disk_usage(existing).free if existing else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         state_fault=fault,
         state_in_use=in_use,
         version=__version__,
     )
-    return machine, remembered, port
+    return local, remembered, port
 
 
-def _disk_free_bytes(path: Path) -> int | None:
-    existing = next((p for p in (path, *path.parents) if p.exists()), None)
-    return shutil.disk_usage(existing).free if existing else None
-
-
-def _memory_bytes() -> int | None:
-    """Memory that programs can still get, by the kernel's own estimate."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached_bytes()
-    except (OSError, ValueError):
-        return None
-
-
-def _cached_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    sizes = dict(line.split(":", 1) for line in lines)
-    free, available = (int(sizes[key].split()[0]) for key in ("MemFree", "MemAvailable"))
-    return max(available - free, 0) * 1024
+def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path) -> Needs:
+    """What the run asks of this machine, as one peer more in it."""
+    num_peers = around.num_members + 1 if around.num_members else run.run.peers
+    owned = owned_per_peer(run, num_peers)
+    plan = plan_engine(run, owned, this_machine(compute, folder), wishes_of(compute, folder))
+    peaks = f"host {plan.need.host / 1e9:.1f} GB, device {plan.need.device / 1e9:.1f} GB"
+    return Needs(
+        around.run_id or run.run.name,
+        cost_of(run, num_peers).disk_bytes,
+        f"{plan.reason} ({peaks})",
+        plan.fits,
+        around.link,
+    )
 
 
 # ---------------------------------------------------------------- the others
 
 
-def _examine(
-    network: NetworkSection,
-    machine: Machine,
-    remembered: tuple[Remembered, ...],
-    port: int | None,
-    *,
-    wanted: RunConfig | None,
-    run_id: str | None,
-) -> Examined:
-    alone = Examined(machine, None, (), (), None, None, _needs_of(wanted) if wanted else None)
-    if not (network.initial_peers or remembered):
-        return alone
+@dataclass(frozen=True)
+class Asked:
+    """The run that a person asked about."""
+
+    wanted: RunConfig | None
+    run_id: str | None
+
+
+@dataclass(frozen=True)
+class Around:
+    """What there is beside this machine.
+
+    Attributes:
+        fault: why nothing could be found out.
+        addresses: that this machine listens on.
+        sights: what peers saw.
+        rates: down and up.
+        run: that is announced here; with its id, its number of members, what its rates mean.
+    """
+
+    fault: str | None = None
+    addresses: tuple[str, ...] = ()
+    sights: tuple[Sight, ...] = ()
+    rates: Rates = (None, None)
+    run: RunConfig | None = None
+    run_id: str | None = None
+    num_members: int = 0
+    link: LinkVerdict | None = None
+
+
+def _look_around(
+    network: NetworkSection, remembered: tuple[Remembered, ...], port: int | None, asked: Asked
+) -> Around:
     try:
         node = Node.start(
             identity_path=None,
@@ -176,38 +211,33 @@ def _examine(
             deadline_s=START_S,
             must_reach=False,
         )
+    except ConfigError:
+        raise
     except SwarmError as error:
-        if error.exit_code == 2:
-            raise
-        return Examined(machine, str(error), (), (), None, None, alone.needs)
+        return Around(fault=str(error))
     try:
-        return node.run(_look_around(node, alone, wanted, run_id), LOOK_S)
+        return node.run(_ask_others(node, asked), LOOK_S)
     except TimeoutError:
-        fault = f"the network answered too slowly (limit {LOOK_S:.0f} s)"
-        return Examined(machine, fault, node.addresses, (), None, None, alone.needs)
+        return Around(fault=f"the network answered too slowly (limit {LOOK_S:.0f} s)")
     finally:
         node.stop(5.0)
 
 
-async def _look_around(
-    node: Node, alone: Examined, wanted: RunConfig | None, run_id: str | None
-) -> Examined:
+async def _ask_others(node: Node, asked: Asked) -> Around:
     await asyncio.sleep(0 if node.num_neighbours else SETTLE_S)
+    found = Around(addresses=node.addresses)
     if not node.num_neighbours:
-        fault = "no known address answers as a peer"
-        return Examined(alone.machine, fault, node.addresses, (), None, None, alone.needs)
-    present, needs, rates = await _look_at_run(node, wanted, run_id)
-    asked = sorted({*node.neighbours, *present} - {node.peer_id})[:ASKED]
-    seen = await asyncio.gather(*(_sight(node, peer) for peer in asked))
+        return replace(found, fault="no known address answers as a peer")
+    present: dict[str, PeerRecord] = {}
+    try:
+        found, present = await _look_at_run(node, found, asked)
+    except NobodyReachable as error:  # its neighbours can still say what they see
+        logger.info("the run was not looked at: %s", error)
+    peers = sorted({*node.neighbours, *present} - {node.peer_id})[:ASKED]
+    seen = await asyncio.gather(*(_sight(node, peer) for peer in peers))
     sights = tuple(sight for sight in seen if sight)
-    return Examined(
-        alone.machine,
-        None if sights else "peers are there, but none answers questions",
-        node.addresses,
-        sights,
-        *rates,
-        needs or alone.needs,
-    )
+    fault = None if sights else "peers are there, but none answers questions"
+    return replace(found, fault=fault, sights=sights)
 
 
 async def _sight(node: Node, peer: str) -> Sight | None:
@@ -223,37 +253,36 @@ async def _sight(node: Node, peer: str) -> Sight | None:
         round(look.clock_offset_s, 3),
         look.about.version,
         look.about.seen_at,
-        bool(node.addresses),
+        bool(node.port),
         fault,
     )
 
 
 async def _look_at_run(
-    node: Node, wanted: RunConfig | None, run_id: str | None
-) -> tuple[dict[str, PeerRecord], Needs | None, Rates]:
-    """Who is in the run that is announced here, what it needs, and the rates to its peers."""
-    fingerprint = wanted.fingerprint() if wanted else None
-    announced = await find_run(node, fingerprint=fingerprint, wanted=run_id, deadline_s=FIND_S)
+    node: Node, found: Around, asked: Asked
+) -> tuple[Around, dict[str, PeerRecord]]:
+    """The run that is announced here, what it means for this link, and who is in it."""
+    fingerprint = asked.wanted.fingerprint() if asked.wanted else None
+    announced = await find_run(
+        node, fingerprint=fingerprint, wanted=asked.run_id, deadline_s=FIND_S
+    )
     if announced is None:
-        return {}, None, (None, None)
+        return found, {}
     record = announced.record
     present = await present_peers(node, record.run)
     rates = await measured_rates(node, present)
     store = BlobStore(None)
     downloads = Downloads(node, store)
     run = await fetch_config(announced, downloads)
+    found = replace(found, rates=rates, run=run)
     if record.state is RunState.GATHERING:
-        return present, _needs_of(run), rates
+        return found, present
     tip = (await newest_tip(node, store, downloads, record, present)).tip
-    cost = cost_of(run, len(tip.members) + 1)
     link = verdict_for(run, tip, present, rates)
-    needs = Needs(record.run, cost.disk_bytes, cost.state_bytes_per_peer, link)
-    return present, needs, rates
-
-
-def _needs_of(run: RunConfig) -> Needs:
-    cost = cost_of(run, run.run.peers)
-    return Needs(run.run.name, cost.disk_bytes, cost.state_bytes_per_peer, None)
+    return (
+        replace(found, run_id=record.run, num_members=len(tip.members), link=link),
+        present,
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ CLOCK_LIMIT_S = 3.0
 CLOCK_NEAR_S = 1.0
 LONG_RTT_MS = 1000.0
 FEW_FILES = 1024
-MEMORY_MARGIN = 1.3
-"""Activations and the process itself come on top of the training state."""
 
 
 class Level(Enum):
@@ -37,12 +35,11 @@ class Nat(Enum):
 
 
 @dataclass(frozen=True)
-class Machine:
-    """This machine; None where it could not be read."""
+class Local:
+    """This machine and its state directory."""
 
     disk_free_bytes: int | None
-    memory_bytes: int | None
-    """Available now."""
+    """None where it could not be read."""
     open_files: int
     """Limit of this process."""
     state_fault: str | None
@@ -76,11 +73,20 @@ class Sight:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a peer."""
+    """What a run asks of a peer.
+
+    Attributes:
+        name: of the run.
+        disk_bytes: of the state directory.
+        engine: the engine that was planned for this machine, in words.
+        engine_fits: whether its memory is there.
+        link: None where nobody could be asked.
+    """
 
     name: str
     disk_bytes: float
-    state_bytes: float
+    engine: str
+    engine_fits: bool
     link: LinkVerdict | None
 
 
@@ -89,7 +95,7 @@ class Examined:
     """All measurements.
 
     Attributes:
-        machine: this one.
+        local: this machine.
         network_fault: why there is no connection at all.
         addresses: that this machine listens on; empty in client mode.
         sights: of the peers that answered.
@@ -98,7 +104,7 @@ class Examined:
         needs: of the run, if one was named or found.
     """
 
-    machine: Machine
+    local: Local
     network_fault: str | None
     addresses: tuple[str, ...]
     sights: tuple[Sight, ...]
@@ -119,7 +125,7 @@ class Finding:
 
 def findings_of(examined: Examined) -> tuple[Finding, ...]:
     """Everything that there is to say, in a fixed order of topics."""
-    found = [*_of_machine(examined.machine)]
+    found = [*_of_local(examined.local)]
     if examined.network_fault:
         found.append(
             Finding(
@@ -132,7 +138,7 @@ def findings_of(examined: Examined) -> tuple[Finding, ...]:
             _of_clock(examined.sights),
             _of_reachability(examined.addresses, examined.sights),
             _of_latency(examined.sights),
-            _of_versions(examined.machine.version, examined.sights),
+            _of_versions(examined.local.version, examined.sights),
             _of_rates(examined.down_mbit, examined.up_mbit),
         ]
     else:
@@ -143,7 +149,7 @@ def findings_of(examined: Examined) -> tuple[Finding, ...]:
             )
         )  # fmt: skip
     if examined.needs:
-        found += _of_needs(examined.needs, examined.machine)
+        found += _of_needs(examined.needs, examined.local)
     return tuple(found)
 
 
@@ -170,20 +176,20 @@ def nat_of(addresses: Sequence[str], seen_at: Sequence[str]) -> Nat:
     return Nat.SAME_PORT if len({port for _, port in seen}) == 1 else Nat.OTHER_PORTS
 
 
-def _of_machine(machine: Machine) -> list[Finding]:
-    if machine.state_fault:
+def _of_local(local: Local) -> list[Finding]:
+    if local.state_fault:
         state = Finding(
-            "state directory", Level.FAULT, machine.state_fault,
+            "state directory", Level.FAULT, local.state_fault,
             "name another one with --state-dir, or free space and set its permissions",
         )  # fmt: skip
-    elif machine.state_in_use:
+    elif local.state_in_use:
         state = Finding("state directory", Level.GOOD, "a peer is running with it now")
     else:
         state = Finding("state directory", Level.GOOD, "can be written")
-    files = Finding("open files", Level.GOOD, f"limit {machine.open_files}")
-    if machine.open_files < FEW_FILES:
+    files = Finding("open files", Level.GOOD, f"limit {local.open_files}")
+    if local.open_files < FEW_FILES:
         files = Finding(
-            "open files", Level.WARNING, f"limit {machine.open_files}, below {FEW_FILES}",
+            "open files", Level.WARNING, f"limit {local.open_files}, below {FEW_FILES}",
             f"ulimit -n {FEW_FILES} before the start",
         )  # fmt: skip
     return [state, files]
@@ -243,14 +249,12 @@ def _of_rates(down_mbit: float | None, up_mbit: float | None) -> Finding:
     return Finding("rate", Level.GOOD, f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up")
 
 
-def _of_needs(needs: Needs, machine: Machine) -> list[Finding]:
-    found = [
-        _room("disk", needs.name, needs.disk_bytes, machine.disk_free_bytes, "free space"),
-        _room(
-            "memory", needs.name, needs.state_bytes * MEMORY_MARGIN, machine.memory_bytes,
-            "stop other programs, or train with a smaller --capacity",
-        ),
-    ]  # fmt: skip
+def _of_needs(needs: Needs, local: Local) -> list[Finding]:
+    remedy = "stop other programs, own fewer experts with --capacity, or see swarm-plan"
+    memory = Finding("memory", Level.GOOD, needs.engine)
+    if not needs.engine_fits:
+        memory = Finding("memory", Level.FAULT, needs.engine, remedy)
+    found = [_of_disk(needs, local.disk_free_bytes), memory]
     if needs.link:
         levels = {Fitness.HOPELESS: Level.FAULT, Fitness.ENOUGH: Level.GOOD}
         level = levels.get(needs.link.fitness, Level.WARNING)
@@ -259,10 +263,12 @@ def _of_needs(needs: Needs, machine: Machine) -> list[Finding]:
     return found
 
 
-def _room(topic: str, name: str, needed: float, have: int | None, remedy: str) -> Finding:
-    if have is None:
-        return Finding(topic, Level.WARNING, "could not be read", remedy)
-    text = f"{have / 1e9:.1f} GB available, {name} needs about {needed / 1e9:.1f} GB"
-    if have < needed:
-        return Finding(topic, Level.FAULT, text, remedy)
-    return Finding(topic, Level.GOOD, text)
+def _of_disk(needs: Needs, free_bytes: int | None) -> Finding:
+    remedy = "free space, or name a directory on another disk with --state-dir"
+    if free_bytes is None:
+        return Finding("disk", Level.WARNING, "could not be read", remedy)
+    needed = needs.disk_bytes
+    text = f"{free_bytes / 1e9:.1f} GB free, {needs.name} needs about {needed / 1e9:.1f} GB"
+    if free_bytes < needed:
+        return Finding("disk", Level.FAULT, text, remedy)
+    return Finding("disk", Level.GOOD, text)

@@ -10,7 +10,7 @@ from peers.findings import (
     Examined,
     Finding,
     Level,
-    Machine,
+    Local,
     Nat,
     Needs,
     Sight,
@@ -23,13 +23,14 @@ from swarm.protocol.fitness import Fitness, LinkVerdict
 GB = 10**9
 ME = "/ip4/192.168.1.7/tcp/4001/p2p/QmMe"
 OUTSIDE = "/ip4/203.0.113.5/tcp/{}"
-MACHINE = Machine(
-    disk_free_bytes=100 * GB, memory_bytes=16 * GB, open_files=4096, state_fault=None,
-    state_in_use=False, version="0.1.0",
+LOCAL = Local(
+    disk_free_bytes=100 * GB, open_files=4096, state_fault=None, state_in_use=False,
+    version="0.1.0",
 )  # fmt: skip
 SIGHT = Sight("QmA", 12.0, 0.01, "0.1.0", OUTSIDE.format(4001), True, None)
 ENOUGH = LinkVerdict(Fitness.ENOUGH, 1.0, "fast")
-GOOD = Examined(MACHINE, None, (ME,), (SIGHT,), 50.0, 20.0, Needs("demo", GB, GB, ENOUGH))
+NEEDS = Needs("demo", GB, "resident: the fastest that fits", True, ENOUGH)
+GOOD = Examined(LOCAL, None, (ME,), (SIGHT,), 50.0, 20.0, NEEDS)
 
 
 def finding(examined: Examined, topic: str) -> Finding:
@@ -62,35 +63,35 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (replace(GOOD, network_fault="dead"), "network", Level.FAULT, "dead"),
         (replace(GOOD, sights=()), "network", Level.WARNING, "no peer was asked"),
         (
-            replace(GOOD, machine=replace(MACHINE, disk_free_bytes=GB // 2)),
-            "disk", Level.FAULT, "0.5 GB available, demo needs about 1.0 GB",
+            replace(GOOD, local=replace(LOCAL, disk_free_bytes=GB // 2)),
+            "disk", Level.FAULT, "0.5 GB free, demo needs about 1.0 GB",
         ),
         (
-            replace(GOOD, machine=replace(MACHINE, memory_bytes=GB)),
-            "memory", Level.FAULT, "1.0 GB available, demo needs about 1.3 GB",
+            replace(GOOD, local=replace(LOCAL, disk_free_bytes=None)),
+            "disk", Level.WARNING, "could not be read",
         ),
         (
-            replace(GOOD, machine=replace(MACHINE, memory_bytes=None)),
-            "memory", Level.WARNING, "could not be read",
+            replace(GOOD, needs=replace(NEEDS, engine="nothing fits", engine_fits=False)),
+            "memory", Level.FAULT, "nothing fits",
         ),
         (
-            replace(GOOD, machine=replace(MACHINE, state_fault="read-only")),
+            replace(GOOD, local=replace(LOCAL, state_fault="read-only")),
             "state directory", Level.FAULT, "read-only",
         ),
         (
-            replace(GOOD, machine=replace(MACHINE, state_in_use=True)),
+            replace(GOOD, local=replace(LOCAL, state_in_use=True)),
             "state directory", Level.GOOD, "running with it",
         ),
         (
-            replace(GOOD, machine=replace(MACHINE, open_files=256)),
+            replace(GOOD, local=replace(LOCAL, open_files=256)),
             "open files", Level.WARNING, "limit 256",
         ),
         (
-            replace(GOOD, needs=Needs("demo", 1, 1, replace(ENOUGH, fitness=Fitness.SLOW))),
+            replace(GOOD, needs=replace(NEEDS, link=replace(ENOUGH, fitness=Fitness.SLOW))),
             "link", Level.WARNING, "fast",
         ),
         (
-            replace(GOOD, needs=Needs("demo", 1, 1, replace(ENOUGH, fitness=Fitness.HOPELESS))),
+            replace(GOOD, needs=replace(NEEDS, link=replace(ENOUGH, fitness=Fitness.HOPELESS))),
             "link", Level.FAULT, "fast",
         ),
     ],
