@@ -91,6 +91,7 @@ def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
     assert rounds(swarm.peers[0])[-1]["round"] > known
 
 
+@pytest.mark.exhaustive
 def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: LocalSwarm) -> None:
     victim = swarm.peers[0]
     assert victim.process is not None
@@ -99,6 +100,7 @@ def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: Lo
     is_back(swarm, victim)
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_configuration_and_list_of_peers_are_made_whole_by_the_others(
     swarm: LocalSwarm,
 ) -> None:
