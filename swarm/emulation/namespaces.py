@@ -32,6 +32,7 @@ FAST_MBIT = 200.0
 FAST_MTU_BYTES = 9000
 """Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
 COMMAND_S = 10.0
+TCP, SYN, ACK = 6, 0x02, 0x10
 IDLE_S = 0.2
 
 
@@ -58,6 +59,7 @@ class NamespaceLinks:
         """Peer -> file descriptor of its TUN device."""
         self._peers: dict[int, int] = {}
         """The other way round."""
+        self._hidden: set[int] = set()
         self._lock = threading.Lock()
         self._poll = select.epoll()
         self._is_open = True
@@ -114,6 +116,11 @@ class NamespaceLinks:
         with self._lock:
             self._shaper.cuts.heal()
 
+    def hide(self, peers: Sequence[int]) -> None:
+        """From now on nobody can open a connection to these peers, as behind a router."""
+        with self._lock:
+            self._hidden |= set(peers)
+
     def close(self) -> None:
         """Ends the thread and removes the namespaces; the peers in them have ended by now."""
         self._is_open = False
@@ -148,7 +155,7 @@ class NamespaceLinks:
         with self._lock:
             source, target = self._peers[handle], packet[18]
             outlet = self._devices.get(target)
-            if outlet is None:
+            if outlet is None or (target in self._hidden and _opens(packet)):
                 return
             at_s, reason = self._shaper.arrives_at(time.monotonic(), source, target, len(packet))
         self.packets[reason] = self.packets.get(reason, 0) + 1
@@ -172,6 +179,13 @@ def _read_all(handle: int, mtu_bytes: int) -> list[bytes]:
             found.append(os.read(handle, mtu_bytes + 64))
         except BlockingIOError:
             return found
+
+
+def _opens(packet: bytes) -> bool:
+    """Whether an IPv4 packet begins a TCP connection, or is of a protocol without any."""
+    header_bytes = (packet[0] & 0x0F) * 4
+    is_tcp = packet[9] == TCP and len(packet) > header_bytes + 13
+    return not is_tcp or packet[header_bytes + 13] & (SYN | ACK) == SYN
 
 
 def _write(handle: int, packet: bytes) -> None:
