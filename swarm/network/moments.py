@@ -117,7 +117,10 @@ class MomentsExchange:
         for moments in self.shelf.all():
             entry = manifest.entries.get(expert_unit(moments.expert))
             if entry is None or is_outdated(moments, entry.version, every):
-                self.shelf.drop(moments)
+                try:
+                    self.shelf.drop(moments)
+                except StateError as error:
+                    logger.error("moments that are outdated stay: %s", error)
 
     # ------------------------------------------------ answering
 

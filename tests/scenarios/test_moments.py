@@ -1,4 +1,4 @@
-"""Adam moments outlive the peer that had them: after kill -9 by the backup, after a leave by hand."""
+"""Adam moments outlive their peer: in a backup after kill -9, handed over when it leaves."""
 
 import signal
 from pathlib import Path
