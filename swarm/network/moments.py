@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from swarm.protocol.moments import (
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+MAX_UNANSWERED = 5
+"""A peer that does not answer so often in a row is gone: nothing is announced to it any more."""
 HANDOVER_S = 10.0
 """How long a new owner waits for the newest moments of an owner before it that still answers."""
 
@@ -192,18 +195,21 @@ class MomentsExchange:
         self._settled = {d: s for d, s in self._settled.items() if self.shelf.holds(d)}
         for moments in wanted_by:
             self._settled.setdefault(moments.digest, set())
+        unanswered: Counter[PeerId] = Counter()
         while loop.time() < end_s:
             waits_for = {
                 peer
                 for moments, peers in wanted_by.items()
                 if self.shelf.holds(moments.digest)  # else newer ones have taken its place
                 for peer in peers
-                if peer not in self._holders(moments)
+                if peer not in self._holders(moments) and unanswered[peer] < MAX_UNANSWERED
             }
             if not waits_for:
                 break
             self._confirmed.clear()
-            await self._client.ask_all(sorted(waits_for), Question(news=True))
+            answers = await self._client.ask_all(sorted(waits_for), Question(news=True))
+            for peer in sorted(waits_for):
+                unanswered[peer] = 0 if peer in answers else unanswered[peer] + 1
             await _wait_for(self._confirmed)
         return tuple(m for m, peers in wanted_by.items() if self._holders(m).issuperset(peers))
 

@@ -163,6 +163,15 @@ def test_a_newer_backup_takes_the_place_of_the_last(swarm: Swarm) -> None:
     assert len(holder.store) == 1
 
 
+def test_a_peer_that_is_gone_is_given_up(swarm: Swarm) -> None:
+    owner = swarm.owner_of(0)
+    holder = swarm.of(backup_holders(swarm.tip)[0])
+    holder.die()
+    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    told = owner.exchange.announce({kept: (holder.node.peer_id,)}, 10 * SOON_S)
+    assert told.result(SOON_S) == ()
+
+
 def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     giver = swarm.owner_of(1)
     taker = next(side for side in swarm.sides if side is not giver)
