@@ -190,7 +190,10 @@ class MomentsExchange:
     async def _announce(
         self, wanted_by: Mapping[Moments, Sequence[PeerId]], deadline_s: float
     ) -> tuple[Moments, ...]:
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         end_s = loop.time() + deadline_s
         self._settled = {d: s for d, s in self._settled.items() if self.shelf.holds(d)}
         for moments in wanted_by:

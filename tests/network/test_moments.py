@@ -199,6 +199,18 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
     assert arrival.reason == "moments of round 1 from the backup here"
 
 
+def test_an_owner_whose_private_state_is_gone_gets_its_moments_back(swarm: Swarm) -> None:
+    owner = swarm.owner_of(0)
+    holder = swarm.of(backup_holders(swarm.tip)[0])
+    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
+    owner.exchange.shelf.drop(kept)
+    owner.store.collect(set())
+    owner.exchange.take_up([0], swarm.tip, swarm.tip)
+    reason = f"moments of round 1 from the backup at {holder.node.peer_id}"
+    assert owner.arrival().reason == reason
+
+
 def test_a_backup_elsewhere_is_fetched_from_there(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
