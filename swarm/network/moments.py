@@ -337,4 +337,6 @@ def _where_from(me: PeerId, peer: PeerId, moments: Moments, previous: Manifest) 
     if peer in previous.owners.get(moments.expert, ()):
         return f"moments of round {moments.round} handed over by {peer}"
     where = "here" if peer == me else f"at {peer}"
-    return f"moments of round {moments.round} from the backup {where}"
+    age = previous.entries[expert_unit(moments.expert)].version - moments.round
+    older = f", {age} rounds older than the weights" if age > 0 else ""
+    return f"moments of round {moments.round} from the backup {where}{older}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swarm.experts import expert_unit
 from swarm.network import moments as module
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
@@ -193,10 +194,14 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
     after = swarm.given_to(holder, 0, number=5)
-    holder.exchange.take_up([0], swarm.tip, after)
+    unit = expert_unit(0)
+    renewed = replace(swarm.tip.entries[unit], version=3)
+    before = replace(swarm.tip, entries={**swarm.tip.entries, unit: renewed})
+    holder.exchange.take_up([0], before, after)
     arrival = holder.arrival()
     assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.5)
-    assert arrival.reason == "moments of round 1 from the backup here"
+    where = "from the backup here, 2 rounds older than the weights"
+    assert arrival.reason == f"moments of round 1 {where}"
 
 
 def test_an_owner_whose_private_state_is_gone_gets_its_moments_back(swarm: Swarm) -> None:
