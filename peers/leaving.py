@@ -18,6 +18,8 @@ from swarm.protocol.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+COURTESY_S = 30.0
+"""With nothing left to hand over, a peer waits for the manifest without it no longer than this."""
 
 
 class Stop:
@@ -68,14 +70,15 @@ def leave(driver: RoundDriver, keeper: MomentsKeeper, adopted: Manifest, stop: S
         stop: bounds all of it.
     """
     driver.leave()
-    offered_at = None
+    began_s, offered_at = time.monotonic(), None
     while stop.remaining_s > 0:
         tip = driver.tip
         if offered_at is None or (tip.digest != offered_at and keeper.model.me not in tip.members):
             if adopted.digest != tip.digest or keeper.model.me in tip.members:
                 keeper.leave(adopted, tip, stop.remaining_s)
             offered_at = tip.digest
-        if driver.left is not None and keeper.all_handed_over():
+        may_go = driver.left is not None or time.monotonic() - began_s > COURTESY_S
+        if may_go and keeper.all_handed_over():
             break
         driver.wait_for_tip(tip.digest, POLL_S)
         time.sleep(POLL_S if driver.left else 0)  # it no longer waits once this peer has left

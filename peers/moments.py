@@ -21,6 +21,7 @@ from torch import Tensor
 from peers.live_model import BlobGone, LiveModel
 from peers.status import PeerStatus
 from swarm.codecs import decode_unit, encode_unit
+from swarm.errors import StateError
 from swarm.experts import expert_unit
 from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.patience import patiently
@@ -70,7 +71,8 @@ class MomentsKeeper:
         if not is_backup_round(number, self.every):
             return
         began_s, holders = time.monotonic(), backup_holders(tip)
-        self._copies = [self._keep(e, number) for e in sorted(self.model.bases) if e in holders]
+        mine = [expert for expert in sorted(self.model.bases) if expert in holders]
+        self._copies = [kept for e in mine if (kept := self._keep(e, number))]
         if self._copies:
             logger.info(
                 "backup round=%d experts=%d bytes=%d copied in %.2f s", number,
@@ -84,11 +86,7 @@ class MomentsKeeper:
         counted = manifest.kind is Kind.QUORUM and me in manifest.contributors
         number = manifest.round if counted else previous.round
         newcomers = handed_over(me, previous, manifest)
-        self._given_up = {
-            self._keep(expert, number, for_good=True): peers
-            for expert, peers in newcomers.items()
-            if expert in self.model.bases
-        }
+        self._given_up = self._keep_for(newcomers, number)
 
     def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
         """Tells others what is here for them, and looks for the moments of what is new here."""
@@ -123,14 +121,10 @@ class MomentsKeeper:
         """
         if self.model.me in tip.members:
             holders = backup_holders(tip)
-            whom: dict[int, tuple[PeerId, ...]] = {
-                e: (holders[e],) for e in sorted(self.model.bases) if e in holders
-            }
+            whom: dict[int, tuple[PeerId, ...]] = {e: (peer,) for e, peer in holders.items()}
         else:
-            newcomers = handed_over(self.model.me, adopted, tip)
-            whom = {e: peers for e, peers in newcomers.items() if e in self.model.bases}
-        wanted = {self._keep(e, adopted.round, for_good=True): peers for e, peers in whom.items()}
-        self._announce(wanted, deadline_s, is_handover=True)
+            whom = handed_over(self.model.me, adopted, tip)
+        self._announce(self._keep_for(whom, adopted.round), deadline_s, is_handover=True)
 
     def all_handed_over(self) -> bool:
         """Whether everything that others need is confirmed to be there, or given up."""
@@ -147,8 +141,23 @@ class MomentsKeeper:
         }
         return f"moments of {len(there)} of {len(wanted)} experts handed over"
 
-    def _keep(self, expert: int, number: int, *, for_good: bool = False) -> Moments:
-        """Puts an expert's moments out; `for_good` with masters, where the wire rounds them."""
+    def _keep_for(
+        self, whom: Mapping[int, tuple[PeerId, ...]], number: int
+    ) -> dict[Moments, tuple[PeerId, ...]]:
+        """Puts out, for good, what is mine of these experts."""
+        kept = {
+            self._keep(expert, number, for_good=True): peers
+            for expert, peers in whom.items()
+            if expert in self.model.bases
+        }
+        return {moments: peers for moments, peers in kept.items() if moments}
+
+    def _keep(self, expert: int, number: int, *, for_good: bool = False) -> Moments | None:
+        """Puts an expert's moments out; `for_good` with masters, where the wire rounds them.
+
+        Returns:
+            None if the disk does not take them: a copy is worth no interruption.
+        """
         engine, layout = self.model.engine, self.model.agreed.layout
         with_master = for_good and self.model.run.wire.experts != "fp32"
         tensors = engine.read_moments(expert)
@@ -157,7 +166,11 @@ class MomentsKeeper:
             masters = engine.read(names)
             tensors |= {f"{MASTER}.{name}": masters[name] for name in names}
         blob = encode_unit(moments_layout(layout, expert, with_master=with_master), tensors)
-        return patiently(partial(self.exchange.keep, expert, number, blob), "moments")
+        try:
+            return self.exchange.keep(expert, number, blob)
+        except StateError as error:
+            logger.error("moments of expert %d are not kept for others: %s", expert, error)
+            return None
 
     def _announce(
         self,

@@ -260,7 +260,8 @@ class Trainer:
         can_wait = state is PeerState.AVERAGING and self.rounds.left is None
         if not can_wait or self.stop.remaining_s < self.stop.leave_timeout_s / 4:
             raise StopAsked
-        self.rounds.leave()
+        if len(self.rounds.tip.members) > 1:  # one alone would go without its round
+            self.rounds.leave()
 
     # ------------------------------------------------ going on where we were
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from swarm.protocol.moments import (
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+MAX_UNANSWERED = 5
+"""A peer that does not answer so often in a row is gone: nothing is announced to it any more."""
 HANDOVER_S = 10.0
 """How long a new owner waits for the newest moments of an owner before it that still answers."""
 
@@ -117,7 +120,10 @@ class MomentsExchange:
         for moments in self.shelf.all():
             entry = manifest.entries.get(expert_unit(moments.expert))
             if entry is None or is_outdated(moments, entry.version, every):
-                self.shelf.drop(moments)
+                try:
+                    self.shelf.drop(moments)
+                except StateError as error:
+                    logger.error("moments that are outdated stay: %s", error)
 
     # ------------------------------------------------ answering
 
@@ -184,23 +190,29 @@ class MomentsExchange:
     async def _announce(
         self, wanted_by: Mapping[Moments, Sequence[PeerId]], deadline_s: float
     ) -> tuple[Moments, ...]:
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         end_s = loop.time() + deadline_s
         self._settled = {d: s for d, s in self._settled.items() if self.shelf.holds(d)}
         for moments in wanted_by:
             self._settled.setdefault(moments.digest, set())
+        unanswered: Counter[PeerId] = Counter()
         while loop.time() < end_s:
             waits_for = {
                 peer
                 for moments, peers in wanted_by.items()
                 if self.shelf.holds(moments.digest)  # else newer ones have taken its place
                 for peer in peers
-                if peer not in self._holders(moments)
+                if peer not in self._holders(moments) and unanswered[peer] < MAX_UNANSWERED
             }
             if not waits_for:
                 break
             self._confirmed.clear()
-            await self._client.ask_all(sorted(waits_for), Question(news=True))
+            answers = await self._client.ask_all(sorted(waits_for), Question(news=True))
+            for peer in sorted(waits_for):
+                unanswered[peer] = 0 if peer in answers else unanswered[peer] + 1
             await _wait_for(self._confirmed)
         return tuple(m for m, peers in wanted_by.items() if self._holders(m).issuperset(peers))
 
@@ -325,4 +337,6 @@ def _where_from(me: PeerId, peer: PeerId, moments: Moments, previous: Manifest) 
     if peer in previous.owners.get(moments.expert, ()):
         return f"moments of round {moments.round} handed over by {peer}"
     where = "here" if peer == me else f"at {peer}"
-    return f"moments of round {moments.round} from the backup {where}"
+    age = previous.entries[expert_unit(moments.expert)].version - moments.round
+    older = f", {age} rounds older than the weights" if age > 0 else ""
+    return f"moments of round {moments.round} from the backup {where}{older}"

@@ -25,7 +25,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 MAX_ASKED = 16
 """Peers asked for the moments of one expert."""
-MAX_EXPERTS = 4096
+MAX_EXPERTS = 2048
 
 
 @dataclass(frozen=True)

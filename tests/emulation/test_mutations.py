@@ -42,8 +42,8 @@ CAUGHT_BY_SCHEDULE = {
     "no_base_check_at_merge": "C:2",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "D:420",
-    "promise_not_recorded": "D:41",
-    "lowest_accepted": "B:47",
+    "promise_not_recorded": "D:47",
+    "lowest_accepted": "D:191",
     "ballot_zero_reused": "D:4342",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with

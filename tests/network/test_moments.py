@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swarm.experts import expert_unit
 from swarm.network import moments as module
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
@@ -163,6 +164,15 @@ def test_a_newer_backup_takes_the_place_of_the_last(swarm: Swarm) -> None:
     assert len(holder.store) == 1
 
 
+def test_a_peer_that_is_gone_is_given_up(swarm: Swarm) -> None:
+    owner = swarm.owner_of(0)
+    holder = swarm.of(backup_holders(swarm.tip)[0])
+    holder.die()
+    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    told = owner.exchange.announce({kept: (holder.node.peer_id,)}, 10 * SOON_S)
+    assert told.result(SOON_S) == ()
+
+
 def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     giver = swarm.owner_of(1)
     taker = next(side for side in swarm.sides if side is not giver)
@@ -184,10 +194,26 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
     after = swarm.given_to(holder, 0, number=5)
-    holder.exchange.take_up([0], swarm.tip, after)
+    unit = expert_unit(0)
+    renewed = replace(swarm.tip.entries[unit], version=3)
+    before = replace(swarm.tip, entries={**swarm.tip.entries, unit: renewed})
+    holder.exchange.take_up([0], before, after)
     arrival = holder.arrival()
     assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.5)
-    assert arrival.reason == "moments of round 1 from the backup here"
+    where = "from the backup here, 2 rounds older than the weights"
+    assert arrival.reason == f"moments of round 1 {where}"
+
+
+def test_an_owner_whose_private_state_is_gone_gets_its_moments_back(swarm: Swarm) -> None:
+    owner = swarm.owner_of(0)
+    holder = swarm.of(backup_holders(swarm.tip)[0])
+    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
+    owner.exchange.shelf.drop(kept)
+    owner.store.collect(set())
+    owner.exchange.take_up([0], swarm.tip, swarm.tip)
+    reason = f"moments of round 1 from the backup at {holder.node.peer_id}"
+    assert owner.arrival().reason == reason
 
 
 def test_a_backup_elsewhere_is_fetched_from_there(swarm: Swarm) -> None:

@@ -21,7 +21,7 @@ from swarm.network.moments import Arrival, MomentsExchange
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.protocol.moments import Moments, backup_holders
+from swarm.protocol.moments import Moments, backup_holders, moments_layout
 from swarm.train.engine import ResidentEngine
 from tests.train.runs import batch, same, tiny_run
 
@@ -239,6 +239,21 @@ def test_moments_of_an_expert_that_went_again_are_dropped(
     other.exchange.deliver(*handed(me))
     other.keeper.install()
     assert other.status.taken == []
+
+
+def test_a_co_owner_that_stays_shares_its_moments_and_keeps_them(
+    me: Side, store: BlobStore
+) -> None:
+    expert = mine(me)
+    me.at = replace(me.at, owners={**me.at.owners, expert: ("me", "other")})
+    me.train(2)
+    moments = me.model.engine.read_moments(expert)
+    me.move_to(replace(after_round(me, store, owner="me"), owners={expert: ("me", "third")}))
+    told, blob = handed(me)
+    assert me.exchange.announced == [{told: ("third",)}]
+    assert same(me.model.engine.read_moments(expert), moments)
+    size = moments_layout(LAYOUT, expert, with_master=True).num_bytes
+    assert len(blob) == told.num_bytes == size
 
 
 def test_backups_go_in_due_rounds_to_who_would_adopt_once_the_round_is_over(

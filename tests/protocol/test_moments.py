@@ -1,9 +1,12 @@
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import swarm.protocol
 from swarm.errors import BadMessage
 from swarm.experts import expert_unit
 from swarm.protocol.layout import layout_of
@@ -162,6 +165,16 @@ def test_a_moments_blob_is_first_moments_second_moments_and_perhaps_masters():
     assert layout_of_size(LAYOUT, 1, long.num_bytes) == long
     assert layout_of_size(LAYOUT, 1, short.num_bytes - 4) is None
     assert layout_of_size(LAYOUT, 99, short.num_bytes) is None
+
+
+def test_nothing_that_decides_a_round_knows_of_moments():
+    """So no agreed value can depend on them, and nobody can wait for them."""
+    protocol = Path(swarm.protocol.__file__).parent
+    deciding = [*(protocol / "rounds").glob("*.py")]
+    deciding += [protocol / f"{name}.py" for name in ("manifest", "messages", "wire", "membership")]
+    assert len(deciding) > 15
+    imports = re.compile(r"^(from|import) .*moments", re.MULTILINE)
+    assert not [path.name for path in deciding if imports.search(path.read_text())]
 
 
 def test_questions_and_answers_read_back():

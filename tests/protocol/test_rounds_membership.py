@@ -3,7 +3,7 @@
 from swarm.protocol.events import LeaveAsked, Record, Topic
 from swarm.protocol.messages import Accept, Message, Ready
 from swarm.protocol.rounds import Phase
-from tests.protocol.round_pump import Node, Pump, start_swarm
+from tests.protocol.round_pump import Node, Pump, make_rules, start_swarm
 
 
 def join(pump: Pump, peer: str, *, via: str = "A") -> Node:
@@ -158,3 +158,16 @@ def test_a_live_peer_that_is_always_too_slow_keeps_its_vote() -> None:
     assert tip.members[slow].silent == 0
     # Its experts were not renewed and have moved to those that work [R4].
     assert all(slow not in owners for owners in tip.owners.values())
+
+
+def test_a_member_that_declares_another_capacity_gets_that_share() -> None:
+    pump = start_swarm("AB", make_rules(experts=8))
+    pump.run_to_height(2)
+    assert pump.nodes["A"].machine.tip.members["B"].capacity == 1.0
+    pump.nodes["B"].machine.capacity = 3.0  # as after a restart with --capacity 3
+    height = pump.nodes["A"].machine.tip.height
+    pump.run_to_height(height + 2)
+    tip = pump.nodes["A"].machine.tip
+    assert tip.members["B"].capacity == 3.0
+    assert sum(owners == ("B",) for owners in tip.owners.values()) == 6
+    assert len(pump.digests_at(tip.height)) == 1

@@ -1,0 +1,138 @@
+"""Leaving: what is waited for, for how long, and the second signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peers import leaving
+from peers.leaving import COURTESY_S, Stop, leave
+from peers.moments import MomentsKeeper
+from swarm.network.round_driver import RoundDriver
+from swarm.protocol.manifest import Manifest
+from tests.protocol.round_pump import found, make_rules
+
+TIP = found(make_rules(), ["me", "other"])
+WITHOUT_ME = replace(TIP, height=1, members={"other": TIP.members["other"]})
+
+
+class Scene:
+    """A driver, a keeper and a clock that a script moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 120.0) -> None:
+        self.now_s = 0.0
+        self.tip = TIP
+        self.left: str | None = None
+        self.handed_over = False
+        self.told: list[Manifest] = []
+        self.asked = 0
+        self.script: dict[int, Any] = {}
+        """Second -> what happens then."""
+        fake = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.pass_time)
+        monkeypatch.setattr(leaving, "time", fake)
+        self.stop = FakeStop(self, timeout_s)
+
+    def pass_time(self, seconds: float) -> None:
+        for second in range(int(self.now_s) + 1, int(self.now_s + seconds) + 1):
+            for name, value in self.script.get(second, {}).items():
+                setattr(self, name, value)
+        self.now_s += seconds
+
+    def run(self) -> str:
+        keeper = SimpleNamespace(
+            model=SimpleNamespace(me="me"),
+            leave=lambda adopted, tip, deadline_s: self.told.append(tip),
+            all_handed_over=lambda: self.handed_over,
+            summary=lambda: "moments of 2 of 2 experts handed over",
+        )
+        return leave(
+            cast(RoundDriver, FakeDriver(self)),
+            cast(MomentsKeeper, keeper),
+            TIP,
+            cast(Stop, self.stop),
+        )
+
+
+@dataclass
+class FakeStop:
+    """A person who has asked at second 0."""
+
+    scene: Scene
+    leave_timeout_s: float
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.leave_timeout_s - self.scene.now_s, 0.0)
+
+
+@dataclass
+class FakeDriver:
+    """What the others decide, by the script."""
+
+    scene: Scene
+
+    @property
+    def tip(self) -> Manifest:
+        return self.scene.tip
+
+    @property
+    def left(self) -> str | None:
+        return self.scene.left
+
+    def leave(self) -> None:
+        self.scene.asked += 1
+
+    def wait_for_tip(self, *_: object) -> None:
+        self.scene.pass_time(1.0)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_a_peer_goes_when_the_others_know_and_have_its_moments(scene: Scene) -> None:
+    scene.script = {3: {"tip": WITHOUT_ME, "left": "listed no longer"}, 5: {"handed_over": True}}
+    assert scene.run() == "listed no longer; moments of 2 of 2 experts handed over"
+    assert scene.asked == 1
+    assert 5 <= scene.now_s < 7
+    assert scene.told == [TIP, WITHOUT_ME]  # first who would adopt, then who did
+
+
+def test_without_a_manifest_it_goes_once_its_moments_are_there(scene: Scene) -> None:
+    scene.script = {2: {"handed_over": True}}
+    said = scene.run()
+    assert said.startswith("the others did not answer in time")
+    assert COURTESY_S <= scene.now_s <= COURTESY_S + 2
+
+
+def test_a_hand_over_is_bounded_by_the_leave_timeout(scene: Scene) -> None:
+    scene.script = {3: {"tip": WITHOUT_ME, "left": "listed no longer"}}
+    scene.run()
+    assert 120 <= scene.now_s <= 122
+
+
+def test_the_first_signal_asks_and_the_second_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = Stop(7.0)
+        assert not stop() and stop.remaining_s == float("inf")
+        signal.raise_signal(signal.SIGTERM)
+        assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
+        assert codes == []
+        signal.raise_signal(signal.SIGINT)
+        assert codes == [130]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert "may take 7 s" in said and "leaving at once" in said
