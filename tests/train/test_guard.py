@@ -80,7 +80,7 @@ def test_small_gradients_survive_in_fp16_through_the_scale():
         engine._accumulate(batch(run, 0), Guidance())
         found[scale] = engine._model.trained_parameters()[name].grad / scale
     exact = new_engine(run, [0, 1])
-    exact._accumulate(batch(run, 0))
+    exact._accumulate(batch(run, 0), Guidance())
     wanted = exact._model.trained_parameters()[name].grad
     # fp16 keeps 11 bits, as activations and gradients; below 6e-8 it keeps none.
     assert (found[2.0**16] - wanted).norm() < 0.01 * wanted.norm()
