@@ -44,7 +44,11 @@ from swarm.train.routing_stats import routing_stats
 from swarm.train.schedule import guidance_at, learning_rate
 
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
-SMALL_BATCH = ("train.batch_tokens=256", "train.micro_batch_sequences=4")
+SMALL = (
+    "train.batch_tokens=256",
+    "train.micro_batch_sequences=4",
+    "data.validation_tokens=8192",
+)
 """Half of the demo's, so that a table takes minutes."""
 LOCAL_STEPS = 20
 PEERS = 4
@@ -75,32 +79,32 @@ class Result:
 
 
 def balance_settings() -> list[Setting]:
+    combinations = [(None, "loss"), (None, "loss-free"), (1.25, "loss"), (1.0, "loss")]
+    combinations += [(1.25, "loss-free"), (1.0, "loss-free")]
     found = []
-    for capacity in (None, 1.25, 1.0):
+    for capacity, balance in combinations:
         for top_k in (2, 1, 4):
-            for name, balance in (("loss", ()), ("loss-free", LOSS_FREE)):
-                limit = () if capacity is None else (f"routing.capacity_factor={capacity}",)
-                words = f"top-{top_k}, {name}, {f'capacity {capacity}' if limit else 'drop-less'}"
-                chosen = (f"model.num_experts_per_tok={top_k}", *balance, *limit)
-                found.append(Setting(words, chosen))
+            limit = () if capacity is None else (f"routing.capacity_factor={capacity}",)
+            words = f"top-{top_k}, {balance}, {f'capacity {capacity}' if limit else 'drop-less'}"
+            how = LOSS_FREE if balance == "loss-free" else ()
+            found.append(Setting(words, (f"model.num_experts_per_tok={top_k}", *how, *limit)))
     return found
 
 
 def other_settings() -> list[Setting]:
     sigmoid = "model.scoring_func=sigmoid"
+    renormalised = "model.norm_topk_prob=true"
     return [
-        Setting("top-2, loss 0.01, router z-loss 0.001"),
+        Setting("top-2, loss 0.01, router z-loss 0.001", ("model.num_experts_per_tok=2",)),
         Setting("no balancing at all", ("loss.balance_weight=0.0",)),
         Setting("loss 0.1", ("loss.balance_weight=0.1",)),
+        Setting("no router z-loss", ("loss.router_z_weight=0.0",)),
+        Setting("renormalised weights", (renormalised,)),
+        Setting("noisy top-k, renormalised", (renormalised, "model.noisy_top_k=true")),
+        Setting("similarity loss 0.1", ("loss.similarity_weight=0.1",)),
         Setting("sigmoid, loss 0.01", (sigmoid,)),
         Setting("sigmoid, no balancing", (sigmoid, "loss.balance_weight=0.0")),
-        Setting("loss-free, rate 0.001", (*LOSS_FREE, "routing.bias_update_rate=0.001")),
         Setting("loss-free, rate 0.01", (*LOSS_FREE, "routing.bias_update_rate=0.01")),
-        Setting("no router z-loss", ("loss.router_z_weight=0.0",)),
-        Setting("renormalised weights", ("model.norm_topk_prob=true",)),
-        Setting("noisy top-k", ("model.norm_topk_prob=true", "model.noisy_top_k=true")),
-        Setting("similarity loss 0.1", ("loss.similarity_weight=0.1",)),
-        Setting("clipping per unit", ("optimizer.clip=unit",)),
     ]
 
 
@@ -119,7 +123,7 @@ GROUPS = {"balance": balance_settings, "others": other_settings, "peers": peer_s
 
 def run_of(setting: Setting, seed: int, steps: int) -> RunConfig:
     overrides = [f"run.seed={seed}", f"optimizer.schedule_steps={steps}", *setting.overrides]
-    overrides += ['train.frozen="fp32"', 'wire.experts="fp32"', *SMALL_BATCH]
+    overrides += ['train.frozen="fp32"', 'wire.experts="fp32"', *SMALL]
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
