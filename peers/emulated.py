@@ -5,7 +5,7 @@ changes nothing but when things happen.
 
 | phase | caught |
 |---|---|
-| local_steps | after the first local step on a tip |
+| local_steps | after a local step |
 | save | the offered values are stored, the private state is not durable |
 | offer | the private state is durable, nothing was offered |
 | roster | as convener before the first ROSTER is sent, as reducer when it came |
@@ -35,6 +35,7 @@ from peers import trainer
 from peers.peer import main
 from peers.start import Started, Starter
 from peers.state_directory import RunDirectory
+from peers.status import PeerStatus
 from swarm.emulation.controls import (
     FOLDER_VARIABLE,
     INDEX_VARIABLE,
@@ -47,9 +48,10 @@ from swarm.network.round_driver import RoundDriver
 from swarm.protocol.events import Apply, ComputeMerge, Event, Fetch, Persist, Received, Reduce, Send
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Offer, Propose, Roster
+from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine
 from swarm.train.checkpoint import PrivateState, save_private
-from swarm.train.engine import ResidentEngine, StepStats
+from swarm.train.engine import StepStats
 
 NO_ROUND = 2**31
 REFRESH_S = 0.25
@@ -73,8 +75,8 @@ class Emulation:
         self.driver: RoundDriver | None = None
         self.is_joiner = False
         """This life came as a stranger and has not contributed yet."""
-        self.trained_on: Digest = ""
-        """Tip on which a local step was done."""
+        self.step_began_s = time.monotonic()
+        """When the local step under way began."""
         self.reduces_on: Digest = ""
         """Tip on which this peer is a reducer."""
         self.unsent: list[Send] = []
@@ -97,6 +99,13 @@ class Emulation:
         if getattr(self._is_true, "on", False):
             return self.real_time()
         return self.real_time() + self.controls.skew_s
+
+    def stretch_step(self) -> None:
+        """Waits until the local step that was just computed has taken as long as it should."""
+        told = self.controls
+        took_s = time.monotonic() - self.step_began_s
+        time.sleep(max(0.0, max(took_s, told.step_s) * told.slow - took_s))
+        self.step_began_s = time.monotonic()
 
     @contextmanager
     def true_time(self) -> Iterator[None]:
@@ -154,21 +163,18 @@ class Emulation:
 
 def arm_trainer(emulation: Emulation) -> None:
     """Puts the traps into the trainer's thread, and makes local steps as long as asked."""
-    step, save = ResidentEngine.step, save_private
+    begin, on_step, save = PeerStatus.begin, PeerStatus.on_step, save_private
     offer, leave = RoundDriver.offer, RoundDriver.leave
     join, append = Starter.join, RunDirectory.append_event
 
-    def timed_step(self: ResidentEngine, tokens_BT1: Any, *, lr: float) -> StepStats:
-        driver = emulation.driver
-        if driver and emulation.trained_on == driver.machine.tip.digest:
-            emulation.at("local_steps")
-        began_s = time.monotonic()
-        stats = step(self, tokens_BT1, lr=lr)
-        controls = emulation.controls
-        wanted_s = max(time.monotonic() - began_s, controls.step_s) * controls.slow
-        time.sleep(max(0.0, began_s + wanted_s - time.monotonic()))
-        emulation.trained_on = driver.machine.tip.digest if driver else ""
-        return stats
+    def noted_begin(self: PeerStatus, state: PeerState) -> None:
+        emulation.step_began_s = time.monotonic()
+        begin(self, state)
+
+    def timed_step(self: PeerStatus, number: int, stats: StepStats) -> None:
+        on_step(self, number, stats)
+        emulation.stretch_step()
+        emulation.at("local_steps")
 
     def trapped_save(path: Path, state: PrivateState) -> None:
         emulation.at("save")
@@ -190,7 +196,8 @@ def arm_trainer(emulation: Emulation) -> None:
         with emulation.true_time():
             append(self, kind, **fields)
 
-    _replace(ResidentEngine, "step", timed_step)
+    _replace(PeerStatus, "begin", noted_begin)
+    _replace(PeerStatus, "on_step", timed_step)
     _replace(trainer, "save_private", trapped_save)
     _replace(RoundDriver, "offer", trapped_offer)
     _replace(RoundDriver, "leave", trapped_leave)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,3 +71,10 @@ def test_the_clock_is_skewed_but_not_for_the_history(emulation: Emulation) -> No
     with emulation.true_time():
         assert emulation.clock() == 1000.0
     assert emulation.clock() == 1060.0
+
+
+def test_a_local_step_takes_as_long_as_it_is_told(emulation: Emulation) -> None:
+    emulation.controls = Controls(step_s=0.05, slow=2.0)
+    began_s = emulation.step_began_s = time.monotonic()
+    emulation.stretch_step()
+    assert emulation.step_began_s - began_s >= 0.1
