@@ -51,6 +51,14 @@ class _Place:
 
 
 @dataclass(frozen=True)
+class BlobFile:
+    """Where a blob lies in a file; `pack.fileno` is valid for as long as this is held."""
+
+    pack: FilePack
+    offset: int
+
+
+@dataclass(frozen=True)
 class _Lease:
     digests: frozenset[str]
     until: float
@@ -207,6 +215,13 @@ class BlobStore:
             return None
         length = max(0, min(length, place.num_bytes - offset))
         return place.pack.read(place.offset, offset, length)
+
+    def file_of(self, digest: str) -> BlobFile | None:
+        """Where the blob lies on disk; None if it is not here, or in memory."""
+        place = self._places.get(digest)
+        if place is None or not isinstance(place.pack, FilePack):
+            return None
+        return BlobFile(place.pack, place.offset)
 
     def index(self, digest: str) -> bytes | None:
         """The concatenated digests of the blob's pieces; None if it is not here.

@@ -90,6 +90,10 @@ class FilePack:
         self._descriptor = os.open(path, flags, 0o600)
         self.num_bytes = os.fstat(self._descriptor).st_size
 
+    def fileno(self) -> int:
+        """The file's descriptor, for as long as this object lives."""
+        return self._descriptor
+
     def __del__(self) -> None:
         # Readers hold the pack while they read, so its descriptor is never one of another file.
         if hasattr(self, "_descriptor"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import BinaryIO, cast
 
 from swarm.errors import StateError
-from swarm.network.blobs import BlobStore
+from swarm.network.blobs import BlobFile, BlobStore
 from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import num_pieces
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 FLOWS_PER_PEER = 8
 FLOWS = 256
+SMALL_BYTES = 64 * 1024
+"""Up to here a blob is read and written: cheaper than a call of sendfile."""
+FILE_PART_BYTES = 2**20
 IDLE_S = 60.0
 """A stream without an ask, or whose reader takes nothing, is ended after this long."""
 STREAM_S = 1800.0
@@ -107,20 +111,51 @@ class BlobServer:
         head = Head(Status.HERE, size, len(index)).encode() + index
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
-        end = min(size, ask.offset + ask.length)
-        for start in range(ask.offset, end, PART_BYTES):
-            part = store.read(ask.digest, start, min(PART_BYTES, end - start))
-            if part is None:
-                # Collected meanwhile: only an early end can say so now.
-                raise ConnectionError(f"blob {ask.digest} is gone")
+        num_bytes = min(size - ask.offset, ask.length)
+        async for sent in _send_content(store, ask.digest, ask.offset, num_bytes, writer):
             if self._is_control(ask.digest):
-                traffic.control_bytes_sent += len(part)
+                traffic.control_bytes_sent += sent
             elif self._is_moments(ask.digest):
-                traffic.moments_bytes_sent += len(part)
+                traffic.moments_bytes_sent += sent
             else:
-                traffic.blob_bytes_sent += len(part)
-            await _send(part, writer)
+                traffic.blob_bytes_sent += sent
         return True
+
+
+async def _send_content(
+    store: BlobStore, digest: str, offset: int, num_bytes: int, writer: asyncio.StreamWriter
+) -> AsyncIterator[int]:
+    """Sends a range of a blob; yields how much after each part.
+
+    Raises:
+        ConnectionError: the blob is not whole any more; only an early end can say so now.
+    """
+    end = offset + num_bytes
+    file = store.file_of(digest) if num_bytes > SMALL_BYTES else None
+    size = FILE_PART_BYTES if file else PART_BYTES
+    for start in range(offset, end, size):
+        part_bytes = min(size, end - start)
+        if file:
+            await _send_file(file, start, part_bytes, writer)
+        else:
+            part = store.read(digest, start, part_bytes)
+            if part is None:
+                raise ConnectionError(f"blob {digest} is gone")
+            await _send(part, writer)
+        yield part_bytes
+
+
+async def _send_file(
+    file: BlobFile, start: int, num_bytes: int, writer: asyncio.StreamWriter
+) -> None:
+    """The kernel moves the bytes: 6 % less CPU time for a round (scripts/bench_averaging.py)."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(IDLE_S):
+        sent = await loop.sendfile(
+            writer.transport, cast(BinaryIO, file.pack), file.offset + start, num_bytes
+        )
+    if sent < num_bytes:
+        raise ConnectionError(f"{file.pack.path} ends early")
 
 
 async def _index(store: BlobStore, ask: Ask, size: int) -> bytes:
