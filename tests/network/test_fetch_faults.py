@@ -55,10 +55,10 @@ class Liar:
 
 
 @pytest.fixture(scope="module")
-def nodes(lasting_peers):
+def nodes(lasting_peers, tmp_path_factory):
     liar = Liar()
     lying = lasting_peers.node(Handlers(streams={PROTOCOL: liar.serve}))
-    source = BlobStore()
+    source = BlobStore(tmp_path_factory.mktemp("honest"))
     honest = lasting_peers.serving(source)
     source.put(SMALL)
     source.put(LARGE)
@@ -173,6 +173,28 @@ def test_a_lying_server_is_refused_and_another_source_finishes(nodes, blob, answ
     assert set(failures) == {(digest, lying.peer_id, reason)}
     is_counted = (answer, reason) not in NOT_COUNTED
     assert set(client.traffic.refused) == ({reason} if is_counted else set())
+
+
+def test_what_is_cut_off_on_disk_comes_from_another_source(nodes, lasting_peers, tmp_path):
+    *_, honest, client = nodes
+    damaged_store, store = BlobStore(tmp_path), BlobStore()
+    digest = damaged_store.put(LARGE)
+    [pack] = (tmp_path / "packs").glob("*.pack")
+    os.truncate(pack, PIECE_BYTES + 1)
+    damaged = lasting_peers.serving(damaged_store)
+    client.traffic.refused.clear()
+    failures = []
+    downloads = Downloads(client, store, limits=Limits(bytes_per_peer=64 * MIB))
+    fetch = downloads.fetch(
+        [Want(digest, len(LARGE), (damaged.peer_id, honest.peer_id))],
+        check=None,
+        on_blob=lambda _: None,
+        on_failure=lambda *failure: failures.append(failure),
+    )
+    client.run(fetch, WAIT_S)
+    assert store.get(digest) == LARGE
+    assert {peer for _, peer, _ in failures} == {damaged.peer_id}
+    assert set(client.traffic.refused) <= {"ended_early", "blob_digest"}
 
 
 def test_wrong_bytes_are_not_asked_of_the_same_peer_again(nodes):
