@@ -13,6 +13,8 @@ from swarm.network.control import Control
 from swarm.network.relay import Relay
 from swarm.network.ways import Ways
 
+PEER = "QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+
 
 class Stage:
     """What the peer itself, and each relay, answers; and who was asked."""
@@ -41,7 +43,7 @@ class Stage:
 
     def ask(self, timeout_s: float = 5.0) -> bytes:
         self.asked.clear()
-        return asyncio.run(self.ways.request("peer", b"?", timeout_s))
+        return asyncio.run(self.ways.request(PEER, b"?", timeout_s))
 
 
 def outcome(answer: Exception | bytes) -> bytes:
@@ -53,6 +55,14 @@ def outcome(answer: Exception | bytes) -> bytes:
 def test_a_peer_that_answers_is_asked_through_nobody() -> None:
     stage = Stage(b"yes", r=b"through r")
     assert stage.ask() == b"yes" and stage.asked == ["straight"]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "né", "0OIl"])
+def test_what_is_no_peer_id_is_asked_of_nobody(name: str) -> None:
+    stage = Stage(b"yes", r=b"through r")
+    with pytest.raises(Unreachable, match="is no peer id"):
+        asyncio.run(stage.ways.request(name, b"?", 5.0))
+    assert not stage.asked
 
 
 def test_a_refusal_is_final() -> None:
@@ -67,7 +77,7 @@ def test_relays_are_tried_until_one_reaches_it_which_is_asked_first_from_then_on
     assert stage.ask() == b"through b"
     assert stage.asked[0] == "straight" and stage.asked[-1] == "b"
     assert stage.ask() == b"through b" and stage.asked == ["b"]
-    assert stage.ways.is_far("peer")
+    assert stage.ways.is_far(PEER)
 
 
 def test_when_nobody_reaches_it_the_first_reason_is_told() -> None:
