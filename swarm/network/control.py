@@ -17,6 +17,8 @@ MAX_MESSAGE_BYTES = 256 * 1024
 MAX_ANSWER_BYTES = 1_000_000
 """An answer over 4 MiB would make the caller hang for ever (measured)."""
 HANDLER_S = 60.0
+PEER_ID_BYTES = range(34, 43)
+"""A multihash of SHA-256, or a short key as it is."""
 _MESSAGE = "swarm.message"
 _REQUEST = "swarm.request"
 
@@ -42,9 +44,12 @@ class _Payload:
 def peer_of(peer_id: str) -> PeerID:
     """libp2p's form of a base58 peer id; Unreachable if it is none."""
     try:
-        return PeerID.from_base58(peer_id)
+        peer = PeerID.from_base58(peer_id)
     except ValueError as error:
         raise Unreachable(f"{peer_id!r} is no peer id") from error
+    if len(peer.to_bytes()) not in PEER_ID_BYTES:
+        raise Unreachable(f"{peer_id[:80]!r} is no peer id")
+    return peer
 
 
 class Control:

@@ -90,6 +90,7 @@ class Ways:
         through: Callable[[str], Awaitable[Result]],
         timeout_s: float,
     ) -> Result:
+        peer_of(peer_id)  # what is no peer id is nowhere
         route = self._routes.plan(peer_id, self._relays(), time.monotonic())
         failure: Unreachable = NoRoute(f"{peer_id}: {route.reason}")
         if route.straight:

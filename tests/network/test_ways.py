@@ -1,0 +1,107 @@
+"""Straight first, then through others, within the time that was given: with stand-ins for both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+
+from swarm.errors import NoRoute, Refused, Unreachable
+from swarm.network.control import Control
+from swarm.network.relay import Relay
+from swarm.network.ways import Ways
+
+PEER = "QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+
+
+class Stage:
+    """What the peer itself, and each relay, answers; and who was asked."""
+
+    def __init__(self, straight: Exception | bytes, **relays: Exception | bytes | float) -> None:
+        self.straight, self.relays = straight, relays
+        self.asked: list[str] = []
+        self.ways = Ways(
+            cast(Control, self), cast(Relay, self), lambda: cast(Any, None), self.listening
+        )
+
+    def listening(self) -> frozenset[str]:
+        return frozenset(self.relays)
+
+    async def request(self, _: object, peer: str, payload: bytes, timeout_s: float) -> bytes:
+        self.asked.append("straight")
+        return outcome(self.straight)
+
+    async def send(self, relay: str, *_: object, **__: object) -> bytes:
+        self.asked.append(relay)
+        answer = self.relays[relay]
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+            return b"late"
+        return outcome(answer)
+
+    def ask(self, timeout_s: float = 5.0) -> bytes:
+        self.asked.clear()
+        return asyncio.run(self.ways.request(PEER, b"?", timeout_s))
+
+
+def outcome(answer: Exception | bytes) -> bytes:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def test_a_peer_that_answers_is_asked_through_nobody() -> None:
+    stage = Stage(b"yes", r=b"through r")
+    assert stage.ask() == b"yes" and stage.asked == ["straight"]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "né", "0OIl"])
+def test_what_is_no_peer_id_is_asked_of_nobody(name: str) -> None:
+    stage = Stage(b"yes", r=b"through r")
+    with pytest.raises(Unreachable, match="is no peer id"):
+        asyncio.run(stage.ways.request(name, b"?", 5.0))
+    assert not stage.asked
+
+
+def test_a_refusal_is_final() -> None:
+    stage = Stage(Refused("no such message"), r=b"through r")
+    with pytest.raises(Refused):
+        stage.ask()
+    assert stage.asked == ["straight"]
+
+
+def test_relays_are_tried_until_one_reaches_it_which_is_asked_first_from_then_on() -> None:
+    stage = Stage(NoRoute("not found"), a=NoRoute("a"), b=b"through b", c=NoRoute("c"))
+    assert stage.ask() == b"through b"
+    assert stage.asked[0] == "straight" and stage.asked[-1] == "b"
+    assert stage.ask() == b"through b" and stage.asked == ["b"]
+    assert stage.ways.is_far(PEER)
+
+
+def test_when_nobody_reaches_it_the_first_reason_is_told() -> None:
+    stage = Stage(NoRoute("not found"), a=NoRoute("a"))
+    with pytest.raises(NoRoute, match="not found"):
+        stage.ask()
+    with pytest.raises(NoRoute):
+        stage.ask()
+    assert stage.asked == ["straight"], "the relay rests"
+
+
+def test_a_peer_that_once_answered_and_is_now_silent_is_not_looked_for_elsewhere() -> None:
+    stage = Stage(b"yes", a=b"through a")
+    stage.ask()
+    stage.straight = Unreachable("no answer within 5 s")
+    with pytest.raises(Unreachable, match="no answer"):
+        stage.ask()
+    assert stage.asked == ["straight"]
+
+
+def test_all_relays_together_get_the_time_of_one() -> None:
+    stage = Stage(NoRoute("not found"), a=60.0, b=60.0, c=60.0)
+    began_s = time.monotonic()
+    with pytest.raises(NoRoute, match="not found"):
+        stage.ask(timeout_s=0.2)
+    assert time.monotonic() - began_s < 5
+    assert len(stage.asked) == 2
