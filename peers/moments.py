@@ -33,6 +33,7 @@ from swarm.protocol.moments import (
     Moments,
     backup_holders,
     handed_over,
+    handover_round,
     is_backup_round,
     layout_of_size,
     moments_layout,
@@ -83,10 +84,8 @@ class MomentsKeeper:
     def before_adopt(self, previous: Manifest, manifest: Manifest) -> None:
         """Copies the moments of experts that others own from `manifest` on."""
         me = self.model.me
-        counted = manifest.kind is Kind.QUORUM and me in manifest.contributors
-        number = manifest.round if counted else previous.round
-        newcomers = handed_over(me, previous, manifest)
-        self._given_up = self._keep_for(newcomers, number)
+        number = handover_round(me, previous, manifest)
+        self._given_up = self._keep_for(handed_over(me, previous, manifest), number)
 
     def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
         """Tells others what is here for them, and looks for the moments of what is new here."""
@@ -124,7 +123,8 @@ class MomentsKeeper:
             whom: dict[int, tuple[PeerId, ...]] = {e: (peer,) for e, peer in holders.items()}
         else:
             whom = handed_over(self.model.me, adopted, tip)
-        self._announce(self._keep_for(whom, adopted.round), deadline_s, is_handover=True)
+        number = handover_round(self.model.me, adopted, tip)
+        self._announce(self._keep_for(whom, number), deadline_s, is_handover=True)
 
     def all_handed_over(self) -> bool:
         """Whether everything that others need is confirmed to be there, or given up."""

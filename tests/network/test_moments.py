@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from swarm.network.serve import BlobServer
 from swarm.network.shelf import Shelf
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Manifest
+from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.moments import Moments, backup_holders, moments_layout
 from tests.network.conftest import Peers
 from tests.protocol.round_pump import found, make_rules
@@ -103,9 +104,9 @@ class Swarm:
         return next(side for side in self.sides if side.node.peer_id == peer)
 
     def given_to(self, side: Side, expert: int, number: int = 1) -> Manifest:
-        """A later manifest in which another peer owns an expert."""
+        """A later manifest, that all contributed to, in which another peer owns an expert."""
         owners = {**self.tip.owners, expert: (side.node.peer_id,)}
-        return replace(self.tip, round=number, height=number, owners=owners)
+        return replace(self.tip, kind=Kind.QUORUM, round=number, height=number, owners=owners)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,10 @@ def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     taker = next(side for side in swarm.sides if side is not giver)
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
-    taker.exchange.take_up([1], swarm.tip, after)  # before the giver has put anything out
+    giver.exchange.keep(1, 0, moments_blob(0.125, 1))  # for a backup, a round before
+    taker.exchange.take_up([1], swarm.tip, after)  # before the giver has put the newest out
+    with pytest.raises(queue.Empty):
+        taker.exchange.arrivals.get(timeout=0.5)
     kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
     told = giver.exchange.announce({kept: (taker.node.peer_id,)}, SOON_S)
     arrival = taker.arrival()

@@ -21,6 +21,7 @@ from swarm.protocol.moments import (
     encode_answer,
     encode_question,
     handed_over,
+    handover_round,
     is_backup_round,
     is_outdated,
     is_wanted,
@@ -103,6 +104,13 @@ def test_a_leaver_hands_over_all_it_had_and_nobody_else_anything():
     assert handed_over("b", before, after) == {expert: after.owners[expert] for expert in mine}
     assert handed_over("a", before, after) == handed_over("c", before, after) == {}
     assert handed_over("b", before, before) == {}
+
+
+def test_a_hand_over_is_of_this_round_if_its_owner_counted_else_of_the_one_before():
+    before = next_round(found(RULES, ["a", "b", "c"]), RULES, ["a", "b", "c"])
+    after = next_round(before, RULES, ["a", "c"], leaving=["b"])
+    assert handover_round("a", before, after) == 2
+    assert handover_round("b", before, after) == 1
 
 
 def test_a_new_co_owner_gets_moments_from_the_one_that_stays():
