@@ -282,8 +282,10 @@ class SparseMLP(nn.Module):
         """Returns fp32 [B, T, D] and what the router decided."""
         x_ND = x_BTD.flatten(0, 1)
         routing = self.gate(x_ND, recall, guidance, self.experts.owned_experts)
-        if guidance and guidance.probe:
+        if guidance and (guidance.probe or guidance.draw_apart):
             pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
-            found = similarity(x_ND, pairs, self.experts.one)
+            # Without its loss no copy of a matrix may live until backward.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and guidance.draw_apart):
+                found = similarity(x_ND, pairs, self.experts.one)
             routing = routing._replace(similarity=found)
         return self.experts(x_ND, routing, recall).view_as(x_BTD), routing

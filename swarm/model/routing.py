@@ -27,6 +27,7 @@ class Guidance:
         balance_factor: on the owned experts' token counts in the balancing loss.
         capacity_factor: see `expert_capacity`; None drops nothing.
         probe: whether the similarity of experts is measured.
+        draw_apart: whether it is measured with gradients, for its loss.
     """
 
     noise_seed: int = 0
@@ -34,6 +35,7 @@ class Guidance:
     balance_factor: float = 1.0
     capacity_factor: float | None = None
     probe: bool = False
+    draw_apart: bool = False
 
     def part(self, index: int) -> Guidance:
         """The guidance of one micro-batch of the step, or of one layer: other noise."""

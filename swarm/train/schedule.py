@@ -52,7 +52,8 @@ def guidance_at(step: int, run: RunConfig, data_index: int, *, probe: bool = Fal
         own_expert_bias=settings.own_expert_bias * left,
         balance_factor=settings.balance_factor + (1 - settings.balance_factor) * rising,
         capacity_factor=settings.capacity_factor,
-        probe=probe or run.loss.similarity_weight > 0,
+        probe=probe,
+        draw_apart=run.loss.similarity_weight > 0,
     )
 
 

@@ -82,4 +82,4 @@ def test_by_default_nothing_guides_the_routing():
     guidance = guidance_at(5, RUN, 1)
     assert guidance == Guidance(noise_seed=guidance.noise_seed)
     assert guidance_at(5, RUN, 1, probe=True).probe
-    assert guidance_at(5, tiny_run(loss={"similarity_weight": 0.1}), 1).probe
+    assert guidance_at(5, tiny_run(loss={"similarity_weight": 0.1}), 1).draw_apart
