@@ -23,6 +23,8 @@ class Plan:
         pair_M: the flat pair of each row; P for padding.
         row_NK: the row of each pair; any row for a pair that is not computed.
         starts: first row of each expert's group, and last their total; owned experts come first.
+        ends_E: int32, last row of each group plus one, on the device: reading `starts` from the
+            host again would wait for everything that the device has been given.
         num_owned: how many of the groups belong to owned experts.
         kept_NK: which pairs are computed; None for all.
     """
@@ -31,6 +33,7 @@ class Plan:
     pair_M: Tensor
     row_NK: Tensor
     starts: tuple[int, ...]
+    ends_E: Tensor
     num_owned: int
     kept_NK: Tensor | None = None
 
@@ -73,14 +76,16 @@ def plan_rows(
     padded_E = (count_E + multiple - 1).div(multiple, rounding_mode="floor") * multiple
     shift_E = (padded_E.cumsum(0) - padded_E) - (count_E.cumsum(0) - count_E)
     place = torch.arange(len(sorted_P), device=group_P.device) + shift_E[group_P[sorted_P]]
-    starts = tuple(F.pad(padded_E.cumsum(0), (1, 0)).tolist())
+    ends_E = padded_E.cumsum(0)
+    starts = tuple(F.pad(ends_E, (1, 0)).tolist())
     pair_M = torch.full((starts[-1],), len(group_P), device=group_P.device)
     pair_M[place] = sorted_P
     row_P = torch.empty_like(group_P) if kept_NK is None else torch.zeros_like(group_P)
     row_P[sorted_P] = place
     token_M = pair_M.div(group_NK.shape[1], rounding_mode="floor")
     token_M.masked_fill_(pair_M == len(group_P), 0)
-    return Plan(token_M, pair_M, row_P.view_as(group_NK), starts, num_owned, kept_NK)
+    row_NK = row_P.view_as(group_NK)
+    return Plan(token_M, pair_M, row_NK, starts, ends_E.int(), num_owned, kept_NK)
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,8 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
             rows = slice(plan.starts[first], plan.starts[first + step])
             if rows.start == rows.stop:
                 continue
-            ends = _ends(plan, first, first + step) if grouped else None
+            ends = plan.ends_E[first : first + step] - rows.start if grouped else None
             yield Block(rows, owned, slice(first - low, first - low + step), ends)
-
-
-def _ends(plan: Plan, first: int, last: int) -> Tensor:
-    ends = [end - plan.starts[first] for end in plan.starts[first + 1 : last + 1]]
-    return torch.tensor(ends, dtype=torch.int32, device=plan.token_M.device)
 
 
 def write_times(x_m: Tensor, matrices_E: Tensor, block: Block, out_M: Tensor) -> Tensor:

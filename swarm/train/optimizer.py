@@ -22,8 +22,9 @@ from swarm.train.moments import (
     update_tensors,
 )
 
-PIECE = 2**18
-"""Elements that a thread of the CPU updates at once: what it touches fits its cache."""
+PIECE = 2**21
+"""Elements that a thread of the CPU updates at once: some 5 ms, against 0.1 ms in which Python
+prepares a piece and no other thread can."""
 PIECE_GPU = 2**24
 
 

@@ -9,12 +9,14 @@ from torch import Tensor
 from peers.live_model import Agreed, BlobGone, LiveModel, initial_blobs
 from swarm.codecs import encode_unit
 from swarm.experts import expert_shapes, expert_unit
+from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
 from swarm.network.founding import founding_manifest
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.train.engine import ResidentEngine
+from swarm.train.options import EngineOptions
 from tests.train.runs import NUM_EXPERTS, all_names, same, tiny_run
 
 RUN = tiny_run()
@@ -96,6 +98,24 @@ def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
         model.adopt(gone, previous=founded.digest, offer=None)
     assert same(model.engine.read(all_names(RUN)), before)
     assert model.bases == bases
+
+
+def test_int8_experts_are_made_from_agreed_values_every_time(
+    store: BlobStore, founded: Manifest
+) -> None:
+    """Rounding never adds up: after any number of rounds it is one rounding of the agreed value."""
+    options = EngineOptions.of(RUN).but(frozen="int8")
+    live = LiveModel("other", RUN, ResidentEngine(RUN, options), Agreed(store, LAYOUT))
+    manifest = founded
+    once = Int8Stack(torch.zeros(1, 16, 16, dtype=torch.int8), torch.zeros(1, 16, 1))
+    for _ in range(3):
+        live.adopt(manifest, previous=manifest.parent or "", offer=None)
+        unit = expert_unit(EXPERT)
+        agreed = live.agreed.expert(manifest.entries[unit].digest, unit)
+        for name, value in agreed.items():
+            once.put(0, value)
+            assert torch.equal(live.engine.read([name])[name], once.get(0))
+        manifest, _ = successor(manifest, store, kind=Kind.QUORUM)
 
 
 def test_blobs_that_are_being_adopted_are_not_collected(store: BlobStore) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarm.errors import StateError
-from swarm.experts import expert_shapes, shared_shapes
+from swarm.experts import expert_of, expert_shapes, shared_shapes
 from swarm.train.options import Boundaries
 from swarm.train.streaming.arena import ALIGNMENT, Packing
 from swarm.train.streaming.units import HostUnit
@@ -103,6 +103,23 @@ def test_experts_move_while_updates_are_under_way(engines):
         resident.own(owned)
         streaming.own(owned)
         assert_equal_for_steps(run, resident, streaming, steps=2)
+
+
+@pytest.mark.parametrize("first", ["resident", "streaming"])
+def test_one_engine_goes_on_from_the_state_of_the_other(engines, first):
+    run = tiny_run()
+    straight, resident, streaming = new_engine(run, OWNED), new_engine(run), engines(run)
+    here, there = (resident, streaming) if first == "resident" else (streaming, resident)
+    here.own(OWNED)
+    for step in range(4):
+        straight.step(batch(run, step), lr=1e-2)
+        if step < 2:
+            here.step(batch(run, step), lr=1e-2)
+    there.load_state_dict(here.state_dict())
+    there.write({n: t for n, t in here.read(all_names(run)).items() if expert_of(n) in (0, 2)})
+    for step in (2, 3):
+        there.step(batch(run, step), lr=1e-2)
+    assert same(there.read(all_names(run)), straight.read(all_names(run)))
 
 
 def test_boundaries_in_bf16_cost_little(engines):

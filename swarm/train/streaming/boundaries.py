@@ -51,8 +51,7 @@ class BoundaryStore:
         target = torch.empty_like(host, device=self._bus.device)
         # The memory may have just been used by what computes.
         mark = self._bus.mark()
-        self._left[key].wait()
-        self._back[key] = (target, self._bus.fetch(target, host, mark))
+        self._back[key] = (target, self._bus.fetch(target, host, mark, self._left[key]))
         self._bus.keep(target)
 
     def take(self, key: Key) -> Tensor:

@@ -78,4 +78,7 @@ class Bus:
                 lane.wait_event(mark.event)
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
-        return Mark(lane.record_event())
+        # Threads of the host wait for it: asleep, not spinning on a core that updates could use.
+        event = torch.cuda.Event(blocking=True)
+        event.record(lane)
+        return Mark(event)

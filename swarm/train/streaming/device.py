@@ -63,6 +63,8 @@ class DeviceSide:
         if self.buffers is not None:
             self.buffers.close()
         del self._places, self._head, self._table, self._norm
+        if not self._masters:
+            del self.ends, self.head_gradients
         self.buffers, self._accumulators = None, []
 
     @property

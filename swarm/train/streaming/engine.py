@@ -12,6 +12,7 @@ E experts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -210,14 +211,16 @@ class StreamingEngine:
 
     def _go(self, one: Pass, update: Update | None) -> dict[str, Departure]:
         """One pass; with `update`, a unit is updated as soon as its gradients have left."""
-        device, gone = self._device, {}
+        device, gone, scale = self._device, {}, self._guard.scale.value
 
         def depart(name: str, gradients: Accumulator) -> None:
             assert device.buffers is not None
             gone[name] = device.buffers.depart(name, gradients)
             if update is not None:
                 self._whole = False
-                self._host.submit(gone[name], self._factors_of_unit, update)
+                self._host.submit(
+                    gone[name], functools.partial(self._factors_of_unit, scale), update
+                )
 
         x = [self._embed(device, tokens_BT1[:, :-1]) for tokens_BT1 in one.micro_batches]
         tables = self._tables(x[0].shape[1])
@@ -228,9 +231,14 @@ class StreamingEngine:
         depart("embedding", one.embedding_backward(dx))
         return gone
 
-    def _factors_of_unit(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Per-unit clipping of one unit, or None if its gradient is not finite."""
-        scale, num_units = self._guard.scale.value, len(self._store.units)
+    def _factors_of_unit(
+        self, scale: float, norms: Mapping[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """Per-unit clipping of one unit, or None if its gradient is not finite.
+
+        `scale` is the loss's: by now the guard may have changed its own for the next step.
+        """
+        num_units = len(self._store.units)
         scaled = {name: norm / scale for name, norm in norms.items()}
         factor = unit_factor(scaled, self._run.optimizer, num_units)
         if not total_norm(scaled).isfinite():

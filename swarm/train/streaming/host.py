@@ -137,9 +137,10 @@ class HostOptimizer:
         if factors is None:
             return False
         gradients = unit.packing.views(departure.buffer.bytes_for(unit.packing))
+        numbers = {name: factor.item() for name, factor in factors.items()}
 
         def work(piece: Piece) -> None:
-            unit.update_piece(piece, gradients[piece.name], factors[piece.name], job.update)
+            unit.update_piece(piece, gradients[piece.name], numbers[piece.name], job.update)
 
         list(self._pool.map(work, unit.optimizer.pieces()))
         return True

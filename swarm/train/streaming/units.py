@@ -114,12 +114,14 @@ class HostUnit:
             for name, wire in self._wire.items():
                 wire.copy_(self.masters[name].detach())
 
-    def update_piece(self, piece: Piece, gradient: Tensor, factor: Tensor, update: Update) -> None:
+    def update_piece(self, piece: Piece, gradient: Tensor, factor: float, update: Update) -> None:
         """Updates a piece of the masters, and at once what travels of it.
 
         The gradient of the whole parameter is multiplied by `factor` in place, piece by piece.
         """
-        gradient_x = gradient.view(-1)[piece.in_whole].mul_(factor)
+        gradient_x = gradient.view(-1)[piece.in_whole]
+        if factor != 1:
+            gradient_x.mul_(factor)
         self.optimizer.update_piece(piece, gradient_x, update)
         if self.wire_buffer is not self.master_buffer:
             master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
