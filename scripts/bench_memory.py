@@ -44,14 +44,11 @@ def levels(run: RunConfig, folder: Path) -> list[EngineOptions]:
         base,
         replace(base, recompute="routing"),
         replace(base, frozen="int8"),
-        replace(base, frozen="int8", moments="bf16"),
         replace(base, frozen="int8", moments="int8"),
         replace(streaming, resident_layers=None),
         streaming,
         host,
         replace(host, frozen="int8"),
-        replace(host, frozen_folder=folder),
-        replace(host, moments="bf16", frozen_folder=folder),
         replace(host, moments="int8", frozen_folder=folder),
     ]
 
@@ -123,7 +120,8 @@ def compare(folder: Path) -> list[dict[str, Any]]:
 
 def name_of(options: EngineOptions, run: RunConfig) -> str:
     """A level, with the storage of frozen experts."""
-    return f"{describe(options, run)}; frozen {options.frozen}"
+    words = describe(options, run).replace("computed again for backward", "recomputed")
+    return words if options.frozen == "bf16" else f"{words}, frozen {options.frozen}"
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:
@@ -153,11 +151,18 @@ def columns(run: RunConfig, owned: int, options: EngineOptions, need: Need) -> d
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A table in Markdown."""
-    print(" | ".join(rows[0]))
+    print(f"| {' | '.join(rows[0])} |")
+    print("|---" * len(rows[0]) + "|")
     for row in rows:
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
-        print(" | ".join(cells))
+        cells = [_text(name, cell) for name, cell in row.items()]
+        print(f"| {' | '.join(cells)} |")
     print()
+
+
+def _text(name: str, cell: Any) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.1%}" if name in ("peak_error", "of_full_training") else f"{cell:.1f}"
 
 
 def main() -> None:

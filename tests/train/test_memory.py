@@ -133,6 +133,18 @@ def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routin
     assert found[32] == pytest.approx(found[4], rel=0.02)
 
 
+def test_activations_at_four_times_the_context_are_as_planned():
+    found = {}
+    for length in (64, 256):
+        run = sized({}, length=length, vocab=300)
+        state, peak = measured(run, STREAMING)
+        # Inputs of layers are part of what is measured here: this level keeps them on the device.
+        found[length] = peak - state
+        need = planned(run, STREAMING)
+        assert need.activations == pytest.approx(peak - state, rel=0.15)
+    assert 3 < found[256] / found[64] < 4.1
+
+
 @pytest.mark.parametrize(
     ("name", "peers", "bf16", "int8"),
     [("spes_2b", 16, 0.45, 0.39), ("spes_7b", 4, 0.45, 0.39), ("spes_7b", 16, 0.28, 0.23)],
