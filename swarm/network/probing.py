@@ -33,13 +33,14 @@ PROTOCOL = "swarm.measure/1"
 MAX_BYTES = 8 * 2**20
 BYTES_PER_PEER = 4 * MAX_BYTES
 """Within `WINDOW_S`; more is refused, so that nobody can use up a peer's link with it."""
+_DIAL_S = 5.0
 DIALLING = 3
 """Neighbours that a peer asks to dial it."""
+DIALLING_S = _DIAL_S + 1.0
 DIALS_PER_PEER = 8
 WINDOW_S = 60.0
 STREAMS = 4
 ANSWER_S = 10.0
-_DIAL_S = 5.0
 _STREAM_S = 30.0
 _PART_BYTES = 64 * 1024
 _ASK = struct.Struct(">BI")
@@ -233,7 +234,11 @@ async def dial_fault(node: Node) -> str | None:
     if port is None:
         return None
     tries = (dial_back(node, peer, port) for peer in sorted(node.neighbours)[:DIALLING])
-    found = await asyncio.gather(*tries, return_exceptions=True)
+    try:
+        async with asyncio.timeout(DIALLING_S):
+            found = await asyncio.gather(*tries, return_exceptions=True)
+    except TimeoutError:  # who does not answer says nothing about this machine
+        return None
     faults = [fault for fault in found if not isinstance(fault, BaseException)]
     return faults[0] if faults and None not in faults else None
 
