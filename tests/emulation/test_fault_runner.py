@@ -139,6 +139,19 @@ def test_who_is_only_asked_to_leave_at_its_place_goes_on_at_once(tmp_path: Path)
     assert peers[1].done == ["leave", "resume"]
 
 
+def test_a_trap_whose_peer_was_killed_by_another_fault_is_set_again(tmp_path: Path) -> None:
+    at = At(round=1, phase="merge")
+    runner, peers = runner_of(tmp_path, Pause(kind="pause", peer="any", at=at, for_s=1.0))
+    runner.poll()
+    come_to(runner, "fault-0000", peers[1])
+    peers[1].kill()
+    runner.poll()
+    assert not runner.happened
+    come_to(runner, "fault-0000", peers[2])
+    runner.poll()
+    assert [fault.peers for fault in runner.happened] == [(2,)]
+
+
 def test_random_faults_wait_while_a_minority_is_away(tmp_path: Path) -> None:
     kill = Kill(kind="kill", peer="random", at=NOW, for_s=1e6)
     runner, _ = runner_of(tmp_path, kill, kill)
