@@ -180,6 +180,8 @@ class FaultRunner:
             elif (fault.at.round or 0) <= began:
                 self._by_round.remove(number)
                 self._meet(fault)
+            elif self.plan.in_order:
+                return
 
     def _arm(self, number: int, fault: Fault) -> None:
         name = f"fault-{number:04}"

@@ -180,6 +180,17 @@ def test_faults_in_order_are_set_one_after_another(tmp_path: Path) -> None:
     assert [trap.phase for trap in runner.folder.armed()] == ["accept"]
 
 
+def test_in_order_what_is_not_due_holds_back_what_follows(tmp_path: Path) -> None:
+    trap = Kill(kind="kill", peer="joiner", at=At(round=3, phase="fetch"), for_s=1.0)
+    join = Join(kind="join", at=At(round=3))
+    runner, peers = runner_of(tmp_path, trap, join, trap, in_order=True, max_down=2)
+    runner.poll()
+    assert len(runner.folder.armed()) == 1
+    peers[0].applied(2)
+    runner.poll()
+    assert [fault.kind for fault in runner.happened] == ["join"]
+
+
 def test_a_peer_that_ends_on_its_own_is_reported_and_one_that_left_is_not(tmp_path: Path) -> None:
     runner, peers = runner_of(tmp_path, Leave(kind="leave", peer=1, at=NOW))
     runner.poll()
