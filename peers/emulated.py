@@ -54,6 +54,7 @@ from swarm.train.checkpoint import PrivateState, save_private
 from swarm.train.engine import StepStats
 
 NO_ROUND = 2**31
+SETTLE_S = 0.1
 REFRESH_S = 0.25
 """How soon a running peer does what it is told."""
 
@@ -127,6 +128,9 @@ class Emulation:
             caught = Caught(trap.name, self.peer, spot.round, self.real_time())
             if self.folder.take(trap, caught):
                 os.kill(os.getpid(), signal.SIGSTOP)
+                # Another thread may be the one that takes the signal: this one must not go on.
+                time.sleep(SETTLE_S)
+                return
 
     def expects(self, phase: str, spot: Spot) -> bool:
         """Whether a trap for this phase would catch this peer there."""

@@ -115,6 +115,10 @@ class ControlFolder:
         values = _read(self.path / "caught" / name)
         return Caught(**values) if values else None
 
+    def forget(self, name: str) -> None:
+        """Who stood in a trap died there: it may be set again."""
+        (self.path / "caught" / name).unlink(missing_ok=True)
+
     def controls(self, peer: int) -> Controls:
         """What a peer is told now."""
         values = _read(self.path / "controls" / str(peer)) or _read(self.path / "controls" / "all")

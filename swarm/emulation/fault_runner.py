@@ -180,21 +180,23 @@ class FaultRunner:
             elif (fault.at.round or 0) <= began:
                 self._by_round.remove(number)
                 self._meet(fault)
+            elif self.plan.in_order:
+                return
 
     def _arm(self, number: int, fault: Fault) -> None:
-        assert fault.at.phase and fault.at.round
-        wanted = getattr(fault, "peer", None)
-        peer = wanted if isinstance(wanted, int) else None
-        if wanted == "random":
-            peer = self.draw.randrange(self.swarm.num_peers)
-        role = wanted if isinstance(wanted, str) and wanted not in ("random", "any") else None
         name = f"fault-{number:04}"
         self._trapped[name] = (fault, time.monotonic())
-        self.folder.arm(Trap(name, fault.at.phase, fault.at.round, peer, role))
+        self.folder.arm(_trap_of(name, fault, self.draw, self.swarm.num_peers))
 
     def _look_into(self, name: str, fault: Fault) -> None:
         caught = self.folder.caught(name)
-        if caught is None or not self.swarm.peers[caught.peer].stands_still:
+        if caught is None:
+            return
+        if not self.swarm.peers[caught.peer].alive:  # another fault killed it while it stood there
+            self.folder.forget(name)
+            self.folder.arm(_trap_of(name, fault, self.draw, self.swarm.num_peers))
+            return
+        if not self.swarm.peers[caught.peer].stands_still:
             return
         del self._trapped[name]
         peer = self.swarm.peers[caught.peer]
@@ -258,6 +260,17 @@ class FaultRunner:
     def _round(self) -> int:
         chains = (applied(peer.events()) for peer in self.swarm.peers)
         return max((chain[-1]["round"] for chain in chains if chain), default=0)
+
+
+def _trap_of(name: str, fault: Fault, draw: random.Random, num_peers: int) -> Trap:
+    """Where a fault is to meet its peer."""
+    assert fault.at.phase and fault.at.round
+    wanted = getattr(fault, "peer", None)
+    peer = wanted if isinstance(wanted, int) else None
+    if wanted == "random":
+        peer = draw.randrange(num_peers)
+    role = wanted if isinstance(wanted, str) and wanted not in ("random", "any") else None
+    return Trap(name, fault.at.phase, fault.at.round, peer, role)
 
 
 def _named(fault: Fault) -> Sequence[int]:

@@ -139,6 +139,19 @@ def test_who_is_only_asked_to_leave_at_its_place_goes_on_at_once(tmp_path: Path)
     assert peers[1].done == ["leave", "resume"]
 
 
+def test_a_trap_whose_peer_was_killed_by_another_fault_is_set_again(tmp_path: Path) -> None:
+    at = At(round=1, phase="merge")
+    runner, peers = runner_of(tmp_path, Pause(kind="pause", peer="any", at=at, for_s=1.0))
+    runner.poll()
+    come_to(runner, "fault-0000", peers[1])
+    peers[1].kill()
+    runner.poll()
+    assert not runner.happened
+    come_to(runner, "fault-0000", peers[2])
+    runner.poll()
+    assert [fault.peers for fault in runner.happened] == [(2,)]
+
+
 def test_random_faults_wait_while_a_minority_is_away(tmp_path: Path) -> None:
     kill = Kill(kind="kill", peer="random", at=NOW, for_s=1e6)
     runner, _ = runner_of(tmp_path, kill, kill)
@@ -165,6 +178,17 @@ def test_faults_in_order_are_set_one_after_another(tmp_path: Path) -> None:
     peers[1].applied(1)
     runner.poll()
     assert [trap.phase for trap in runner.folder.armed()] == ["accept"]
+
+
+def test_in_order_what_is_not_due_holds_back_what_follows(tmp_path: Path) -> None:
+    trap = Kill(kind="kill", peer="joiner", at=At(round=3, phase="fetch"), for_s=1.0)
+    join = Join(kind="join", at=At(round=3))
+    runner, peers = runner_of(tmp_path, trap, join, trap, in_order=True, max_down=2)
+    runner.poll()
+    assert len(runner.folder.armed()) == 1
+    peers[0].applied(2)
+    runner.poll()
+    assert [fault.kind for fault in runner.happened] == ["join"]
 
 
 def test_a_peer_that_ends_on_its_own_is_reported_and_one_that_left_is_not(tmp_path: Path) -> None:
