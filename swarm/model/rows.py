@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+GROUPED_ROWS = 2**17
+"""Rows of one grouped product, at most, unless one expert has more: enough to fill a GPU, while
+what exists of them besides (seven buffers) stays a few GB however long a sequence is."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -110,19 +114,29 @@ def blocks(plan: Plan, *, grouped: bool) -> Iterator[Block]:
 
     Args:
         plan: the sorted rows.
-        grouped: one `grouped_mm` per stack, for a GPU. Otherwise one expert at a time: on a CPU
-            `grouped_mm` is a loop too, and the rows then stay in the cache from one product to
-            the next.
+        grouped: one `grouped_mm` for `GROUPED_ROWS` of a stack, for a GPU. Otherwise one expert at
+            a time: on a CPU `grouped_mm` is a loop too, and the rows then stay in the cache from
+            one product to the next.
     """
     num_groups = len(plan.starts) - 1
     for owned, low, high in ((True, 0, plan.num_owned), (False, plan.num_owned, num_groups)):
-        step = max(high - low, 1) if grouped else 1
-        for first in range(low, high, step):
-            rows = slice(plan.starts[first], plan.starts[first + step])
+        for first, last in _runs(plan, low, high, GROUPED_ROWS if grouped else 0):
+            rows = slice(plan.starts[first], plan.starts[last])
             if rows.start == rows.stop:
                 continue
-            ends = plan.ends_E[first : first + step] - rows.start if grouped else None
-            yield Block(rows, owned, slice(first - low, first - low + step), ends)
+            ends = plan.ends_E[first:last] - rows.start if grouped else None
+            yield Block(rows, owned, slice(first - low, last - low), ends)
+
+
+def _runs(plan: Plan, low: int, high: int, most_rows: int) -> Iterator[tuple[int, int]]:
+    """Cuts groups into runs of so many rows at most, but of one group at least."""
+    first = low
+    for group in range(low, high):
+        if group > first and plan.starts[group + 1] - plan.starts[first] > most_rows:
+            yield first, group
+            first = group
+    if first < high:
+        yield first, high
 
 
 def write_times(x_m: Tensor, matrices_E: Tensor, block: Block, out_M: Tensor) -> Tensor:

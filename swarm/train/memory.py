@@ -15,6 +15,7 @@ from swarm.model.cost import parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
 from swarm.model.moe import matrix_shapes
+from swarm.model.rows import GROUPED_ROWS
 from swarm.model.transformer import DTYPES
 from swarm.train.moments import MOMENT_BYTES
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
@@ -191,8 +192,9 @@ class _Micro:
         """What exists beside all that while one layer goes backward."""
         model, c = self.model, self.compute
         rows = self.tokens * model.num_experts_per_tok
-        # On a CPU one expert at a time; a grouped product takes a whole stack.
-        together = rows if self.grouped else rows / model.num_experts
+        # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
+        one_expert = rows / model.num_experts
+        together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
         products = c * together * (2 * model.hidden_size + 5 * model.moe_intermediate_size)
         gathered = c * rows * model.hidden_size + 3 * self.boundary()
         dense = (sizes.layer_owned * c if c < 4 else 0) + frozen_layer

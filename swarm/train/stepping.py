@@ -115,8 +115,9 @@ class SteppingEngine:
         self._ask(lambda engine: engine.load_state_dict(state))
 
     def close(self) -> None:
-        """See `Engine`."""
-        self._now.close()
+        """See `Engine`; also after none was left."""
+        if self._engine is not None:
+            self._engine.close()
 
     # ------------------------------------------------ the way down
 

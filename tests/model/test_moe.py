@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swarm.model import rows
 from swarm.model.moe import DenseStack, Router
 from swarm.model.rows import blocks, plan_rows, times, write_outer
 from swarm.model.swiglu import Setting, mix_experts
@@ -112,8 +113,12 @@ def test_mixed_experts_and_their_gradients_equal_a_plain_loop(
         assert torch.allclose(gradient, trained, rtol=1e-4, atol=1e-5)
 
 
-def test_grouped_products_equal_the_loop_bit_for_bit() -> None:
+@pytest.mark.parametrize(("most_rows", "num_blocks"), [(2**17, 2), (200, 4), (1, 5)])
+def test_grouped_products_equal_the_loop_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, num_blocks: int
+) -> None:
     """The path of a GPU, run on a CPU, where torch's `grouped_mm` is a loop as well."""
+    monkeypatch.setattr(rows, "GROUPED_ROWS", most_rows)
     case = mixture(num_tokens=200)
     plan = plan_rows(case["expert"], 6, 2, 1)
     rows_MD = case["x"].detach()[plan.token_M]
@@ -129,7 +134,7 @@ def test_grouped_products_equal_the_loop_bit_for_bit() -> None:
             write_outer(out_MI[block.rows], rows_MD[block.rows], block, gradient[block.owned])
         outs.append(out_MI)
         gradients.append(torch.cat([gradient[True], gradient[False]]))
-    assert sum(1 for _ in blocks(plan, grouped=True)) == 2
+    assert sum(1 for _ in blocks(plan, grouped=True)) == num_blocks
     assert torch.equal(*outs)
     assert torch.equal(*gradients)
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,26 @@ def test_the_2b_peer_needs_less_than_the_paper_with_its_micro_batch():
     assert mine <= 35 * GB
     # The paper's 35 and 55 GB are FSDP's; the step from one to the other is what SPES saves.
     assert 15 * GB < everything - mine < 25 * GB
+
+
+def test_half_a_million_tokens_of_context_of_the_7b_fit_one_gpu():
+    length = 524_288
+    run = of_file(
+        "spes_7b",
+        data={"sequence_length": length, "validation_tokens": 600_000},
+        train={"batch_tokens": length, "micro_batch_sequences": 1},
+        optimizer={"clip": "unit"},
+        phases={},
+    )
+    wishes = Wishes(engine="streaming", boundaries="host_bf16")
+    plan = plan_engine(run, 8, gpu(141, 128), wishes)
+    assert plan.fits
+    options = plan.options
+    inputs = (
+        need_of(run, 8, options).host
+        - need_of(run, 8, replace(options, boundaries=Boundaries.DEVICE)).host
+    )
+    assert inputs == pytest.approx(34.4e9, rel=0.01)
 
 
 def test_more_experts_fit_more_memory():

@@ -118,7 +118,7 @@ def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routin
     """With boundaries on the host nothing on the device grows with the layers."""
     found = {}
     for layers in (4, 32):
-        run = sized({}, layers=layers, hidden=32, length=64)
+        run = sized({}, layers=layers, hidden=64, length=64)
         with LiveBytes() as live:
             engine = new_streaming(run, OWNED, boundaries=Boundaries.HOST)
             engine.step(tokens_of(run), lr=1e-3)

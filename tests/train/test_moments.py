@@ -184,6 +184,7 @@ def test_a_state_without_scales_is_corrupt():
         source.load(state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "tolerance"), [("bf16", 0.02), ("int8", 0.05)])
 def test_small_moments_train_to_a_loss_near_that_of_fp32(form, tolerance):
     run = tiny_run()

@@ -75,6 +75,7 @@ def test_the_last_rung_has_nothing_below(monkeypatch):
     with pytest.raises(OutOfMemory, match="is left: CUDA out of memory") as caught:
         engine.step(batch(RUN, 0), lr=1e-2)
     assert "swarm-plan" in caught.value.hint
+    engine.close()  # as the peer does that is ended by this
 
 
 def test_memory_that_runs_out_within_an_update_ends_the_peer(monkeypatch):

@@ -57,6 +57,11 @@ class Bus:
         self.bytes_out += source.nbytes
         return self._copy(self._out, target, source, after)
 
+    def settle(self) -> None:
+        """Blocks this thread until nothing is under way, so that memory can be given back."""
+        if self._in is not None:
+            torch.cuda.synchronize(self.device)
+
     def keep(self, tensor: Tensor) -> None:
         """Says that a lane still uses a tensor of the device that is about to be dropped."""
         for lane in (self._in, self._out):

@@ -60,6 +60,7 @@ class DeviceSide:
     def release(self) -> None:
         """Gives the memory back; `build` takes it again."""
         self._places.close()
+        self.bus.settle()
         if self.buffers is not None:
             self.buffers.close()
         del self._places, self._head, self._table, self._norm
