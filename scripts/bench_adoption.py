@@ -4,8 +4,8 @@
 Four peers of the demo model in one process, fp32 throughout, in the plain arithmetic of SPES: local
 steps, a mean of the shared tensors, each expert from its owner. In every fifth round one of them is
 lost. What it held is gone; nobody renews its experts until they are adopted three rounds later, by
-the swarm's own rules (stale experts, `assign`), and it comes back then without experts. Beside the run
-without loss there are, on the same data and seed:
+the swarm's own rules (stale experts, `assign`), and it comes back then without experts. Beside the
+run without loss there are, on the same data and seed:
 
 backup    a copy of the moments from every second round, and hand-over where an owner lives
 zero      moments of an expert that changes hands are zero
