@@ -211,7 +211,8 @@ class FaultActions:
 
     def _address(self) -> str:
         """Of a living peer or, now and then, the founder's, whether it lives or not."""
-        known = [p.last_address for p in self.swarm.peers if p.alive and p.last_address]
+        there = [p for p in self.swarm.peers if p.alive and p.index not in self.gone]
+        known = [p.last_address for p in there if p.last_address]
         first = self.swarm.peers[0].last_address
         if first and (not known or self.draw.random() < OLD_ADDRESS_SHARE):
             return first
