@@ -21,10 +21,19 @@ from tests.scenarios.swarms import (
 pytestmark = pytest.mark.scenario
 
 
-@pytest.mark.parametrize("owners_per_expert", [1, 2, 4], ids=["R=1", "R=2", "R=N"])
+@pytest.mark.parametrize(
+    ("owners_per_expert", "engine"),
+    [
+        pytest.param(1, "resident", id="R=1"),
+        pytest.param(2, "resident", id="R=2"),
+        pytest.param(4, "resident", id="R=N"),
+        pytest.param(2, "streaming", id="streaming", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_three_rounds_with_a_merge_equal_the_reference(
-    tmp_path: Path, owners_per_expert: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners_per_expert: int, engine: str
 ) -> None:
+    monkeypatch.setenv("SWARM_ENGINE", engine)
     run_file = write_run(tmp_path, [f"ownership.owners_per_expert={owners_per_expert}"])
     run = read_run(run_file)
     with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,29 @@ def test_layers_below_wait_for_no_update_of_those_above(engines, monkeypatch):
     monkeypatch.setattr(engine._device, "add_embedding", embedding_backward)
     engine.step(batch(run, 0), lr=1e-2)
     assert seen.index("head") < seen.index("backward of the embedding")
+
+
+@pytest.mark.parametrize("sections", [BF16, BF16 | BY_UNIT], ids=["global", "unit"])
+def test_nothing_is_fetched_that_is_still_being_updated(engines, monkeypatch, sections):
+    run = tiny_run(**sections)
+    resident, engine = new_engine(run, OWNED), engines(run, OWNED)
+    update, fetch, early = HostUnit.update_piece, engine._device.bus.fetch, []
+
+    def slow(unit, *rest):
+        time.sleep(0.003)  # a host that is much slower than the device
+        update(unit, *rest)
+
+    def watched(target, source, *after):
+        for unit in engine._store.units.values():
+            pending = unit.pending
+            if unit.wire_buffer is source and pending is not None and not pending.done():
+                early.append(unit.name)
+        return fetch(target, source, *after)
+
+    monkeypatch.setattr(HostUnit, "update_piece", slow)
+    monkeypatch.setattr(engine._device.bus, "fetch", watched)
+    assert_equal_for_steps(run, resident, engine, steps=3)
+    assert early == []
 
 
 @pytest.mark.parametrize("sections", [{}, BY_UNIT], ids=["global", "unit"])
