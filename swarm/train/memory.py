@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Shape, shared_shapes
+from swarm.model.attention import SHORT_TOKENS
 from swarm.model.cost import parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
 from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
+from swarm.model.swiglu import PAD_ROWS_BF16
 from swarm.model.transformer import DTYPES
 from swarm.train.moments import MOMENT_BYTES
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
@@ -181,8 +183,21 @@ class _Micro:
         per_token = 4 * 3 * hidden + c * 2 * hidden
         # Projections before their norms; rotated ones; values; the output, also transposed.
         per_token += c * (queries + keys) + c * (queries + 2 * keys) + c * 2 * queries
-        per_token += c * model.num_experts_per_tok * 2 * model.moe_intermediate_size
-        return self.tokens * per_token + self.routing()
+        experts = c * self.rows() * 2 * model.moe_intermediate_size
+        return self.tokens * per_token + experts + self.routing() + self.scores()
+
+    def rows(self) -> float:
+        """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
+        rows = self.tokens * self.model.num_experts_per_tok
+        padded = self.compute == 2 and not self.grouped
+        return rows + (PAD_ROWS_BF16 / 2 * self.model.num_experts if padded else 0)
+
+    def scores(self) -> float:
+        """Softmax of short sequences, which bf16 attention on a CPU keeps, in fp32 and bf16."""
+        length = self.run.data.sequence_length
+        if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
+            return 0.0
+        return 6.0 * self.tokens * length * self.model.num_attention_heads
 
     def cast_matrices(self, sizes: Sizes) -> float:
         """Attention matrices in the compute type, which the graph keeps beside their masters."""
@@ -191,7 +206,7 @@ class _Micro:
     def backward(self, sizes: Sizes, frozen_layer: float) -> float:
         """What exists beside all that while one layer goes backward."""
         model, c = self.model, self.compute
-        rows = self.tokens * model.num_experts_per_tok
+        rows = self.rows()
         # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
         one_expert = rows / model.num_experts
         together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
