@@ -112,7 +112,7 @@ def lie_about_decisions() -> None:
         )
         self.store.pin([forged.digest])  # else it is collected before anybody has fetched it
         header = Header(forged.code, forged.digest, forged.generation)
-        payload = self._encode(header, Commit(forged, None, tip))
+        payload = self.outbound.encode(header, Commit(forged, None, tip))
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
             self._spawn(self._post(peer, payload))
 
