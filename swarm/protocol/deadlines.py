@@ -16,6 +16,7 @@ MIN_REFORM_S = 600.0
 SAFETY = 3.0
 """Transfers may take so many times what the measured rate says."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
+SHORTEST_ATTEMPT_S = 25.0
 FIRST_ROUND_S = 1800.0
 """Bound on a round's local steps as long as none was seen."""
 
@@ -42,7 +43,7 @@ class Timers:
     """T_red: a reducer's results must be there."""
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
-    attempt_s: float = 25.0
+    attempt_s: float = SHORTEST_ATTEMPT_S
     """T_att of attempt 0; attempts 1 and 2 may take twice and three times as long."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
@@ -56,6 +57,11 @@ class Timers:
     def attempt_limit_s(self, attempt: int) -> float:
         """How long a campaign of this attempt may last."""
         return self.attempt_s * (1 + min(attempt, 2))
+
+    @property
+    def proposal_limit_s(self) -> float:
+        """A proposal of which nothing new arrives for so long is in vain."""
+        return max(SHORTEST_ATTEMPT_S, 3 * self.reduce_s + 2 * self.vote_s)
 
     @property
     def patience_s(self) -> float:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.experts import expert_unit
+from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Persist, Received, Send, Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import (
@@ -252,6 +254,20 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
     said = pump.nodes[first].said(Topic.TAKEOVER)
     assert "answers within 10.0 s, no quorum" in said
     assert pump.now - start < pump.timers.attempt_s
+
+
+def test_a_proposal_of_which_a_part_cannot_be_had_does_not_hold_its_attempt() -> None:
+    # As before the first round was timed: a roster may wait for half an hour.
+    pump = ready_for_round_3("ABCD", timers=Timers(attempt_s=1841.0, roster_late_s=1800.0))
+    first, second, *_ = order_of(pump)
+    tip = pump.nodes[first].machine.tip
+    refused = {expert_unit(e) for e, owners in tip.owners.items() if first in owners}
+    pump.refuse_fetch = lambda peer, source, unit: unit in refused
+    start = pump.now
+    pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
+    assert "cannot be had: nothing new for" in pump.nodes[second].said(Topic.TAKEOVER)
+    assert pump.now - start < 3 * pump.timers.proposal_limit_s
+    assert first not in pump.nodes[second].machine.tip.contributors
 
 
 def test_a_message_counts_only_under_the_tip_that_it_was_made_for() -> None:

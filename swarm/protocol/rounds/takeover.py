@@ -49,7 +49,8 @@ class Takeover(Convener):
         attempt = self._top.attempt if self._top else 0
         silence_limit_s = timers.heartbeat_s * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
-        if silent_s <= silence_limit_s and age_s <= age_limit_s:
+        vain = self._why_in_vain(place)
+        if silent_s <= silence_limit_s and age_s <= age_limit_s and not vain:
             return None
         convener = self._convener()
         if self._is_busy_catching_up():
@@ -59,7 +60,27 @@ class Takeover(Convener):
             return None
         if silent_s > silence_limit_s:
             return f"convener {convener} silent for {silent_s:.1f} s (limit {silence_limit_s:.1f})"
-        return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
+        if age_s > age_limit_s:
+            return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
+        return vain
+
+    def _why_in_vain(self, place: int) -> str | None:
+        """Why the present proposal will not be decided: a part of it cannot be had [K1].
+
+        Its convener may have what nobody else can fetch, or what all others refuse, and an attempt
+        may last as long as a roster may wait.
+        """
+        proposal = self._proposal
+        if proposal is None or not proposal.missing:
+            return None
+        stuck_s = self._now - proposal.progress_at
+        limit_s = self.timers.proposal_limit_s + self.timers.heartbeat_s * place
+        if stuck_s <= limit_s:
+            return None
+        return (
+            f"{len(proposal.missing)} blobs of the proposal cannot be had: nothing new for "
+            f"{stuck_s:.1f} s (limit {limit_s:.1f})"
+        )
 
     def _place_after_convener(self) -> int:
         """How many members come between the convener and this one, it included; 0 for itself.
