@@ -58,10 +58,10 @@ class Timers:
         """How long a campaign of this attempt may last."""
         return self.attempt_s * (1 + min(attempt, 2))
 
-    @property
-    def proposal_limit_s(self) -> float:
+    def proposal_limit_s(self, attempt: int) -> float:
         """A proposal of which nothing new arrives for so long is in vain."""
-        return max(SHORTEST_ATTEMPT_S, 3 * self.reduce_s + 2 * self.vote_s)
+        once_s = max(SHORTEST_ATTEMPT_S, 3 * self.reduce_s + 2 * self.vote_s)
+        return once_s * (1 + min(attempt, 2))
 
     @property
     def patience_s(self) -> float:

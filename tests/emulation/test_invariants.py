@@ -22,6 +22,9 @@ def test_no_schedule_breaks_an_invariant(fault_class, first_seed):
 
 HOLES = {
     "A:100527": "a fetched reform, held back by a quorum that returned, kept every manifest away",
+    "C:401551": "a lone member's decision gave way to a chain that could then not be fetched",
+    "C:402239": "two conveners deposed each other over the same old proposal, 641 times",
+    "D:401898": "the end of an old sync was taken for that of blobs dropped and fetched again",
     "B:100938": "a member that had been deposed, on a bad link, was the first to depose others",
 }
 """Schedules that once broke an invariant, and why."""

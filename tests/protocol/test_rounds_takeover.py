@@ -266,7 +266,7 @@ def test_a_proposal_of_which_a_part_cannot_be_had_does_not_hold_its_attempt() ->
     start = pump.now
     pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
     assert "cannot be had: nothing new for" in pump.nodes[second].said(Topic.TAKEOVER)
-    assert pump.now - start < 3 * pump.timers.proposal_limit_s
+    assert pump.now - start < 3 * pump.timers.proposal_limit_s(0)
     assert first not in pump.nodes[second].machine.tip.contributors
 
 

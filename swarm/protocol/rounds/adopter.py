@@ -138,7 +138,9 @@ class Adopter(MachineState):
         A peer that leaves a generation keeps one manifest more, and what it had accepted there:
         others may still need them to finish that round.
         """
-        kept = [self.tip, old.tip, *self._lingering]
+        # What is being made durable stays: were it dropped and fetched again, the end of the first
+        # sync would be taken for that of the second.
+        kept = [self.tip, old.tip, *self._lingering, *self._syncing.values()]
         self._lingering = ()
         if self.tip.generation != old.tip.generation:
             self._lingering = tuple(

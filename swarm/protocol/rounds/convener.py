@@ -264,6 +264,8 @@ class Convener(Collector):
         attempt = campaign.ballot.attempt
         if self._top and self._top > campaign.ballot:
             return f"overtaken by attempt {self._top.attempt} of {self._top.convener}"
+        if campaign.stage is Stage.DECIDED and self._catch_up is None:
+            return "what was decided gave way to a better manifest, which could not be fetched"
         age_s = self._now - campaign.started_at
         limit_s = self.timers.attempt_limit_s(attempt)
         if age_s > limit_s and not self._is_alone:

@@ -100,6 +100,7 @@ class RoundMachine(Forks, Takeover):
             self._have([event.digest])
             self._after_blob()
         elif isinstance(event, Synced):
+            self._syncing.pop(event.manifest, None)
             self._note_synced(event.manifest)
             self._pursue_proposal()
             self._pursue_catch_up()

@@ -124,6 +124,7 @@ class MachineState(ABC):
         self._synced = {record.tip.digest}
         if record.accepted:
             self._synced.add(record.accepted.manifest.digest)
+        self._syncing: dict[Digest, Manifest] = {}
         # Who was heard when, and whom we told or asked what when (rate limits).
         self._heard: dict[PeerId, float] = {}
         self._known: dict[PeerId, None] = dict.fromkeys(sorted(record.tip.members))
@@ -356,6 +357,7 @@ class MachineState(ABC):
     def _start_sync(self, pursuit: Pursuit) -> None:
         if not pursuit.is_syncing:
             pursuit.is_syncing = True
+            self._syncing[pursuit.manifest.digest] = pursuit.manifest
             self._effects.append(Sync(pursuit.manifest))
 
     def _cancel_fetch(self, purpose: Purpose, pursuit: Pursuit | None) -> None:

@@ -49,7 +49,7 @@ class Takeover(Convener):
         attempt = self._top.attempt if self._top else 0
         silence_limit_s = timers.heartbeat_s * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
-        vain = self._why_in_vain(place)
+        vain = self._why_in_vain(attempt, place)
         if silent_s <= silence_limit_s and age_s <= age_limit_s and not vain:
             return None
         convener = self._convener()
@@ -64,7 +64,7 @@ class Takeover(Convener):
             return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
         return vain
 
-    def _why_in_vain(self, place: int) -> str | None:
+    def _why_in_vain(self, attempt: int, place: int) -> str | None:
         """Why the present proposal will not be decided: a part of it cannot be had [K1].
 
         Its convener may have what nobody else can fetch, or what all others refuse, and an attempt
@@ -73,8 +73,9 @@ class Takeover(Convener):
         proposal = self._proposal
         if proposal is None or not proposal.missing:
             return None
-        stuck_s = self._now - proposal.progress_at
-        limit_s = self.timers.proposal_limit_s + self.timers.heartbeat_s * place
+        # Under a new ballot its convener gets the time anew, else two would depose each other.
+        stuck_s = self._now - max(proposal.progress_at, self._top_since)
+        limit_s = self.timers.proposal_limit_s(attempt) + self.timers.heartbeat_s * place
         if stuck_s <= limit_s:
             return None
         return (
