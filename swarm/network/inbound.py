@@ -15,6 +15,7 @@ from swarm.errors import HostileInput, StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
+from swarm.network.tasks import Tasks
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import (
@@ -50,7 +51,7 @@ class Inbound:
         self._store, self._downloads, self._run = store, downloads, run
         self._deliver, self._refused = deliver, refused
         self._pending: Counter[PeerId] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("the inbox")
 
     def take(self, source: PeerId, payload: bytes) -> None:
         """Takes one message, in the node's loop; what is wrong with it is counted and dropped."""
@@ -58,16 +59,11 @@ class Inbound:
             self._refused["too_many_pending"] += 1
             return
         self._pending[source] += 1
-        task = asyncio.get_running_loop().create_task(self._receive(source, payload))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._receive(source, payload))
 
     async def stop(self) -> None:
         """Drops what is on its way."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     async def _receive(self, source: PeerId, payload: bytes) -> None:
         try:

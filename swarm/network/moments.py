@@ -12,7 +12,7 @@ import asyncio
 import logging
 import queue
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from swarm.network.fetch import Downloads
 from swarm.network.moments_client import MomentsClient
 from swarm.network.node import Node
 from swarm.network.shelf import Shelf
+from swarm.network.tasks import Tasks
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
@@ -85,7 +86,7 @@ class MomentsExchange:
         self._looking: set[PeerId] = set()
         self._confirmed, self._offered = asyncio.Event(), asyncio.Event()
         """Somebody confirmed a blob of mine; somebody has news for me."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks("the moments exchange")
 
     # ------------------------------------------------ the trainer's side (any thread)
 
@@ -113,7 +114,7 @@ class MomentsExchange:
         blob that somebody has.
         """
         self._node.loop.call_soon_threadsafe(
-            self._spawn, self._take_up(sorted(experts), previous, manifest)
+            self._tasks.spawn, self._take_up(sorted(experts), previous, manifest)
         )
 
     def expire(self, manifest: Manifest, every: int) -> None:
@@ -143,7 +144,7 @@ class MomentsExchange:
                 self._confirmed.set()
         if question.news and source not in self._looking:
             self._looking.add(source)
-            self._spawn(self._look(source))
+            self._tasks.spawn(self._look(source))
         return encode_answer(self.shelf.all())
 
     async def _look(self, source: PeerId) -> None:
@@ -194,7 +195,6 @@ class MomentsExchange:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         end_s = loop.time() + deadline_s
         self._settled = {d: s for d, s in self._settled.items() if self.shelf.holds(d)}
         for moments in wanted_by:
@@ -240,7 +240,7 @@ class MomentsExchange:
                 if loop.time() < end_s and _may_come(expert, previous, manifest, answers, found):
                     continue
                 pending.remove(expert)
-                self._spawn(self._bring(expert, found, previous, len(asked[expert])))
+                self._tasks.spawn(self._bring(expert, found, previous, len(asked[expert])))
             if pending:
                 await _wait_for(self._offered)
 
@@ -295,22 +295,9 @@ class MomentsExchange:
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._node.loop.run_in_executor(None, partial(function, *arguments))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception():
-            logger.error("a task about moments failed", exc_info=task.exception())
-
     async def stop(self) -> None:
         """Ends all work; runs in the node's loop."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
 
 async def _wait_for(event: asyncio.Event) -> None:

@@ -26,6 +26,7 @@ from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
 from swarm.network.patience import patiently_async
 from swarm.network.record_file import RecordFile
+from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.digests import digest_of
@@ -110,7 +111,7 @@ class RoundDriver:
         self.outbound = Outbound(store)
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("the round driver")
         self._tip_changed = threading.Condition()
         self._base_timers = machine.timers
         self._adapt_timers()
@@ -194,15 +195,12 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        self._spawn(self._run())
-        self._spawn(self._tick())
+        self._tasks.spawn(self._run())
+        self._tasks.spawn(self._tick())
 
     async def stop(self) -> None:
         """Ends all work of the driver; runs in the node's loop."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self.inbound.stop()
         await self.transfers.stop()
 
@@ -248,7 +246,7 @@ class RoundDriver:
         except StateError as error:  # as good as lost on the way
             logger.error("a message was not sent: %s", error)
             return
-        self._spawn(self._post(effect.destination, payload))
+        self._tasks.spawn(self._post(effect.destination, payload))
 
     async def _post(self, destination: PeerId, payload: bytes) -> None:
         try:
@@ -263,7 +261,7 @@ class RoundDriver:
         await self.transfers.cancel(effect.purpose)
 
     async def _sync(self, effect: Sync) -> None:
-        self._spawn(self._sync_blobs(effect.manifest))
+        self._tasks.spawn(self._sync_blobs(effect.manifest))
 
     async def _sync_blobs(self, manifest: Manifest) -> None:
         await self._to_disk("manifest", self.store.put, manifest.encoded, manifest.digest)
@@ -274,7 +272,7 @@ class RoundDriver:
         self._inbox_put(Synced(manifest.digest))
 
     async def _reduce(self, effect: Reduce) -> None:
-        self._spawn(self._reduce_unit(effect))
+        self._tasks.spawn(self._reduce_unit(effect))
 
     async def _reduce_unit(self, effect: Reduce) -> None:
         blobs = [self.store.get(digest) for _, digest in effect.inputs]
@@ -288,7 +286,7 @@ class RoundDriver:
         self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
-        self._spawn(self._merge(effect.tip))
+        self._tasks.spawn(self._merge(effect.tip))
 
     async def _merge(self, tip: Manifest) -> None:
         merged = await self._in_thread(self.merger, tip)
@@ -377,16 +375,6 @@ class RoundDriver:
     async def _to_disk(self, what: str, write: Callable[..., Any], *arguments: Any) -> Any:
         """Waits as long as the disk does not let it; see `patience`."""
         return await patiently_async(lambda: self._in_thread(write, *arguments), what)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception():
-            logger.error("a task of the round driver failed", exc_info=task.exception())
 
 
 def _brings_offer(event: Event) -> bool:

@@ -1,0 +1,47 @@
+"""Work that an owner has under way in the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Kept alive until they are done, and ended together; `len` is how many run.
+
+    Only the loop's thread may call this.
+    """
+
+    def __init__(self, owner: str) -> None:
+        """Starts with none; `owner` is named in the log when a task fails."""
+        self._owner = owner
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        """Ends this task with the others; whoever waits for it hears of its failure."""
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it; nobody waits for it, so a failure is logged."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.add(task)
+        task.add_done_callback(self._log_failure)
+
+    def _log_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception():
+            logger.error("a task of %s failed", self._owner, exc_info=task.exception())
+
+    async def stop(self) -> None:
+        """Cancels all and returns once they have ended."""
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
