@@ -7,7 +7,7 @@ The engine trains, the store holds what was agreed; this class moves values betw
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,10 +88,17 @@ class LiveModel:
 
     # ------------------------------------------------ engine -> blobs
 
-    def offered_values(self, tip: Manifest) -> Iterator[tuple[Unit, memoryview, Digest]]:
-        """Encoded value and base digest of each unit that this peer offers on `tip`."""
-        shared = self.engine.read(sorted(self._shared_names()))
+    def offered_values(
+        self, tip: Manifest, late: Collection[int] | None = None
+    ) -> Iterator[tuple[Unit, memoryview, Digest]]:
+        """Encoded value and base digest of each unit that this peer offers on `tip`.
+
+        With `late` only of these experts, which rounds before left out.
+        """
+        shared = self.engine.read(sorted(self._shared_names())) if late is None else {}
         for unit in due_units(self.me, tip, self.run.round.experts_every):
+            if late is not None and expert_of_unit(unit) not in late:
+                continue
             layout = self.agreed.layout.by_unit[unit]
             expert = expert_of_unit(unit)
             if expert is None:
@@ -105,13 +112,15 @@ class LiveModel:
 
     # ------------------------------------------------ blobs -> engine
 
-    def adopt(self, manifest: Manifest, *, previous: Digest, offer: Offer | None) -> Adoption:
+    def adopt(
+        self, manifest: Manifest, *, previous: Digest, offers: Sequence[Offer] = ()
+    ) -> Adoption:
         """Moves the engine to an agreed state, keeping what local progress may be kept.
 
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is as it was.
         """
-        decision = adopt(self.me, manifest, previous=previous, bases=self.bases, offer=offer)
+        decision = adopt(self.me, manifest, previous=previous, bases=self.bases, offers=offers)
         mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
         with self.agreed.held(_digests(manifest)):
             self.engine.own(mine)

@@ -18,6 +18,7 @@ from swarm import __version__
 from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.protocol.fitness import lateness
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.moments import Moments
 from swarm.protocol.records import (
@@ -89,6 +90,8 @@ class PeerStatus:
         self._routing: RoutingFigures | None = None
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
+        self._missed = 0
+        """Rounds in a row that this peer trained in and that went on without it."""
         self._round_s = time.monotonic()
         self._at_round_start = self._round_traffic = self.traffic()
 
@@ -206,6 +209,7 @@ class PeerStatus:
         )  # fmt: skip
         for reason in manifest.reasons:
             logger.info("round=%d %s", manifest.round, reason)
+        self._tell_lateness(report, seconds)
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
@@ -222,6 +226,22 @@ class PeerStatus:
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
         )  # fmt: skip
         self.changed.set()
+
+    def _tell_lateness(self, report: RoundReport, round_s: float) -> None:
+        if report.counted or not report.stats or not report.stats.tokens:
+            self._missed = 0
+            return
+        self._missed += 1
+        phase = self.run.phase_at(report.manifest.tokens)
+        words = lateness(
+            self._missed,
+            report.stats.tokens,
+            phase.local_steps * phase.batch_tokens,
+            self.tokens_per_s,
+            round_s,
+        )
+        if words:
+            logger.warning("%s", words)
 
     def _routing_words(self, stats: LocalStats | None) -> str:
         if stats is None or stats.routing is None:

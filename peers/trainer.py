@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +21,9 @@ from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
-from swarm.protocol.adoption import Action
+from swarm.protocol.adoption import Action, experts_due
 from swarm.protocol.deadlines import finishes_in_time
-from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
@@ -68,6 +69,9 @@ class Trainer:
         self.run: RunConfig = model.run
         self.data_index, self.validation_BT1 = data_index, validation_BT1
         self.status, self.moments, self.stop = status, moments, stop
+        self.late: frozenset[int] = frozenset()
+        """Own experts with progress that the rounds so far have left out."""
+        self._late_offer: Offer | None = None
 
     def train(self) -> Manifest:
         """Runs the local steps and rounds; returns the last manifest.
@@ -85,6 +89,7 @@ class Trainer:
                 tip, _ = self._adopt(self._wait(tip, PeerState.JOINING), tip, None, None)
                 continue
             if offer is None:
+                self._offer_late(tip)
                 stats = self._local_steps(tip, stats)
                 if not stats.completed:
                     path = self._wait(tip, PeerState.CATCHING_UP)
@@ -119,8 +124,10 @@ class Trainer:
             self.moments.on_step(skipped=stats.skipped)
 
         def stop() -> bool:
-            step_s = (time.monotonic() - began_s) / max(taken, 1)
-            self._check_time_left(steps - taken, step_s if taken else 0.0)
+            step_s = (time.monotonic() - began_s) / taken if taken else 0.0
+            self._check_time_left(steps - taken, step_s)
+            if taken:
+                self.rounds.expect(tip.digest, (steps - taken) * step_s)
             return self.rounds.tip.digest != tip.digest
 
         stats = train_local_steps(
@@ -143,13 +150,33 @@ class Trainer:
             skipped=before.skipped + stats.skipped,
         )
 
-    def _save_offer(self, tip: Manifest, steps: int, tokens: int) -> Offer:
-        """Stores the offered values, then makes the private state durable, then offers [P6]."""
+    def _offer_late(self, tip: Manifest) -> None:
+        """What rounds have left out of this peer's experts goes in at once; it trains on [O2].
+
+        Nothing else has to be durable: after a crash the experts start from what was agreed.
+        """
+        if (
+            self.late
+            and self._late_offer is None
+            and experts_due(tip, self.run.round.experts_every)
+        ):
+            logger.info("round=%d experts=%s are offered late", tip.round + 1, sorted(self.late))
+            self._late_offer = Offer(tip.digest, 0, 0, self._store_values(tip, self.late))
+            self.rounds.offer(self._late_offer)
+
+    def _store_values(
+        self, tip: Manifest, late: Collection[int] | None = None
+    ) -> dict[Unit, OfferedUnit]:
         units = {}
-        for unit, value, base in self.model.offered_values(tip):
+        for unit, value, base in self.model.offered_values(tip, late):
             store = partial(self.rounds.store_value, value)
             digest, num_bytes = patiently(store, "offered value", self._pause)
             units[unit] = OfferedUnit(digest, num_bytes, base)
+        return units
+
+    def _save_offer(self, tip: Manifest, steps: int, tokens: int) -> Offer:
+        """Stores the offered values, then makes the private state durable, then offers [P6]."""
+        units = self._store_values(tip)
         private = PrivateState(
             engine=self.model.engine.state_dict(),
             run_id=self.rounds.machine.rules.run,
@@ -191,18 +218,22 @@ class Trainer:
         """
         wait_s = self.status.since_begin_s()
         previous, counted, kept = tip, False, True
+        offers = [made for made in (self._late_offer, offer) if made]
+        trained = self.model.bases if offer or (stats and stats.steps) else ()
+        late = self.late.union(trained)
         while path:
             applied = path.pop(0)
             manifest = applied.manifest
             try:
                 self.moments.before_adopt(previous, manifest)
-                adoption = self.model.adopt(manifest, previous=previous.digest, offer=offer)
+                adoption = self.model.adopt(manifest, previous=previous.digest, offers=offers)
             except BlobGone as error:
                 logger.info("height=%d skipped: %s", manifest.height, error)
                 path = path or self._newer_than(manifest, error)
                 continue
             self.moments.adopted(adoption, previous, manifest)
             kept &= adoption.shared is Action.KEEP
+            late &= adoption.kept
             follows = manifest.parent == tip.digest
             mine = follows and offer is not None and self.model.me in manifest.contributors
             counted |= mine
@@ -211,6 +242,7 @@ class Trainer:
             report = RoundReport(manifest, stats if follows else None, mine, wait_s, applied.reason)
             self.status.applied(report)
             previous = manifest
+        self.late, self._late_offer = frozenset() if counted else late, None
         self._validate(previous)
         return previous, kept
 
@@ -295,9 +327,10 @@ class Trainer:
         return self._adopt_start([tip], private.base_tip, offer), None
 
     def _adopt_start(self, path: list[Manifest], previous: Digest, offer: Offer | None) -> Manifest:
+        offers = [offer] if offer else []
         for manifest in path:
             try:
-                adoption = self.model.adopt(manifest, previous=previous, offer=offer)
+                adoption = self.model.adopt(manifest, previous=previous, offers=offers)
                 self.moments.adopted(adoption, manifest, manifest)
             except BlobGone as error:
                 if manifest is path[-1]:

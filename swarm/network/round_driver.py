@@ -37,6 +37,7 @@ from swarm.protocol.events import (
     Discovered,
     Effect,
     Event,
+    Expected,
     Fetch,
     Keep,
     LeaveAsked,
@@ -69,6 +70,7 @@ from swarm.protocol.rounds import RoundMachine
 logger = logging.getLogger(__name__)
 
 POST_DEADLINE_S = 5.0
+EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK)
 """Rare, and what a person wants to read of a round that took long."""
 
@@ -117,6 +119,7 @@ class RoundDriver:
         self._adapt_timers()
         self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
         self._left: str | None = None
+        self._expected_at = 0.0
         self._failure: BaseException | None = None
 
     # ------------------------------------------------ the trainer's side (any thread)
@@ -146,6 +149,16 @@ class RoundDriver:
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
         self._send_in(Offered(offer))
+
+    def expect(self, tip: Digest, remaining_s: float) -> None:
+        """Says when the local steps on a tip will be done; more often than twice a second is lost.
+
+        The convener waits for who is worth waiting for.
+        """
+        now = time.monotonic()
+        if now - self._expected_at >= EXPECT_EVERY_S:
+            self._expected_at = now
+            self._send_in(Expected(tip, remaining_s))
 
     def discovered(self, peers: Sequence[PeerId]) -> None:
         """Tells the machine who is in the run by the DHT, on whatever chain."""
@@ -212,7 +225,7 @@ class RoundDriver:
             await self._carry_out(self.machine.start(time.monotonic()))
             while True:
                 event = await self._inbox.get()
-                if isinstance(event, Offered) or _brings_offer(event):
+                if _brings_offer(event):
                     self.transfers.pace.offered(time.monotonic())
                 effects = self.machine.handle(event, time.monotonic())
                 if isinstance(event, Stored):
@@ -378,8 +391,8 @@ class RoundDriver:
 
 
 def _brings_offer(event: Event) -> bool:
-    return (
-        isinstance(event, Received)
-        and isinstance(event.message, Ready)
-        and event.message.offer is not None
-    )
+    """Whether a peer, this one too, has finished its local steps in time."""
+    offer = event.offer if isinstance(event, Offered) else None
+    if isinstance(event, Received) and isinstance(event.message, Ready):
+        offer = event.message.offer
+    return offer is not None and not offer.is_late

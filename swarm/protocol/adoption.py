@@ -10,7 +10,7 @@ was saved with [P6].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,6 +52,12 @@ class Adoption:
     experts: Mapping[int, ExpertDecision]
     """Of every expert that was or is mine, in order."""
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
+        moved = (Action.KEEP, Action.PUBLISHED, Action.REBASE)
+        return frozenset(e for e, choice in self.experts.items() if choice.action in moved)
+
 
 def adopt(
     me: PeerId,
@@ -59,7 +65,7 @@ def adopt(
     *,
     previous: Digest,
     bases: Mapping[int, Digest],
-    offer: Offer | None,
+    offers: Sequence[Offer],
 ) -> Adoption:
     """Decides on every piece of local progress.
 
@@ -68,12 +74,14 @@ def adopt(
         manifest: the manifest that is being applied.
         previous: digest of the tip that the local steps since the last apply started from.
         bases: base digest of each expert with local progress.
-        offer: what this peer offered since then, if anything; no step was taken after it.
+        offers: what this peer offered since then: late progress, the finished round. What was
+            trained since stays in the master.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.
     """
     shared, shared_reason = _decide_shared(me, manifest, previous)
+    offered = [offer.units for offer in offers]
     mine = {expert for expert, owners in manifest.owners.items() if me in owners}
     decisions = {}
     for expert in sorted(mine | bases.keys()):
@@ -82,10 +90,9 @@ def adopt(
                 Action.DROP, None, f"expert {expert} belongs to others now"
             )
         else:
-            offered = offer.units.get(expert_unit(expert)) if offer else None
-            decisions[expert] = _decide_expert(
-                expert, manifest, bases.get(expert), offered.digest if offered else None
-            )
+            unit = expert_unit(expert)
+            digests = frozenset(units[unit].digest for units in offered if unit in units)
+            decisions[expert] = _decide_expert(expert, manifest, bases.get(expert), digests)
     return Adoption(shared, shared_reason, decisions)
 
 
@@ -124,7 +131,7 @@ def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Ac
 
 
 def _decide_expert(
-    expert: int, manifest: Manifest, base: Digest | None, offered: Digest | None
+    expert: int, manifest: Manifest, base: Digest | None, offered: frozenset[Digest]
 ) -> ExpertDecision:
     entry = manifest.entries[expert_unit(expert)]
     if base is None:
@@ -137,11 +144,11 @@ def _decide_expert(
         return ExpertDecision(
             Action.KEEP, base, f"expert {expert} did not move since round {entry.version}"
         )
-    if entry.digest == offered:
+    if entry.digest in offered:
         return ExpertDecision(
             Action.PUBLISHED, entry.digest, f"my value of expert {expert} is the agreed one"
         )
-    if entry.base is not None and entry.base in (base, offered):
+    if entry.base is not None and entry.base in {base, *offered}:
         return ExpertDecision(
             Action.REBASE,
             entry.digest,

@@ -64,6 +64,11 @@ class Timers:
         return once_s * (1 + min(attempt, 2))
 
     @property
+    def grace_s(self) -> float:
+        """Who needs no longer than this to finish its local steps is waited for."""
+        return self.silence_s / 2
+
+    @property
     def patience_s(self) -> float:
         """T_reform / 2: a fetch without progress is dropped, a gap between ticks is a pause."""
         half = self.reform_s / 2

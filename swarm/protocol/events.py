@@ -65,6 +65,14 @@ class Offered:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """The trainer expects its local steps on this tip to be done in so many seconds."""
+
+    tip: Digest
+    remaining_s: float
+
+
+@dataclass(frozen=True)
 class Stored:
     """A blob has arrived, or was computed here; it is readable but not yet durable."""
 
@@ -123,6 +131,7 @@ Event = (
     Tick
     | Received
     | Offered
+    | Expected
     | Stored
     | Unobtainable
     | Synced

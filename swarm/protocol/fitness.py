@@ -1,4 +1,4 @@
-"""Whether a link can carry a run: bytes of a round against the time that a round takes. Pure."""
+"""Whether a link and a machine can keep up with a run's rounds. Pure."""
 
 from __future__ import annotations
 
@@ -77,3 +77,34 @@ def link_verdict(
         return LinkVerdict(Fitness.ENOUGH, needed_mbit, text)
     slow = transfer_s <= HOPELESS * round_s
     return LinkVerdict(Fitness.SLOW if slow else Fitness.HOPELESS, needed_mbit, text)
+
+
+ALWAYS_LATE = 3
+"""Rounds in a row without a peer that trained in all of them, after which it is told so."""
+
+
+def lateness(
+    missed: int, tokens: int, local_tokens: int, tokens_per_s: float, round_s: float
+) -> str | None:
+    """What a person should know whose machine no round can wait for; None if it is not time.
+
+    Said after `ALWAYS_LATE` rounds, then ever more rarely.
+
+    Args:
+        missed: rounds in a row that went on without this peer's shared tensors.
+        tokens: of the local steps that it did in the last of them.
+        local_tokens: of all local steps of a round.
+        tokens_per_s: rate of this peer.
+        round_s: seconds that the last round took the others.
+    """
+    is_power = missed >= ALWAYS_LATE and (missed // ALWAYS_LATE).bit_count() == 1
+    if not is_power or missed % ALWAYS_LATE or tokens_per_s <= 0:
+        return None
+    needed_s = local_tokens / tokens_per_s
+    return (
+        f"{missed} rounds in a row went on without this peer: a round's local steps take it "
+        f"{needed_s:.3g} s, and the others were done after {round_s:.3g} s. Its experts go on by "
+        f"{tokens / local_tokens:.0%} of a round each time, but its shared steps are lost. What "
+        f"would fit: a machine {needed_s / round_s:.2g} times as fast, fewer experts to train "
+        f"(--capacity), or for all peers {round_s / needed_s:.0%} of the local steps' tokens"
+    )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swarm.experts import expert_of_unit
 from swarm.protocol.manifest import Code, Digest, Manifest, PeerId, Unit
 
 
@@ -51,6 +52,11 @@ class Offer:
     steps: int
     tokens: int
     units: Mapping[Unit, OfferedUnit]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
+        return all(expert_of_unit(unit) is not None for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ class Ready:
     leave: bool = False
     dialable: bool = True
     """Whether others can dial the sender: only then is it asked to reduce, if anybody else can."""
+    remaining_s: float | None = None
+    """Until the sender's local steps are done, as it expects; None: it does not know."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def assign(
     contributors: Collection[PeerId],
     *,
     stale: Collection[int],
+    silent: Collection[PeerId] = (),
     owners_per_expert: int,
     num_experts: int,
     seed: str,
@@ -41,6 +42,7 @@ def assign(
         contributors: peers known to have finished the round; only they are given more.
         stale: experts that were not renewed for too many rounds; their owners that did not
             contribute lose them.
+        silent: members that lose all their experts, though they may come back in time to vote.
         owners_per_expert: R; every expert gets min(R, number of members) owners.
         num_experts: experts 0 .. num_experts - 1.
         seed: breaks ties, so that they do not always favour the same peer.
@@ -50,7 +52,7 @@ def assign(
     """
     if not members:
         return Assignment(dict.fromkeys(range(num_experts), ()), ())
-    work = _Work(previous, members, contributors, seed)
+    work = _Work(previous, members, contributors, silent, seed)
     wanted = min(owners_per_expert, len(members))
     for expert in range(num_experts):
         work.keep(expert, wanted, expert in stale)
@@ -71,12 +73,14 @@ class _Work:
         previous: Mapping[int, tuple[PeerId, ...]],
         members: Mapping[PeerId, float],
         contributors: Collection[PeerId],
+        silent: Collection[PeerId],
         seed: str,
     ) -> None:
         self.previous = previous
         self.capacity = members
         self.peers = sorted(members)
         self.contributors = {peer for peer in self.peers if peer in contributors}
+        self.silent = {peer for peer in self.peers if peer in silent}
         self.seed = seed
         self.owners: dict[int, list[PeerId]] = {}
         self.load = dict.fromkeys(self.peers, 0)
@@ -85,14 +89,16 @@ class _Work:
         """Takes over the valid owners, contributors first if there are too many."""
         valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
         valid.sort(key=lambda peer: (peer not in self.contributors, peer))
-        if is_stale:
-            # A silent owner stays only in a place that no contributor is left to take.
-            present = [peer for peer in valid if peer in self.contributors]
-            places = max(0, wanted - len(self.contributors))
-            valid = present + valid[len(present) :][:places]
-        self.owners[expert] = valid[:wanted]
+        staying = [peer for peer in valid if not self._loses(peer, is_stale)]
+        # Who is to lose it stays only in a place that no contributor is left to take.
+        places = max(0, wanted - len(self.contributors | set(staying)))
+        losing = [peer for peer in valid if peer not in staying][:places]
+        self.owners[expert] = [*staying, *losing][:wanted]
         for peer in self.owners[expert]:
             self.load[peer] += 1
+
+    def _loses(self, peer: PeerId, is_stale: bool) -> bool:
+        return peer not in self.contributors and (is_stale or peer in self.silent)
 
     def fill(self, expert: int, wanted: int) -> None:
         """Adds the least loaded peers until the expert has its owners."""
@@ -182,6 +188,8 @@ class _Work:
     def _why_lost(self, peer: PeerId, is_stale: bool) -> str:
         if peer not in self.capacity:
             return f"peer {peer} left"
+        if peer in self.silent and peer not in self.contributors:
+            return f"peer {peer} is silent"
         if is_stale and peer not in self.contributors:
             return f"peer {peer} did not renew it"
         return f"peer {peer} had more than its share"

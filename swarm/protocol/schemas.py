@@ -28,6 +28,7 @@ Generation = Annotated[str, Field(pattern=_GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Peers = Annotated[list[PeerText], Field(max_length=4096)]
 Capacity = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Schema(BaseModel):
@@ -123,6 +124,7 @@ class ReadySchema(Schema):
     capacity: Capacity
     leave: bool
     dialable: bool
+    remaining_s: Seconds | None
 
 
 class RosterSchema(Schema):

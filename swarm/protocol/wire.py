@@ -140,6 +140,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "capacity": float(message.capacity),
                 "leave": message.leave,
                 "dialable": message.dialable,
+                "remaining_s": message.remaining_s,
             }
         case Roster():
             body = {
@@ -243,6 +244,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.capacity,
                 body.leave,
                 body.dialable,
+                body.remaining_s,
             )
         case RosterSchema():
             offers = {

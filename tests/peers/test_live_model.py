@@ -42,7 +42,7 @@ def founded(store: BlobStore) -> Manifest:
 @pytest.fixture
 def model(store: BlobStore, founded: Manifest) -> LiveModel:
     live = LiveModel("me", RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
-    live.adopt(founded, previous="", offer=None)
+    live.adopt(founded, previous="")
     return live
 
 
@@ -70,7 +70,7 @@ def test_local_progress_moves_with_a_merge(
 ) -> None:
     add_progress(model, 0.5)
     merged, value = successor(founded, store, kind=Kind.MERGE)
-    model.adopt(merged, previous=founded.digest, offer=None)
+    model.adopt(merged, previous=founded.digest)
     moved = model.engine.read(NAMES)[NAMES[0]]
     # The initial weights (about 0.02) are added and taken away again in fp32.
     assert torch.allclose(moved, value + 0.5, atol=1e-6)
@@ -82,7 +82,7 @@ def test_an_expert_restarts_from_its_merged_value_when_its_base_is_gone(
     add_progress(model, 0.5)
     merged, value = successor(founded, store, kind=Kind.MERGE)
     store.collect({entry.digest for entry in merged.entries.values()})
-    model.adopt(merged, previous=founded.digest, offer=None)
+    model.adopt(merged, previous=founded.digest)
     assert torch.equal(model.engine.read(NAMES)[NAMES[0]], value)
     assert model.bases[EXPERT] == merged.entries[expert_unit(EXPERT)].digest
 
@@ -95,7 +95,7 @@ def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
     gone, _ = successor(founded, store, kind=Kind.QUORUM)
     store.collect({entry.digest for entry in founded.entries.values()})
     with pytest.raises(BlobGone):
-        model.adopt(gone, previous=founded.digest, offer=None)
+        model.adopt(gone, previous=founded.digest)
     assert same(model.engine.read(all_names(RUN)), before)
     assert model.bases == bases
 
@@ -109,7 +109,7 @@ def test_int8_experts_are_made_from_agreed_values_every_time(
     manifest = founded
     once = Int8Stack(torch.zeros(1, 16, 16, dtype=torch.int8), torch.zeros(1, 16, 1))
     for _ in range(3):
-        live.adopt(manifest, previous=manifest.parent or "", offer=None)
+        live.adopt(manifest, previous=manifest.parent or "")
         unit = expert_unit(EXPERT)
         agreed = live.agreed.expert(manifest.entries[unit].digest, unit)
         for name, value in agreed.items():
@@ -131,3 +131,10 @@ def test_blobs_that_are_being_adopted_are_not_collected(store: BlobStore) -> Non
 
 def test_every_expert_is_owned_by_the_only_member(model: LiveModel) -> None:
     assert sorted(model.bases) == list(range(NUM_EXPERTS))
+
+
+def test_of_late_work_only_those_experts_are_offered(model: LiveModel, founded: Manifest) -> None:
+    assert [unit for unit, _, _ in model.offered_values(founded, late={EXPERT})] == [
+        expert_unit(EXPERT)
+    ]
+    assert list(model.offered_values(founded, late=set())) == []

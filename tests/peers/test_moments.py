@@ -85,11 +85,11 @@ class Side:
             cast(PeerStatus, self.status),
         )
         self.at = founded
-        self.model.adopt(founded, previous="", offer=None)
+        self.model.adopt(founded, previous="")
 
     def move_to(self, manifest: Manifest) -> None:
         self.keeper.before_adopt(self.at, manifest)
-        adoption = self.model.adopt(manifest, previous=self.at.digest, offer=None)
+        adoption = self.model.adopt(manifest, previous=self.at.digest)
         self.keeper.adopted(adoption, self.at, manifest)
         self.at = manifest
 

@@ -221,3 +221,17 @@ def test_the_record_of_a_finished_peer_follows_its_tip(status: PeerStatus) -> No
     status.follow(reformed)
     assert status.changed.is_set()
     assert (status.record().generation, status.record().manifest_digest) == ("ab", reformed.digest)
+
+
+def test_a_peer_that_no_round_waits_for_is_told_so(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    status.tokens_per_s, tip = 10.0, TIP
+    for number in range(1, 8):
+        tip = successor(tip)
+        late = replace(report(tip), counted=number == 4)
+        status.applied(late)
+        told = [r.message for r in caplog.records if "went on without this peer" in r.message]
+        assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
+    status.applied(replace(report(successor(tip), None), counted=False))  # it did not train
+    assert status._missed == 0

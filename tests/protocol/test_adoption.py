@@ -38,23 +38,23 @@ def offering(digest, base="e0"):
     return Offer(TIP, 2, 8, {"expert.0": OfferedUnit(digest, 1, base)})
 
 
-def decide(new, *, base="e0", offer=None):
+def decide(new, *, base="e0", offers=()):
     bases = {} if base is None else {0: base}
-    return adopt("me", new, previous=TIP, bases=bases, offer=offer)
+    return adopt("me", new, previous=TIP, bases=bases, offers=offers)
 
 
 def test_progress_on_an_expert_that_did_not_move_is_kept():
-    decision = decide(manifest(entry("e0")), offer=offering("mine")).experts[0]
+    decision = decide(manifest(entry("e0")), offers=[offering("mine")]).experts[0]
     assert (decision.action, decision.base) == (Action.KEEP, "e0")
 
 
 def test_my_published_value_becomes_the_base_and_the_master_stays():
-    decision = decide(manifest(entry("mine")), offer=offering("mine")).experts[0]
+    decision = decide(manifest(entry("mine")), offers=[offering("mine")]).experts[0]
     assert (decision.action, decision.base) == (Action.PUBLISHED, "mine")
 
 
 def test_progress_from_an_older_value_than_the_agreed_one_is_dropped():
-    decision = decide(manifest(entry("e9")), offer=offering("mine")).experts[0]
+    decision = decide(manifest(entry("e9")), offers=[offering("mine")]).experts[0]
     assert (decision.action, decision.base) == (Action.RESTART, "e9")
     assert decide(manifest(entry("e9"))).experts[0].action is Action.RESTART
 
@@ -82,8 +82,27 @@ def test_progress_moves_along_with_one_merge_even_if_a_round_followed_it(kind):
 
 def test_a_published_value_that_was_merged_at_once_is_rebased_from_the_published_value():
     merged = manifest(entry("m1", base="mine"), kind=Kind.MERGE, parent="other")
-    decision = decide(merged, offer=offering("mine")).experts[0]
+    decision = decide(merged, offers=[offering("mine")]).experts[0]
     assert (decision.action, decision.rebase_from) == (Action.REBASE, "mine")
+
+
+@pytest.mark.parametrize("agreed", ["late", "mine"])
+def test_either_of_two_offers_may_be_the_agreed_value(agreed):
+    """A late offer goes out before the local steps, whose offer may come too late itself."""
+    offers = [offering("late"), offering("mine")]
+    decision = decide(manifest(entry(agreed)), offers=offers).experts[0]
+    assert (decision.action, decision.base) == (Action.PUBLISHED, agreed)
+    merged = manifest(entry("m1", base=agreed), kind=Kind.MERGE, parent="other")
+    assert decide(merged, offers=offers).experts[0].rebase_from == agreed
+
+
+def test_kept_are_experts_whose_progress_goes_on():
+    assert decide(manifest(entry("e0"))).kept == {0}
+    assert decide(manifest(entry("mine")), offers=[offering("mine")]).kept == {0}
+    assert decide(manifest(entry("m1", base="e0"))).kept == {0}
+    assert decide(manifest(entry("e9"))).kept == set()
+    assert decide(manifest(entry("e0"), owner="you")).kept == set()
+    assert decide(manifest(entry("e0")), base=None).kept == set()
 
 
 def test_two_merges_cannot_be_jumped():
@@ -92,7 +111,7 @@ def test_two_merges_cannot_be_jumped():
 
 
 def test_shared_tensors_restart_from_the_mean_whether_i_was_in_it_or_not():
-    mine = decide(manifest(entry("e0")), offer=offering("mine"))
+    mine = decide(manifest(entry("e0")), offers=[offering("mine")])
     assert (mine.shared, mine.shared_reason) == (Action.RESTART, "my values are in the mean")
     missed = decide(manifest(entry("e0"), contributors=("you",)))
     assert missed.shared is Action.RESTART

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.protocol.fitness import SHORTEST_ROUND_S, Fitness, link_verdict, training_s
+from swarm.protocol.fitness import SHORTEST_ROUND_S, Fitness, lateness, link_verdict, training_s
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,16 @@ def test_without_a_known_round_nothing_is_said() -> None:
 def test_the_median_peer_says_how_long_local_steps_take() -> None:
     assert training_s(50_000, [0.0, 500.0, 1000.0, 50_000.0]) == pytest.approx(50.0)
     assert training_s(10, [1000.0]) == SHORTEST_ROUND_S
+
+
+def test_who_is_always_late_is_told_what_would_fit() -> None:
+    words = lateness(3, 250, 1000, tokens_per_s=25.0, round_s=10.0)
+    assert words is not None
+    assert "3 rounds in a row went on without this peer" in words
+    assert "take it 40 s, and the others were done after 10 s" in words
+    assert "by 25% of a round" in words and "4 times as fast" in words
+
+
+def test_it_is_told_ever_more_rarely() -> None:
+    told = [n for n in range(1, 50) if lateness(n, 1, 4, tokens_per_s=1.0, round_s=1.0)]
+    assert told == [3, 6, 12, 24, 48]

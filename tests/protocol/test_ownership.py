@@ -43,6 +43,7 @@ def cases(draw, capacity=capacities):
     stale = draw(st.lists(st.integers(0, num_experts - 1), unique=True))
     arguments = {
         "stale": stale,
+        "silent": draw(st.lists(st.sampled_from(PEERS), unique=True, max_size=2)),
         "owners_per_expert": draw(replicas),
         "num_experts": num_experts,
         "seed": draw(seeds),
@@ -76,6 +77,7 @@ def test_the_order_of_the_arguments_does_not_matter(case):
     mirrored = {
         **arguments,
         "stale": arguments["stale"][::-1],
+        "silent": arguments["silent"][::-1],
     }
     assert assign(previous, members, contributors, **arguments) == assign(
         dict(reversed(previous.items())),
@@ -171,6 +173,26 @@ def test_a_stale_expert_goes_to_a_contributor_while_there_is_one_without_it(case
     for expert in arguments["stale"]:
         owners = set(assignment.owners[expert])
         assert owners <= present or present <= owners
+
+
+@given(cases())
+def test_a_silent_peer_owns_nothing_that_a_contributor_could(case):
+    previous, members, contributors, arguments = case
+    assignment = assign(previous, members, contributors, **arguments)
+    present = set(contributors) & set(members)
+    for owners in assignment.owners.values():
+        if set(owners) & (set(arguments["silent"]) - present):
+            assert present <= set(owners)
+
+
+def test_experts_of_a_silent_member_are_adopted_before_it_is_removed():
+    previous = {0: ("a",), 1: ("b",)}
+    arguments = {"stale": (), "owners_per_expert": 1, "num_experts": 2, "seed": ""}
+    adopted = assign(previous, equal("ab"), ("a",), silent=("b",), **arguments)
+    assert adopted.owners == {0: ("a",), 1: ("a",)}
+    assert adopted.reasons == ("expert 1: peer b is silent, adopted by a, load 2/1",)
+    back = assign(adopted.owners, equal("ab"), ("a", "b"), silent=("b",), **arguments)
+    assert len(owned_experts(back, "b")) == 1
 
 
 def test_shares_follow_the_declared_capacity():

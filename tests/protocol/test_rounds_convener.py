@@ -1,15 +1,17 @@
 """The convener when others fail it: who is waited for, who is left out, when a vote counts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Purpose, Topic
+from swarm.protocol.events import Expected, Offered, Purpose, Received, Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import (
     Accept,
     Ballot,
     Commit,
     Message,
+    Offer,
     Prepare,
     Propose,
     Ready,
@@ -17,7 +19,15 @@ from swarm.protocol.messages import (
     ReducedUnit,
     Roster,
 )
-from tests.protocol.round_pump import Pump, make_rules, name, start_swarm, train_times
+from swarm.protocol.rounds.rosters import offer_problem
+from tests.protocol.round_pump import (
+    Pump,
+    make_offer,
+    make_rules,
+    name,
+    start_swarm,
+    train_times,
+)
 
 
 def in_training(peers: str, **options: object) -> Pump:
@@ -80,6 +90,94 @@ def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
     assert slow not in tip.contributors
     assert tip.members[slow].silent == 0  # slow is not silent: it answered the polls
     assert "not ready after" in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
+
+
+def late_offer(pump: Pump, peer: PeerId) -> Offer:
+    """What a peer that was left out has: progress on its experts, and no shared tensors."""
+    tip = pump.nodes[peer].machine.tip
+    whole = make_offer(pump.rules, peer, tip)
+    units = {
+        unit: replace(offered, digest=name("late", unit))
+        for unit, offered in whole.units.items()
+        if unit in pump.rules.expert_units
+    }
+    pump.nodes[peer].disk.update(offered.digest for offered in units.values())
+    return Offer(tip.digest, 0, 0, units)
+
+
+def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() -> None:
+    pump = in_training("ABCD", timers=Timers(roster_late_s=20.0))
+    slow = last_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
+    pump.run_to_height(3)
+    start, offer = pump.now, late_offer(pump, slow)
+    pump.give(slow, Offered(offer))
+    pump.give(slow, Expected(pump.nodes[slow].machine.tip.digest, 40.0))
+    pump.run_to_height(4)
+    assert pump.now - start < 11.5
+    tip = pump.nodes[slow].machine.tip
+    assert slow not in tip.contributors and len(tip.contributors) == 3
+    assert tip.tokens - pump.nodes[slow].applied[-2].tokens == 3000
+    for unit, offered in offer.units.items():
+        assert (tip.entries[unit].digest, tip.entries[unit].version) == (offered.digest, 4)
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert f"roster closed with 3 of 4 offers: peer {slow} needs 3" in said
+    # It says nothing on the next tip, as if its step under way had not ended yet.
+    start = pump.now
+    pump.run_to_height(5)
+    assert pump.now - start < 11.5
+
+
+def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
+    pump = in_training("ABCD")
+    peer = last_of(pump)
+    late = late_offer(pump, peer)
+    whole = make_offer(pump.rules, peer, pump.nodes[peer].machine.tip)
+    pump.give(peer, Offered(late))
+    pump.nodes[peer].disk.update(unit.digest for unit in whole.units.values())
+    pump.give(peer, Offered(whole))
+    # The network may bring the older one last.
+    ballot = pump.nodes[peer].record.promised or Ballot(0, first_of(pump))
+    header = pump.nodes[peer].machine._header
+    pump.give(first_of(pump), Received(peer, header, Ready(ballot, whole, None, 1.0)))
+    pump.give(first_of(pump), Received(peer, header, Ready(ballot, late, None, 1.0)))
+    pump.run_to_height(3)
+    tip = pump.nodes[peer].machine.tip
+    assert peer in tip.contributors
+    assert all(tip.entries[unit].digest != offered.digest for unit, offered in late.units.items())
+
+
+def test_late_offers_alone_make_no_round() -> None:
+    """The shared tensors would have no value."""
+    pump = in_training("AB")
+    train_times(pump, dict.fromkeys("AB", 60.0))
+    pump.run_to_height(3)
+    for peer in "AB":
+        pump.give(peer, Offered(late_offer(pump, peer)))
+    pump.run(pump.now + 30.0)
+    assert {node.machine.tip.height for node in pump.nodes.values()} == {3}
+
+
+def test_an_offer_without_shared_tensors_counts_no_steps() -> None:
+    pump = in_training("ABCD")
+    peer = last_of(pump)
+    counted = replace(late_offer(pump, peer), steps=10, tokens=1000)
+    problem = offer_problem(counted, peer, pump.nodes[peer].machine.tip, pump.rules)
+    assert problem is not None and "no shared part, but 10 steps" in problem
+    empty = replace(counted, steps=0, tokens=0, units={})
+    assert offer_problem(empty, peer, pump.nodes[peer].machine.tip, pump.rules)
+
+
+def test_a_convener_that_was_replaced_for_its_silence_is_not_waited_for_once_more() -> None:
+    pump = in_training("ABCD")
+    train_times(pump, dict.fromkeys("ABCD", 3.0))
+    pump.run_to_height(3)
+    dead = first_of(pump)
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    # 10 s until it is replaced, two polls to answer, and less than a second for the round.
+    assert pump.now - start < 10.0 + 2 * pump.timers.poll_s + 1.5
 
 
 def test_a_reducer_that_dies_is_left_out_and_the_round_ends() -> None:

@@ -15,6 +15,7 @@ It dies there the first time in a round of at least that number; a merge is mean
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from peers.live_model import LiveModel
 from peers.peer import main
@@ -56,9 +57,9 @@ def arm(crash: Crash) -> None:
             crash.at("applied", record.tip)
 
     def crashing_adopt(
-        self: LiveModel, manifest: Manifest, *, previous: str, offer: Offer | None
+        self: LiveModel, manifest: Manifest, *, previous: str, offers: Sequence[Offer] = ()
     ) -> Adoption:
-        adoption = adopt(self, manifest, previous=previous, offer=offer)
+        adoption = adopt(self, manifest, previous=previous, offers=offers)
         crash.at("swapped", manifest)
         return adoption
 

@@ -299,7 +299,7 @@ class Invariants:
                 f"{name}: {unit} is from {peers}, contributors are {manifest.contributors}",
             )
         else:
-            allowed: Collection[PeerId] = set(parent.owners[expert]) & set(manifest.contributors)
+            allowed: Collection[PeerId] = set(parent.owners[expert])
             require(
                 experts_due(parent, self.rules.experts_every)
                 and all(peer in allowed for peer in peers),

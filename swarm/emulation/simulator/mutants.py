@@ -9,7 +9,7 @@ it moves a decision from the machine to the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.cast import Cast
@@ -127,18 +127,22 @@ class _VotesCrossTips(RoundMachine):
 
 
 class _NoBaseCheck(Trainer):
-    def _follow(self, expert: int, choice: ExpertDecision) -> None:
+    def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
         if choice.action is Action.RESTART and choice.base is not None:
             self.progress[expert] = Progress(choice.base, self.progress[expert].value)
         else:
-            super()._follow(expert, choice)
+            super()._follow(expert, choice, offered)
 
 
 class _NoBaseCheckAtMerge(Trainer):
     def decide(
-        self, manifest: Manifest, previous: Digest, bases: dict[int, Digest], offer: Offer | None
+        self,
+        manifest: Manifest,
+        previous: Digest,
+        bases: dict[int, Digest],
+        offers: Sequence[Offer],
     ) -> Adoption:
-        adoption = super().decide(manifest, previous, bases, offer)
+        adoption = super().decide(manifest, previous, bases, offers)
         experts = {
             expert: replace(choice, action=Action.REBASE, rebase_from=before)
             if choice.action is Action.RESTART

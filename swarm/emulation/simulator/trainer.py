@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.values import Trained, Values
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
-from swarm.protocol.events import Offered
+from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import Rules
@@ -23,7 +23,7 @@ class Shell(Protocol):
     me: PeerId
     disk: Disk
 
-    def tell(self, event: Offered) -> None:
+    def tell(self, event: Offered | Expected) -> None:
         """Hands an event to the machine."""
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -62,6 +62,10 @@ class Trainer:
         """The live agreed model: what the next local steps start from."""
         self.progress: dict[int, Progress] = {}
         self.offer: Offer | None = None
+        """The finished round."""
+        self.late: frozenset[int] = frozenset()
+        """Experts with progress that the rounds so far have left out [O2]."""
+        self._late_offer: Offer | None = None
         self._job = 0
         self._is_training = False
 
@@ -74,16 +78,23 @@ class Trainer:
             self.offer = private.offer
         elif private is not None:
             self.progress = dict(private.progress)
-            self._save_if_rebased(self._adopt(self.tip, private.tip, private.offer))
+            offers = [private.offer] if private.offer else []
+            self._save_if_rebased(self._adopt(self.tip, private.tip, offers))
         else:
-            self._adopt(self.tip, self.tip.digest, None)
+            self._adopt(self.tip, self.tip.digest, [])
         self._go_on()
 
     def apply(self, manifest: Manifest, previous: Digest) -> None:
         """Takes the agreed values of a new tip and decides on the local progress."""
         if self._is_training:
             self._advance()
-        adoption = self._adopt(manifest, previous, self.offer)
+        if self._is_training or self.offer is not None:
+            self.late |= self.progress.keys()
+        offers = [offer for offer in (self._late_offer, self.offer) if offer]
+        adoption = self._adopt(manifest, previous, offers)
+        is_mine = manifest.parent == previous and self.shell.me in manifest.contributors
+        self.late = frozenset() if is_mine else self.late & adoption.kept
+        self._late_offer = None
         self.tip = manifest
         self._swap(manifest)
         keeps_shared = adoption.shared is Action.KEEP
@@ -112,8 +123,33 @@ class Trainer:
             self.shell.after(WRITE_S, self._publish, self._job)
             return
         self._job += 1
+        self._offer_late()
         self._is_training = True
-        self.shell.after(self.shell.local_steps_s(), self._finish, self._job)
+        steps_s = self.shell.local_steps_s()
+        self.shell.after(WRITE_S, self._expect, self._job, steps_s - WRITE_S)
+        self.shell.after(steps_s, self._finish, self._job)
+
+    def _offer_late(self) -> None:
+        """What the rounds so far have left out is offered at once; the shared steps follow [O2]."""
+        due = due_units(self.shell.me, self.tip, self.task.rules.experts_every)
+        late = {expert_unit(e): self.progress[e] for e in sorted(self.late) if e in self.progress}
+        units = {
+            unit: OfferedUnit(value, self.task.rules.unit_bytes[unit], base)
+            for unit, (base, value) in late.items()
+            if unit in due and value != base
+        }
+        if units:
+            self._late_offer = Offer(self.tip.digest, 0, 0, units)
+            self.shell.after(WRITE_S, self._publish_late, self._job, self._late_offer)
+
+    def _publish_late(self, job: int, offer: Offer) -> None:
+        if job == self._job:
+            self._write(offer)
+            self.shell.tell(Offered(offer))
+
+    def _expect(self, job: int, remaining_s: float) -> None:
+        if job == self._job and self._is_training:
+            self.shell.tell(Expected(self.tip.digest, remaining_s))
 
     def _finish(self, job: int) -> None:
         """The local steps are done."""
@@ -128,16 +164,19 @@ class Trainer:
         """Makes blobs and private state durable, then offers [P6]."""
         if job != self._job or self.offer is None:
             return
-        digests = [unit.digest for unit in self.offer.units.values()]
+        self._write(self.offer)
+        self._save()
+        self.shell.after(WRITE_S, self._announce, job, self.offer)
+
+    def _write(self, offer: Offer) -> None:
+        digests = [unit.digest for unit in offer.units.values()]
         for digest in digests:
             self.shell.disk.write(digest)
         self.shell.disk.sync(digests)
-        self._save()
-        self.shell.after(WRITE_S, self._announce, job)
 
-    def _announce(self, job: int) -> None:
-        if job == self._job and self.offer is not None:
-            self.shell.tell(Offered(self.offer))
+    def _announce(self, job: int, offer: Offer) -> None:
+        if job == self._job:
+            self.shell.tell(Offered(offer))
 
     def _save(self) -> None:
         self.shell.disk.private = PrivateState(self.tip.digest, dict(self.progress), self.offer)
@@ -178,27 +217,36 @@ class Trainer:
         return Offer(tip=self.tip.digest, steps=steps, tokens=8 * steps, units=units)
 
     def decide(
-        self, manifest: Manifest, previous: Digest, bases: dict[int, Digest], offer: Offer | None
+        self,
+        manifest: Manifest,
+        previous: Digest,
+        bases: dict[int, Digest],
+        offers: Sequence[Offer],
     ) -> Adoption:
         """The adoption rule."""
-        return adopt(self.shell.me, manifest, previous=previous, bases=bases, offer=offer)
+        return adopt(self.shell.me, manifest, previous=previous, bases=bases, offers=offers)
 
-    def _adopt(self, manifest: Manifest, previous: Digest, offer: Offer | None) -> Adoption:
+    def _adopt(self, manifest: Manifest, previous: Digest, offers: Sequence[Offer]) -> Adoption:
         bases = {expert: progress.base for expert, progress in self.progress.items()}
-        adoption = self.decide(manifest, previous, bases, offer)
+        adoption = self.decide(manifest, previous, bases, offers)
         for expert, choice in adoption.experts.items():
-            self._follow(expert, choice)
+            offered = [offer.units.get(expert_unit(expert)) for offer in offers]
+            self._follow(expert, choice, [unit.digest for unit in offered if unit])
         return adoption
 
-    def _follow(self, expert: int, choice: ExpertDecision) -> None:
+    def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
         if choice.base is None:
             del self.progress[expert]
         elif choice.action is Action.REBASE:
-            self._rebase(expert, choice)
+            self._rebase(expert, choice, offered)
+        elif choice.action is Action.PUBLISHED and self.progress[expert].value != choice.base:
+            # It was trained on after that was offered, so what it is now extends the agreed value.
+            now = self._trained(expert_unit(expert), choice.base)
+            self.progress[expert] = Progress(choice.base, now)
         elif choice.action is not Action.KEEP:
             self.progress[expert] = Progress(choice.base, choice.base)
 
-    def _rebase(self, expert: int, choice: ExpertDecision) -> None:
+    def _rebase(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
         assert choice.base is not None and choice.rebase_from is not None
         for digest in (choice.base, choice.rebase_from):
             if digest not in self.shell.disk:
@@ -208,5 +256,5 @@ class Trainer:
             self.progress[expert] = Progress(choice.base, choice.base)
             return
         # Only a difference to the very value it was trained from makes it extend the merged one.
-        extends = choice.base if base == choice.rebase_from else base
+        extends = choice.base if choice.rebase_from in (base, *offered) else base
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))

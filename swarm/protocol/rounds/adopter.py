@@ -122,6 +122,7 @@ class Adopter(MachineState):
         self._asked.clear()
         self._applied_at = self._top_since = self._convener_at = self._now
         self._top = None
+        self._ready_at = None if self._steps_s is None else self._now + self._steps_s
         self._was_deaf = self._has_told_wait = False
         self._somebody_is_ahead = False
         if self.tip.generation != old.tip.generation:

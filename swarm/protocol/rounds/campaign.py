@@ -36,6 +36,10 @@ class Campaign:
     answered_at: dict[PeerId, float] = field(default_factory=dict)
     seen: dict[PeerId, float] = field(default_factory=dict)
     """When the last READY of a member came, for whatever ballot [R1]."""
+    silent_since: dict[PeerId, float] = field(default_factory=dict)
+    """Of a convener that was replaced for its silence: when it was heard last [K1]."""
+    ready_at: dict[PeerId, float] = field(default_factory=dict)
+    """When a member expects to have finished its local steps."""
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     joiners: dict[PeerId, float] = field(default_factory=dict)
     capacities: dict[PeerId, float] = field(default_factory=dict)
@@ -58,6 +62,11 @@ class Campaign:
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""
     accepts: dict[PeerId, Signature] = field(default_factory=dict)
+
+    @property
+    def in_time(self) -> set[PeerId]:
+        """Peers that have offered their shared tensors."""
+        return {peer for peer, offer in self.offers.items() if not offer.is_late}
 
     def enter(self, stage: Stage, now: float) -> None:
         """Goes on to a stage."""

@@ -92,7 +92,7 @@ def _sources_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str 
             continue
         if not experts_due(parent, rules.experts_every):
             return f"{unit} is not due"
-        able = set(parent.owners.get(expert, ())) & set(manifest.contributors)
+        able = set(parent.owners.get(expert, ()))
         peers = _peers(manifest, unit)
         if not peers or list(peers) != sorted(set(peers) & able):
             return f"{unit} does not come from its owners"

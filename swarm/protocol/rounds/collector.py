@@ -6,8 +6,9 @@ from abc import abstractmethod
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Accepted, Ballot, Message, Prepare, Ready, Roster
+from swarm.protocol.messages import Accepted, Ballot, Message, Offer, Prepare, Ready, Roster
 from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.rosters import plan_roster
@@ -88,14 +89,21 @@ class Collector(Merger):
         if ready.ballot == campaign.ballot:
             campaign.answers[source] = ready
             campaign.answered_at[source] = self._now
+        if ready.remaining_s is not None:
+            campaign.ready_at[source] = self._now + ready.remaining_s
         if ready.offer and campaign.offers.get(source) != ready.offer:
-            problem = self._offer_problem(source, ready.offer)
-            if problem:
-                self._refuse(source, "READY", f"its offer: {problem}")
-                return
-            campaign.offers[source] = ready.offer
-            if campaign.quorum_offered_at is None and self._has_quorum(campaign.offers):
-                campaign.quorum_offered_at = self._now
+            self._take_offer(campaign, source, ready.offer)
+
+    def _take_offer(self, campaign: Campaign, source: PeerId, offer: Offer) -> None:
+        if offer.is_late and source in campaign.in_time:
+            return  # it was overtaken by the offer that followed it
+        problem = self._offer_problem(source, offer)
+        if problem:
+            self._refuse(source, "READY", f"its offer: {problem}")
+            return
+        campaign.offers[source] = offer
+        if campaign.quorum_offered_at is None and self._has_quorum(campaign.in_time):
+            campaign.quorum_offered_at = self._now
 
     def _advance_collecting(self, campaign: Campaign) -> None:
         if self._phase1_required(campaign.ballot):
@@ -153,68 +161,53 @@ class Collector(Merger):
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
-        offers = [peer for peer in campaign.offers if peer not in campaign.excluded]
-        if not offers:
-            return None
-        missing = [
-            peer
-            for peer in self.tip.members
-            if peer not in campaign.offers
-            and peer not in campaign.excluded
-            and peer not in campaign.leaving
-        ]
-        counted = f"roster closed with {len(offers)} of {len(self.tip.members)} offers"
-        if not missing:
-            return f"{counted}: nobody else is waited for"
-        age_s = self._now - campaign.started_at
-        return (
-            self._why_without_silent(campaign, missing, counted)
-            or self._why_without_slow(campaign, missing, counted, age_s)
-            or self._why_without_more(campaign, missing, counted, age_s)
-        )
-
-    def _why_without_silent(
-        self, campaign: Campaign, missing: list[PeerId], counted: str
-    ) -> str | None:
-        if campaign.quorum_offered_at is None or self.me in missing:
-            return None  # a convener that has not offered yet is slow, not silent
-        limit_s = self.timers.silence_s
-        seen = campaign.seen
-        silences = [(self._now - seen.get(peer, campaign.started_at), peer) for peer in missing]
-        if min(silences)[0] < limit_s:
-            return None
-        seconds, peer = max(silences)
-        others = f" and {len(silences) - 1} more" if len(silences) > 1 else ""
-        return f"{counted}: peer {peer}{others} silent for {seconds:.1f} s (limit {limit_s:.1f})"
-
-    def _why_without_slow(
-        self, campaign: Campaign, missing: list[PeerId], counted: str, age_s: float
-    ) -> str | None:
-        if campaign.quorum_offered_at is None:
-            return None
-        quorum_s = campaign.quorum_offered_at - campaign.started_at
-        limit_s = max(self.timers.roster_s, self.timers.straggler_factor * quorum_s)
-        if age_s < limit_s:
-            return None
-        return (
-            f"{counted}: {', '.join(missing)} not ready after {age_s:.1f} s (limit {limit_s:.1f}, "
-            f"a quorum was after {quorum_s:.1f})"
-        )
-
-    def _why_without_more(
-        self, campaign: Campaign, missing: list[PeerId], counted: str, age_s: float
-    ) -> str | None:
-        limit_s = self.timers.roster_late_s
-        if age_s >= limit_s and self._has_quorum(campaign.seen):
-            return f"{counted}: {', '.join(missing)} not ready after {age_s:.1f} s (last limit)"
-        if age_s >= self.timers.roster_s and not campaign.has_told_wait:
+        roster = self._open_roster(campaign)
+        why = why_close(roster, self.timers)
+        is_long = roster.num_offers and roster.age_s >= self.timers.roster_s
+        if not why and is_long and not campaign.has_told_wait:
             campaign.has_told_wait = True
             self._explain(
                 Topic.ROUND,
-                f"roster open after {age_s:.1f} s: {len(campaign.offers)} of "
-                f"{len(self.tip.members)} offers, waits for {', '.join(missing)}",
+                f"roster open after {roster.age_s:.1f} s: {roster.num_offers} of "
+                f"{roster.num_members} offers, waits for {roster.names}",
             )
-        return None
+        return why
+
+    def _open_roster(self, campaign: Campaign) -> OpenRoster:
+        gone = campaign.excluded.keys() | campaign.leaving
+        offered = campaign.in_time
+        quorum_at = campaign.quorum_offered_at
+        return OpenRoster(
+            age_s=self._now - campaign.started_at,
+            round_s=self._now - self._applied_at,
+            quorum_s=None if quorum_at is None else quorum_at - campaign.started_at,
+            num_offers=len(offered - campaign.excluded.keys()),
+            num_members=len(self.tip.members),
+            quorum_answers=self._has_quorum(campaign.seen),
+            absent=tuple(
+                self._absent(campaign, peer)
+                for peer in self.tip.members
+                if peer not in offered and peer not in gone
+            ),
+        )
+
+    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
+        """What is known of a member that has not offered its shared tensors."""
+        ready_at = self._ready_at if peer == self.me else campaign.ready_at.get(peer)
+        remaining_s = None if ready_at is None else max(0.0, ready_at - self._now)
+        silent_s = 0.0 if peer == self.me else self._now - self._last_sign_of(campaign, peer)
+        return Absent(peer, silent_s, remaining_s)
+
+    def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
+        """When a member last answered; who was never asked before is silent since the campaign.
+
+        A convener that was replaced for its silence has been asked twice, and is not waited for
+        as long once more.
+        """
+        since = campaign.started_at
+        if self._now - since >= 2 * self.timers.poll_s:
+            since = campaign.silent_since.get(peer, since)
+        return campaign.seen.get(peer, since)
 
     def _close_roster(self, campaign: Campaign, why: str) -> None:
         """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""

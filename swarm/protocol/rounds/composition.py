@@ -45,7 +45,7 @@ def compose_round(
         rules: the run's rules.
     """
     number = tip.round + 1
-    contributors = tuple(plan.offers)
+    contributors = plan.contributors
     membership = next_members(
         tip,
         heard=attendance.heard,
@@ -62,6 +62,11 @@ def compose_round(
         _capacities(membership.members),
         [peer for peer in contributors if peer in membership.members],
         stale=stale_experts(entries, number, rules),
+        silent=[
+            peer
+            for peer, member in membership.members.items()
+            if member.silent > rules.owner_silent_limit
+        ],
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         # Ties break alike in all rounds: so who would adopt an expert is known before, and a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.protocol.events import Topic
+from swarm.protocol.events import Expected, Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Ballot, Offer, Ready
 from swarm.protocol.rounds.adopter import Adopter
@@ -22,6 +22,15 @@ class Contributor(Adopter):
         self._offer = offer
         if not self._is_listening:
             self._say_ready()
+
+    def _on_expected(self, expected: Expected) -> None:
+        """The trainer says how far it is: the convener is told with the next answer.
+
+        As long as nothing is said on a new tip, its steps are taken to last as long as before.
+        """
+        if expected.tip == self.tip.digest:
+            self._ready_at = self._now + expected.remaining_s
+            self._steps_s = self._ready_at - self._applied_at
 
     def _why_not_offer(self, offer: Offer) -> str | None:
         if not self.is_member:
@@ -47,6 +56,7 @@ class Contributor(Adopter):
             self.capacity,
             self.is_leaving,
             self.is_dialable,
+            None if self._ready_at is None else max(0.0, self._ready_at - self._now),
         )
 
     def _on_leave_asked(self) -> None:

@@ -8,6 +8,7 @@ from swarm.protocol.events import (
     Discovered,
     Effect,
     Event,
+    Expected,
     LeaveAsked,
     MergeComputed,
     Offered,
@@ -112,6 +113,8 @@ class RoundMachine(Forks, Takeover):
             self._on_merge_computed(event)
         elif isinstance(event, Offered):
             self._on_offered(event.offer)
+        elif isinstance(event, Expected):
+            self._on_expected(event)
         elif isinstance(event, LeaveAsked):
             self._on_leave_asked()
         elif isinstance(event, Discovered):

@@ -28,18 +28,25 @@ class Plan:
     able: tuple[PeerId, ...]
     """Who was asked to: those that others can dial, or all where nobody can be."""
 
+    @property
+    def contributors(self) -> tuple[PeerId, ...]:
+        """Peers whose shared tensors are averaged; those that were late bring experts only."""
+        return tuple(peer for peer, offer in self.offers.items() if not offer.is_late)
+
 
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
     """Why an offer may not enter the round after `tip`; None when it may.
 
     It must start from the tip [S1], hold every shared part, and of the experts only such as the
-    peer owns, trained from the tip's values [S3].
+    peer owns, trained from the tip's values [S3]. A late one holds nothing but experts [O2].
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
     if offer.steps < 0 or offer.tokens < 0:
         return f"it counts {offer.steps} steps and {offer.tokens} tokens"
-    for unit in rules.shared_units:
+    if offer.is_late and (offer.steps or offer.tokens or not offer.units):
+        return f"it has no shared part, but {offer.steps} steps and {len(offer.units)} experts"
+    for unit in () if offer.is_late else rules.shared_units:
         if unit not in offer.units:
             return f"the shared part {unit} is missing"
     for unit, offered in offer.units.items():

@@ -45,6 +45,8 @@ class Rules:
     """Steps that a round adds when the run has seen so many tokens before it."""
     silent_limit: int = 3
     """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
+    owner_silent_limit: int = 1
+    """Silent rounds after which a member keeps its experts; it votes on until K [R4]."""
     certificates: bool = True
     """Whether a decided manifest needs the signed votes of a quorum."""
 

@@ -146,6 +146,10 @@ class MachineState(ABC):
         self._top_since = now
         self._convener_at = now
         self._offer: Offer | None = None
+        self._ready_at: float | None = None
+        """When this peer expects to have finished its local steps."""
+        self._steps_s: float | None = None
+        """From a new tip to the end of its local steps, as expected last."""
         self._merged: dict[Unit, ReducedUnit] | None = None
         self._merge_asked: Digest | None = None
         self._readies: dict[PeerId, Ready] = {}

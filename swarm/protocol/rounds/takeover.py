@@ -28,9 +28,12 @@ class Takeover(Convener):
             self._take_over(reason)
 
     def _take_over(self, reason: str) -> None:
+        replaced, heard_at = self._convener(), self._convener_at
         ballot = self._next_ballot()
         self._explain(Topic.TAKEOVER, f"attempt {ballot.attempt} begins: {reason}")
         self._start_campaign(ballot, {})
+        if self._campaign and replaced != self.me:
+            self._campaign.silent_since[replaced] = heard_at
 
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not [K1].
