@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
+from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.events import Effect
 from swarm.protocol.manifest import PeerId
@@ -22,6 +24,10 @@ class Character:
     merge_s: float = 0.3
     arithmetic: int = 0
     """Peers of the same number compute the same bits; negative: other bits each time."""
+    up_bytes_per_s: float = inf
+    down_bytes_per_s: float = inf
+    clock_s: float = 0.0
+    """What its monotonic clock shows when everything begins."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Cast:
 
     machine: type[RoundMachine] = RoundMachine
     trainer: type[Trainer] = Trainer
+    conduct: type[Conduct] = Conduct
 
 
 Trap = Callable[[Effect], bool]

@@ -160,10 +160,10 @@ class Scenario:
 
 def draw(mix: Mix, random: Random) -> Scenario:
     """The scenario that a random generator stands for."""
-    return _Draw(mix, random).scenario()
+    return Draw(mix, random).scenario()
 
 
-class _Draw:
+class Draw:
     """One scenario while it is drawn."""
 
     def __init__(self, mix: Mix, random: Random) -> None:

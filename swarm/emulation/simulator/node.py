@@ -7,6 +7,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from swarm.emulation.simulator.cast import Cast, Character, Snare
+from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Fetcher, Get
 from swarm.emulation.simulator.invariants import Invariants, Violation, short
@@ -61,6 +62,7 @@ class World(Protocol):
     task: Task
     timers: Timers
     cast: Cast
+    conduct: Conduct
     invariants: Invariants
     trace: Callable[[str], None] | None
 
@@ -95,6 +97,12 @@ class Node:
         self.is_up = False
         self.has_left = False
         self.is_paused = False
+        self.is_deaf = False
+        """Whether the whole machine sleeps: what is sent to it is lost."""
+        self.slept_s = 0.0
+        """How far its clock is behind, since it stands still in sleep."""
+        self.wall_ahead_s = 0.0
+        """How wrong its wall clock is."""
         self.machine: RoundMachine
         self.trainer: Trainer
         self._fetcher: Fetcher
@@ -137,7 +145,7 @@ class Node:
         assert not self.is_up and not self.has_left
         world = self.world
         self._boots += 1
-        self.is_up, self.is_paused = True, False
+        self.is_up, self.is_paused, self.is_deaf = True, False, False
         self._backlog.clear()
         self._heard.clear()
         self._caught_up = ("", 0)
@@ -151,12 +159,12 @@ class Node:
             world.timers,
             self.disk.record,
             stored=self.disk.readable(),
-            now=world.now,
+            now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
         )
         self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
         self._note("boots")
-        self._execute(self.machine.start(world.now))
+        self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
             self.trainer.resume()
             self.after(world.random.random() * world.timers.tick_s, self._tick)
@@ -176,7 +184,7 @@ class Node:
     def resume(self) -> None:
         """Lets a paused process go on with everything that waited."""
         self._note("goes on")
-        self.is_paused = False
+        self.is_paused = self.is_deaf = False
         backlog, self._backlog = self._backlog, []
         boots = self._boots
         for method, arguments in backlog:
@@ -193,6 +201,12 @@ class Node:
         if self.is_up and not self.has_left:
             self.tell(LeaveAsked())
 
+    def clock_s(self) -> float:
+        """What this peer's machine takes for the time."""
+        monotonic_s = self.character.clock_s + self.world.now - self.slept_s
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.conduct.clock_s(monotonic_s, wall_s)
+
     # ------------------------------------------------------------ what fetcher and trainer use
 
     def post(self, destination: PeerId, payload: Payload) -> None:
@@ -204,7 +218,7 @@ class Node:
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine.phase is Phase.LISTENING
-            self._execute(self.machine.handle(event, self.world.now))
+            self._execute(self.machine.handle(event, self.clock_s()))
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the process crashes first; a pause defers it."""
@@ -227,7 +241,7 @@ class Node:
 
     def receive(self, source: PeerId, payload: Payload) -> None:
         """A message has arrived."""
-        if not self.is_up:
+        if not self.is_up or self.is_deaf:
             return
         if self.is_paused:
             self._backlog.append((self.receive, (source, payload)))
@@ -284,6 +298,7 @@ class Node:
 
     def _persist(self, effect: Persist) -> None:
         before, self.disk.record = self.disk.record, effect.record
+        self.disk.earlier = before
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)

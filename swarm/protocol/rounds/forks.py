@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from swarm.protocol.events import Discovered, Purpose, Topic
@@ -202,6 +203,8 @@ class Forks(Adopter):
         commit = Commit(manifest, None, self.tip)
         before = len(self.tip.members)
         self._synced.add(manifest.digest)
+        # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
+        self.record = replace(self.record, abstain_until_height=0)
         self._apply(
             manifest,
             commit,
