@@ -38,6 +38,7 @@ from swarm.network.joining import (
 )
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
+from swarm.protocol.abstaining import without_record
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
@@ -241,9 +242,7 @@ class Starter:
         """A member whose record is gone may have voted: it abstains until that is past [P5]."""
         record = without_record(self.node.peer_id, shown)
         if record is not shown:
-            logger.warning(
-                "a member without its record: no vote up to height %d", record.abstain_until_height
-            )
+            logger.warning("a member without its record: no vote until it has contributed again")
         return record
 
     def _await_founding(self, gathering: Announced, run: RunConfig) -> Announced:

@@ -182,6 +182,7 @@ class Draw:
         ]
 
     def scenario(self) -> Scenario:
+        """Draws everything that is left to be drawn."""
         random, mix = self.random, self.mix
         founders = tuple(peer for peer in self.peers if peer not in self.strangers)
         calm = CALM_TIMERS
