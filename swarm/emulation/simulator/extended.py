@@ -5,6 +5,7 @@
 | F | disks are lost or rolled back |
 | G | 8 to 12 peers, anything on anybody |
 | H | machines sleep, wall clocks jump, most links work in one direction only |
+| J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
+from swarm.protocol.rounds import Rules
 
 STRANGER = "s"
 """Ends the name under which a peer comes back that lost its key."""
@@ -27,6 +29,14 @@ JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
 @dataclass(frozen=True)
 class ExtendedMix(Mix):
     """What a class of the extended model is made of."""
+
+    unit_mbytes: tuple[float, float] | None = None
+    """Least and most megabytes of a unit; None: transfers take no time."""
+    up_mbytes_per_s: tuple[float, ...] = (3.0, 5.0, 20.0)
+    down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
+    local_steps_s: tuple[float, float] | None = None
+    """Where not the base model's: rounds have to be longer than what the links need for them."""
+    has_adapted_timers: bool = False
 
 
 EXTENDED: dict[str, Mix] = {
@@ -57,6 +67,18 @@ EXTENDED: dict[str, Mix] = {
         kinds={"sleep": 4.0, "skew": 3.0, "mesh": 3.0, "one_way": 3.0, "pause": 2.0, "crash": 1.0},
         merging=0.3,
     ),
+    "J": ExtendedMix(
+        peers=(2, 6),
+        strangers=0.1,
+        window_s=(60.0, 150.0),
+        kinds={"crash": 3.0, "trap": 3.0, "pause": 1.5, "split": 1.5, "cut": 2.0, "storm": 1.0},
+        faults=(2, 10),
+        merging=0.2,
+        loss=0.1,
+        unit_mbytes=(1.1, 4.0),
+        local_steps_s=(10.0, 16.0),
+        has_adapted_timers=True,
+    ),
 }
 ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
 
@@ -82,10 +104,35 @@ class _ExtendedDraw(Draw):
         characters = dict(scenario.setup.characters)
         for peer in self.returned:
             characters[peer] = characters[peer.removesuffix(STRANGER)]
-        return replace(scenario, setup=replace(scenario.setup, characters=characters))
+        setup = replace(
+            scenario.setup,
+            characters=characters,
+            has_slow_links=self.mix.unit_mbytes is not None,
+            has_adapted_timers=self.mix.has_adapted_timers,
+        )
+        return replace(scenario, setup=setup)
+
+    def _rules(self) -> Rules:
+        rules = super()._rules()
+        if self.mix.unit_mbytes is None:
+            return rules
+        sizes = {
+            unit: int(1e6 * self.random.uniform(*self.mix.unit_mbytes)) for unit in rules.unit_bytes
+        }
+        return replace(rules, unit_bytes=sizes)
 
     def _character(self, peer: PeerId) -> Character:
-        return replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))
+        character = replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))
+        if self.mix.unit_mbytes is None:
+            return character
+        if self.mix.local_steps_s is not None:
+            seconds = self.random.uniform(*self.mix.local_steps_s)
+            character = replace(character, local_steps_s=seconds)
+        return replace(
+            character,
+            up_bytes_per_s=1e6 * self.random.choice(self.mix.up_mbytes_per_s),
+            down_bytes_per_s=1e6 * self.random.choice(self.mix.down_mbytes_per_s),
+        )
 
     # ------------------------------------------------------------ disks
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Character, Snare, Trap
+from swarm.emulation.simulator.cast import Character, Setup, Snare, Trap
 from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.world import Setup, World
+from swarm.emulation.simulator.world import World
 from swarm.experts import expert_unit, shared_unit
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Apply, Effect, Persist, Send

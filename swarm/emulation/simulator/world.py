@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from swarm.emulation.simulator.cast import Cast, Character, Snare
+from swarm.emulation.simulator.cast import Cast, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
@@ -28,7 +27,6 @@ from swarm.protocol.manifest import (
     PeerId,
 )
 from swarm.protocol.ownership import assign
-from swarm.protocol.rounds import Rules
 
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
@@ -40,17 +38,6 @@ AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by snare."""
 UNSENT_S = 0.01
 """What a crashing process posted so shortly before may never leave its machine."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A swarm before anything happens."""
-
-    founders: tuple[PeerId, ...]
-    rules: Rules
-    timers: Timers
-    characters: Mapping[PeerId, Character]
-    """Of every peer that will ever be there."""
 
 
 def found(setup: Setup, values: Values) -> Manifest:
@@ -152,6 +139,14 @@ class World:
             for delay_s in self.network.delays(source, destination, self.random):
                 self.at(delay_s, self._deliver, node, source, payload, self.now)
 
+    def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
+        """A peer that runs and whose links with another work in both directions."""
+        node, network = self.nodes.get(destination), self.network
+        if node is None or not node.is_there():
+            return None
+        is_open = network.is_open(source, destination) and network.is_open(destination, source)
+        return node if is_open else None
+
     def _deliver(self, node: Node, source: PeerId, payload: Payload, posted_s: float) -> None:
         sender = self.nodes[source]
         if not (sender.fell_s - UNSENT_S <= posted_s <= sender.fell_s):
@@ -238,13 +233,7 @@ class World:
 
     def _restore(self, node: Node) -> bool:
         """Gives a peer without a record the newest tip that it is shown; False if none is."""
-        shown = [
-            other.disk.record
-            for other in self.alive()
-            if not other.is_paused
-            and self.network.is_open(node.me, other.me)
-            and self.network.is_open(other.me, node.me)
-        ]
+        shown = [o.disk.record for o in self.alive() if self.reachable(node.me, o.me)]
         if not shown:
             return False
         best = max(shown, key=lambda record: record.tip.code)
@@ -347,7 +336,7 @@ class World:
         for peer, node in self.nodes.items():
             node.snare = None
             if node.is_up:
-                node.machine.timers = timers
+                node.use(timers)
             self.resume(peer)
             self.reboot(peer)
 
