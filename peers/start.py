@@ -37,7 +37,8 @@ from swarm.network.joining import (
     present_peers,
 )
 from swarm.network.node import Node
-from swarm.network.record_file import ABSTAIN_HEIGHTS, RecordFile
+from swarm.network.record_file import RecordFile
+from swarm.protocol.abstaining import without_record
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
@@ -239,11 +240,10 @@ class Starter:
 
     def _without_old_votes(self, shown: Record) -> Record:
         """A member whose record is gone may have voted: it abstains until that is past [P5]."""
-        if self.node.peer_id not in shown.tip.members:
-            return shown
-        until = shown.tip.height + ABSTAIN_HEIGHTS
-        logger.warning("a member without its record: no vote up to height %d", until)
-        return replace(shown, abstain_until_height=until)
+        record = without_record(self.node.peer_id, shown)
+        if record is not shown:
+            logger.warning("a member without its record: no vote until it has contributed again")
+        return record
 
     def _await_founding(self, gathering: Announced, run: RunConfig) -> Announced:
         status = self.status(run)

@@ -6,6 +6,7 @@ import sys
 import time
 
 from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
+from swarm.emulation.simulator.extended import ALL_CLASSES, EXTENDED
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
@@ -21,16 +22,19 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")
-    parser.add_argument("--classes", default="".join(CLASSES), help="fault classes, such as ABC")
+    parser.add_argument("--extended", action="store_true", help="the extended model's classes")
+    parser.add_argument("--classes", help="fault classes, such as ABC, of either model")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")
     parser.add_argument("--mutant", metavar="NAME", help="remove a rule; stop when it is caught")
     parser.add_argument("--list-mutants", action="store_true")
     arguments = parser.parse_args()
-    unknown = sorted(set(arguments.classes) - set(CLASSES))
+    if arguments.classes is None:
+        arguments.classes = "".join(EXTENDED if arguments.extended else CLASSES)
+    unknown = sorted(set(arguments.classes) - set(ALL_CLASSES))
     if unknown or not arguments.classes:
-        parser.error(f"--classes: {unknown} not among {''.join(CLASSES)}")
+        parser.error(f"--classes: {unknown} not among {''.join(ALL_CLASSES)}")
     if arguments.mutant and arguments.mutant not in MUTANTS:
         parser.error(f"--mutant: no {arguments.mutant!r}; there are {', '.join(MUTANTS)}")
     return arguments

@@ -15,13 +15,11 @@ from pathlib import Path
 from blake3 import blake3
 
 from swarm.errors import BadManifest, BadMessage, CorruptState
+from swarm.protocol import abstaining
 from swarm.protocol.events import Record
 from swarm.protocol.wire import decode_record, encode_record
 
 logger = logging.getLogger(__name__)
-
-ABSTAIN_HEIGHTS = 2
-"""A damaged record may have been one tip ahead of its predecessor and voted once more there."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,14 @@ class RecordFile:
 
 
 def _rolled_back(record: Record, problems: list[str]) -> Record:
-    until = record.tip.height + ABSTAIN_HEIGHTS
+    abstaining_record = abstaining.rolled_back(record)
     logger.warning(
         "%s; going on from height %d without voting up to height %d",
         "; ".join(problems),
         record.tip.height,
-        until,
+        abstaining_record.abstain_until_height,
     )
-    return replace(record, abstain_until_height=until)
+    return abstaining_record
 
 
 def _read(path: Path) -> Record:

@@ -12,11 +12,11 @@ from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Node
-from swarm.network.pace import Pace
 from swarm.network.patience import patiently_async
 from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, PeerId, Unit
+from swarm.protocol.pace import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import CorruptState
-from swarm.network.record_file import ABSTAIN_HEIGHTS, RecordFile
+from swarm.network.record_file import RecordFile
+from swarm.protocol.abstaining import ABSTAIN_HEIGHTS
 from swarm.protocol.events import Record
 from swarm.protocol.messages import Accepted, Ballot
 from tests.protocol.round_pump import found, make_rules

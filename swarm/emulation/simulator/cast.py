@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 
+from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import RoundMachine, Rules
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,25 @@ class Character:
     merge_s: float = 0.3
     arithmetic: int = 0
     """Peers of the same number compute the same bits; negative: other bits each time."""
+    up_bytes_per_s: float = inf
+    down_bytes_per_s: float = inf
+    clock_s: float = 0.0
+    """What its monotonic clock shows when everything begins."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A swarm before anything happens."""
+
+    founders: tuple[PeerId, ...]
+    rules: Rules
+    timers: Timers
+    characters: Mapping[PeerId, Character]
+    """Of every peer that will ever be there."""
+    has_slow_links: bool = False
+    """Whether bytes take time."""
+    has_adapted_timers: bool = False
+    """Whether each peer adapts its timers to what it sees."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,7 @@ class Cast:
 
     machine: type[RoundMachine] = RoundMachine
     trainer: type[Trainer] = Trainer
+    conduct: type[Conduct] = Conduct
 
 
 Trap = Callable[[Effect], bool]

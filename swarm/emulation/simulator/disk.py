@@ -38,6 +38,10 @@ class Disk:
 
     def __init__(self, record: Record, durable: Iterable[Digest]) -> None:
         self.record = record
+        self.earlier: Record | None = None
+        """The record before, which is read when the newest one is damaged."""
+        self.is_lost = False
+        """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
@@ -61,6 +65,13 @@ class Disk:
         """Deletes every other blob."""
         self.durable.intersection_update(digests)
         self.volatile.intersection_update(digests)
+
+    def lose(self) -> None:
+        """Everything is gone."""
+        self.is_lost = True
+        self.private = self.earlier = None
+        self.durable.clear()
+        self.volatile.clear()
 
     def crash(self, random: Random) -> None:
         """Loses most of what was not synced."""

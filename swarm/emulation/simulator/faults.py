@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Character, Snare, Trap
+from swarm.emulation.simulator.cast import Character, Setup, Snare, Trap
 from swarm.emulation.simulator.network import Weather
-from swarm.emulation.simulator.world import Setup, World
+from swarm.emulation.simulator.world import World
 from swarm.experts import expert_unit, shared_unit
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Apply, Effect, Persist, Send
@@ -160,10 +160,10 @@ class Scenario:
 
 def draw(mix: Mix, random: Random) -> Scenario:
     """The scenario that a random generator stands for."""
-    return _Draw(mix, random).scenario()
+    return Draw(mix, random).scenario()
 
 
-class _Draw:
+class Draw:
     """One scenario while it is drawn."""
 
     def __init__(self, mix: Mix, random: Random) -> None:
@@ -182,6 +182,7 @@ class _Draw:
         ]
 
     def scenario(self) -> Scenario:
+        """Draws everything that is left to be drawn."""
         random, mix = self.random, self.mix
         founders = tuple(peer for peer in self.peers if peer not in self.strangers)
         calm = CALM_TIMERS

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.disk import Disk
 from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.manifest import Digest, PeerId
 
-ANSWER_WITHIN_S = 2.5
-"""How long one source is waited for."""
 PAUSE_S = 0.3
 """Wait before a blob is asked for elsewhere."""
 PAUSE_AFTER_ALL_S = 1.2
@@ -58,7 +57,9 @@ class Fetcher:
 
     def start(self, fetch: Fetch) -> None:
         """Begins a transfer; the one of the same purpose ends."""
-        wants = {want.digest: _Want(want.digest, want.sources) for want in fetch.wants}
+        wants = {
+            want.digest: _Want(want.digest, want.num_bytes, want.sources) for want in fetch.wants
+        }
         self._running[fetch.purpose] = wants
         self._ask(fetch.purpose, tuple(wants.values()))
 
@@ -131,10 +132,11 @@ class Fetcher:
 class _Want:
     """A blob and whose turn it is."""
 
-    __slots__ = ("digest", "sources", "turn")
+    __slots__ = ("digest", "num_bytes", "sources", "turn")
 
-    def __init__(self, digest: Digest, sources: tuple[PeerId, ...]) -> None:
+    def __init__(self, digest: Digest, num_bytes: int, sources: tuple[PeerId, ...]) -> None:
         self.digest = digest
+        self.num_bytes = num_bytes
         self.sources = sources
         self.turn = 0
 

@@ -59,6 +59,7 @@ class Invariants:
         self.first_seen_s: dict[Digest, float] = {founding.digest: 0.0}
         self._applied: dict[tuple[str, int], Digest] = {}
         self._acceptors: dict[Digest, set[PeerId]] = {}
+        self._forgiven: dict[PeerId, set[Digest]] = {}
 
     # ------------------------------------------------------------ ancestry
 
@@ -109,6 +110,11 @@ class Invariants:
         self._require_rise(peer, before.tip, tip)
         if is_first and tip.kind in DECIDED:
             self._require_quorum(tip, disks)
+
+    def lost_disk(self, peer: PeerId) -> None:
+        """What this peer had voted for counts as durable from now on: it did all it could [I2]."""
+        voted = {digest for digest, peers in self._acceptors.items() if peer in peers}
+        self._forgiven.setdefault(peer, set()).update(voted)
 
     def reformed(
         self, peer: PeerId, old: Manifest, new: Manifest, heard: Collection[PeerId]
@@ -182,7 +188,9 @@ class Invariants:
         )
 
     def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
-        """Whether the peer durably has the manifest, or had and has left its generation since."""
+        """Whether the peer durably has the manifest, or had and lost its disk or left since."""
+        if manifest.digest in self._forgiven.get(peer, ()):
+            return True
         record = disk.record
         if record.tip.generation != manifest.generation:
             return peer in self._acceptors.get(manifest.digest, ())

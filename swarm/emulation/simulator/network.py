@@ -49,6 +49,12 @@ class Network:
         self.side, self.rough, self.weather = {}, {}, CALM
         self.cuts.clear()
 
+    def is_open(self, source: PeerId, destination: PeerId) -> bool:
+        """Whether anything gets from one peer to another at all."""
+        if (source, destination) in self.cuts:
+            return False
+        return not self.side or self.side.get(source, 0) == self.side.get(destination, 0)
+
     def delays(self, source: PeerId, destination: PeerId, random: Random) -> list[float]:
         """When a message posted now arrives, once or twice; empty if it is lost."""
         if (source, destination) in self.cuts:

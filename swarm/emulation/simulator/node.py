@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from swarm.emulation.simulator.cast import Cast, Character, Snare
+from swarm.emulation.simulator.arithmetic import average, merge
+from swarm.emulation.simulator.cast import Cast, Character, Setup, Snare
+from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Fetcher, Get
 from swarm.emulation.simulator.invariants import Invariants, Violation, short
+from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Task, Trainer
-from swarm.emulation.simulator.values import Mean, Merged
-from swarm.experts import expert_unit
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -26,7 +27,7 @@ from swarm.protocol.events import (
     Keep,
     LeaveAsked,
     Left,
-    MergeComputed,
+    Offered,
     Persist,
     Purpose,
     Reason,
@@ -36,10 +37,10 @@ from swarm.protocol.events import (
     Sync,
     Synced,
     Tick,
-    UnitReduced,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Header, Message, ReducedUnit
+from swarm.protocol.messages import Header, Message, Ready
+from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import Phase, RoundMachine
 
 
@@ -61,8 +62,13 @@ class World(Protocol):
     task: Task
     timers: Timers
     cast: Cast
+    conduct: Conduct
     invariants: Invariants
     trace: Callable[[str], None] | None
+    setup: Setup
+
+    def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
+        """A peer that runs and whose links with another work in both directions."""
 
     @property
     def disks(self) -> Mapping[PeerId, Disk]:
@@ -95,9 +101,15 @@ class Node:
         self.is_up = False
         self.has_left = False
         self.is_paused = False
+        self.is_deaf = False
+        """Whether the whole machine sleeps: what is sent to it is lost."""
+        self.slept_s = 0.0
+        """How far its clock is behind, since it stands still in sleep."""
+        self.wall_ahead_s = 0.0
+        """How wrong its wall clock is."""
         self.machine: RoundMachine
         self.trainer: Trainer
-        self._fetcher: Fetcher
+        self.fetcher: Fetcher
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
         self._serials = 0
@@ -137,13 +149,14 @@ class Node:
         assert not self.is_up and not self.has_left
         world = self.world
         self._boots += 1
-        self.is_up, self.is_paused = True, False
+        self.is_up, self.is_paused, self.is_deaf = True, False, False
         self._backlog.clear()
         self._heard.clear()
         self._caught_up = ("", 0)
         self._last_tick = world.now
         self._is_listening = True
-        self._fetcher = Fetcher(self)
+        self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
+        self._pace = Pace(world.task.rules.unit_bytes)
         self.machine = world.cast.machine(
             self.me,
             self.character.capacity,
@@ -151,15 +164,22 @@ class Node:
             world.timers,
             self.disk.record,
             stored=self.disk.readable(),
-            now=world.now,
+            now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
         )
+        self.use(world.timers)
         self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
         self._note("boots")
-        self._execute(self.machine.start(world.now))
+        self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
             self.trainer.resume()
             self.after(world.random.random() * world.timers.tick_s, self._tick)
+
+    def use(self, timers: Timers) -> None:
+        """From now on the machine has these timers, or such as are adapted from them."""
+        if self.world.setup.has_adapted_timers:
+            timers = self.world.conduct.timers(self._pace, timers)
+        self.machine.timers = timers
 
     def crash(self) -> None:
         """Kills the process; the disk stays."""
@@ -176,7 +196,7 @@ class Node:
     def resume(self) -> None:
         """Lets a paused process go on with everything that waited."""
         self._note("goes on")
-        self.is_paused = False
+        self.is_paused = self.is_deaf = False
         backlog, self._backlog = self._backlog, []
         boots = self._boots
         for method, arguments in backlog:
@@ -193,6 +213,12 @@ class Node:
         if self.is_up and not self.has_left:
             self.tell(LeaveAsked())
 
+    def clock_s(self) -> float:
+        """What this peer's machine takes for the time."""
+        monotonic_s = self.character.clock_s + self.world.now - self.slept_s
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.conduct.clock_s(monotonic_s, wall_s)
+
     # ------------------------------------------------------------ what fetcher and trainer use
 
     def post(self, destination: PeerId, payload: Payload) -> None:
@@ -204,11 +230,33 @@ class Node:
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine.phase is Phase.LISTENING
-            self._execute(self.machine.handle(event, self.world.now))
+            if isinstance(event, Offered) or _brings_offer(event):
+                self._pace.offered(self.clock_s())
+            self._execute(self.machine.handle(event, self.clock_s()))
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the process crashes first; a pause defers it."""
         self.world.at(delay_s, self._later, self._boots, method, arguments)
+
+    def is_there(self) -> bool:
+        """Whether the process runs and is not paused."""
+        return self.is_up and not self.is_paused
+
+    def peer(self, name: PeerId) -> Node | None:
+        """Another peer whose links to and from this one work, if it runs."""
+        return self.world.reachable(self.me, name)
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second that this peer sends and receives at most."""
+        return self.character.up_bytes_per_s, self.character.down_bytes_per_s
+
+    def waits_on(self, *, is_flowing: bool) -> bool:
+        """Whether to wait on for bytes that have not come yet."""
+        return self.world.conduct.waits_on(is_flowing=is_flowing)
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A whole transfer is done."""
+        self._pace.fetched(num_bytes, seconds)
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
@@ -227,7 +275,7 @@ class Node:
 
     def receive(self, source: PeerId, payload: Payload) -> None:
         """A message has arrived."""
-        if not self.is_up:
+        if not self.is_up or self.is_deaf:
             return
         if self.is_paused:
             self._backlog.append((self.receive, (source, payload)))
@@ -239,9 +287,9 @@ class Node:
                 self._note(f"<- {source} {describe(message)}")
             self.tell(Received(source, header, message))
         elif isinstance(payload, Get):
-            self._fetcher.serve(source, payload)
+            self.fetcher.serve(source, payload)
         else:
-            self._fetcher.take(source, payload)
+            self.fetcher.take(source, payload)
 
     def _later(
         self, boots: int, method: Callable[..., None], arguments: tuple[object, ...]
@@ -284,6 +332,7 @@ class Node:
 
     def _persist(self, effect: Persist) -> None:
         before, self.disk.record = self.disk.record, effect.record
+        self.disk.earlier = before
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
@@ -303,46 +352,29 @@ class Node:
             if self._caught_up in ((digest, 0), (digest, self._lists)):
                 raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
             self._caught_up = (digest, 0)
-        self._fetcher.start(effect)
+        self.fetcher.start(effect)
 
     def _cancel_fetch(self, effect: CancelFetch) -> None:
         if effect.purpose is Purpose.CATCH_UP:
             self._caught_up = (self._caught_up[0], self._lists)
-        self._fetcher.cancel(effect.purpose)
+        self.fetcher.cancel(effect.purpose)
 
     def _synced(self, manifest: Manifest) -> None:
         self.disk.sync(entry.digest for entry in manifest.entries.values())
         self.tell(Synced(manifest.digest))
 
     def _reduced(self, effect: Reduce, tip: Digest) -> None:
-        missing = [digest for _, digest in effect.inputs if digest not in self.disk]
-        if missing:
-            if self.disk.record.tip.digest != tip:
-                return  # the round is over and its offers were dropped
-            raise Violation("I8", f"{self.me} cannot average {effect.unit}: {missing} not here")
-        mean = Mean(effect.unit, tuple(digest for _, digest in effect.inputs))
-        digest = self.world.task.values.digest_of(mean)
-        self.disk.write(digest)
-        size = self.world.task.rules.unit_bytes[effect.unit]
-        self.tell(UnitReduced(effect.roster_id, effect.unit, ReducedUnit(digest, size)))
+        result = average(self.me, self.disk, self.world.task, effect, tip)
+        if result is not None:
+            self.tell(result)
 
     def _merged(self, tip: Manifest) -> None:
-        rules = self.world.task.rules
-        units = [expert_unit(expert) for expert in range(rules.num_experts)]
-        inputs = tuple(tip.entries[unit].digest for unit in units)
-        if any(digest not in self.disk for digest in inputs):
-            if self.disk.record.tip.digest != tip.digest:
-                return  # the tip has moved on and its inputs were dropped
-            raise Violation("M3", f"{self.me} lacks values of its tip {short(tip)}")
         variant = self.character.arithmetic
         if variant < 0:
             variant = self.world.random.getrandbits(30) + 100
-        results = {}
-        for expert, unit in enumerate(units):
-            digest = self.world.task.values.digest_of(Merged(inputs, expert, variant))
-            self.disk.write(digest)
-            results[unit] = ReducedUnit(digest, rules.unit_bytes[unit])
-        self.tell(MergeComputed(tip.digest, results))
+        result = merge(self.me, self.disk, self.world.task, tip, variant)
+        if result is not None:
+            self.tell(result)
 
     def _apply(self, effect: Apply) -> None:
         record = self.disk.record
@@ -353,6 +385,8 @@ class Node:
         ]
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
+        self._pace.applied(self.clock_s())
+        self.use(self.world.timers)
         self.trainer.apply(effect.manifest, effect.previous)
         self.world.applied(self)
 
@@ -366,3 +400,11 @@ class Node:
     def _note(self, text: str) -> None:
         if self.world.trace:
             self.world.trace(f"{self.world.now:8.2f} {self.me:>3} {text}")
+
+
+def _brings_offer(event: Event) -> bool:
+    return (
+        isinstance(event, Received)
+        and isinstance(event.message, Ready)
+        and event.message.offer is not None
+    )

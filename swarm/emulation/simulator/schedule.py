@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.faults import CLASSES, Mix, Scenario, draw
+from swarm.emulation.simulator.extended import ALL_CLASSES, draw
+from swarm.emulation.simulator.faults import Mix, Scenario
 from swarm.emulation.simulator.invariants import Violation, require, short
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.world import World
@@ -108,7 +109,7 @@ def run_schedule(
     """Runs the schedule that a class and a seed stand for.
 
     Args:
-        fault_class: letter in `CLASSES`; only a name when `mix` is given.
+        fault_class: letter in `ALL_CLASSES`; only a name when `mix` is given.
         seed: which schedule of the class.
         cast: the code under test, mutated or not.
         mix: faults of another class.
@@ -118,7 +119,7 @@ def run_schedule(
         The outcome; its `violation` says which invariant broke and how, if one did.
     """
     random = Random(f"{fault_class}:{seed}")
-    scenario = draw(mix or CLASSES[fault_class], random)
+    scenario = draw(mix or ALL_CLASSES[fault_class], random)
     world = build(scenario, random, cast=cast, trace=trace)
     violation = None
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from swarm.emulation.simulator.cast import Cast, Character, Snare
+from swarm.emulation.simulator.cast import Cast, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
@@ -28,27 +27,17 @@ from swarm.protocol.manifest import (
     PeerId,
 )
 from swarm.protocol.ownership import assign
-from swarm.protocol.rounds import Rules
 
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
 DISCOVER_S = 20.0
 """Each peer looks this often who else is in the DHT."""
+RESTORE_S = 5.0
+"""A peer without a record looks so often for somebody who shows it a tip."""
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by snare."""
 UNSENT_S = 0.01
 """What a crashing process posted so shortly before may never leave its machine."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A swarm before anything happens."""
-
-    founders: tuple[PeerId, ...]
-    rules: Rules
-    timers: Timers
-    characters: Mapping[PeerId, Character]
-    """Of every peer that will ever be there."""
 
 
 def found(setup: Setup, values: Values) -> Manifest:
@@ -104,6 +93,7 @@ class World:
         self.setup = setup
         self.timers = setup.timers
         self.cast = cast
+        self.conduct = cast.conduct()
         self.trace = trace
         self.network = Network()
         self.task = Task(setup.rules, Values())
@@ -148,6 +138,14 @@ class World:
         if node is not None:
             for delay_s in self.network.delays(source, destination, self.random):
                 self.at(delay_s, self._deliver, node, source, payload, self.now)
+
+    def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
+        """A peer that runs and whose links with another work in both directions."""
+        node, network = self.nodes.get(destination), self.network
+        if node is None or not node.is_there():
+            return None
+        is_open = network.is_open(source, destination) and network.is_open(destination, source)
+        return node if is_open else None
 
     def _deliver(self, node: Node, source: PeerId, payload: Payload, posted_s: float) -> None:
         sender = self.nodes[source]
@@ -195,7 +193,75 @@ class World:
         """Starts a peer that is down."""
         node = self.nodes.get(peer)
         if node is not None and not node.is_up and not node.has_left and peer not in self.dead:
-            node.boot()
+            if not node.disk.is_lost or self._restore(node):
+                node.boot()
+            else:
+                self.at(RESTORE_S, self.reboot, peer)
+
+    def lose_disk(self, peer: PeerId) -> None:
+        """Kills a peer and empties its state directory; its key lies elsewhere."""
+        node = self.nodes.get(peer)
+        if node is None or node.has_left or peer in self.dead:
+            return
+        self.crash(peer)
+        self._note(f"{peer} loses its state directory")
+        self.invariants.lost_disk(peer)
+        node.disk.lose()
+
+    def lose_everything(self, peer: PeerId, stranger: PeerId, after_s: float) -> None:
+        """Kills a peer and empties its disk, key included: it comes back as a stranger."""
+        if peer in self.nodes and not self.nodes[peer].has_left and peer not in self.dead:
+            self.lose_disk(peer)
+            self.dead.add(peer)
+            self.at(after_s, self.join, stranger)
+
+    def roll_back(self, peer: PeerId) -> None:
+        """Kills a peer and damages its record, so that the one before is read."""
+        node = self.nodes.get(peer)
+        if node is None or node.has_left or peer in self.dead or node.disk.is_lost:
+            return
+        self.crash(peer)
+        earlier = node.disk.earlier
+        if earlier is None:
+            return
+        self._note(f"{peer} has its record rolled back to height {earlier.tip.height}")
+        self.invariants.lost_disk(peer)
+        if any(entry.digest not in node.disk.durable for entry in earlier.tip.entries.values()):
+            node.disk.lose()
+        else:
+            node.disk.record, node.disk.earlier = self.conduct.rolled_back(earlier), None
+
+    def _restore(self, node: Node) -> bool:
+        """Gives a peer without a record the newest tip that it is shown; False if none is."""
+        shown = [o.disk.record for o in self.alive() if self.reachable(node.me, o.me)]
+        if not shown:
+            return False
+        best = max(shown, key=lambda record: record.tip.code)
+        record = Record(best.tip, best.certificate, best.parent)
+        durable = [entry.digest for entry in best.tip.entries.values()]
+        node.disk = Disk(self.conduct.without_record(node.me, record), durable)
+        self.disks[node.me] = node.disk
+        return True
+
+    def sleep(self, peer: PeerId) -> None:
+        """A whole machine is suspended: its clock stands still, and what is sent to it is lost."""
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up and not node.is_paused:
+            node.pause()
+            node.is_deaf = True
+
+    def wake(self, peer: PeerId, slept_s: float) -> None:
+        """It goes on as if no time had passed."""
+        node = self.nodes.get(peer)
+        if node is not None and node.is_up and node.is_deaf:
+            node.slept_s += slept_s
+            node.resume()
+
+    def skew(self, peer: PeerId, seconds: float) -> None:
+        """Somebody sets a peer's wall clock."""
+        if peer in self.nodes:
+            self._note(f"wall clock of {peer} jumps by {seconds:.0f} s")
+            self.nodes[peer].wall_ahead_s += seconds
 
     def arm(self, peer: PeerId, snare: Snare) -> None:
         """Lets a peer crash at a chosen effect."""
@@ -270,7 +336,7 @@ class World:
         for peer, node in self.nodes.items():
             node.snare = None
             if node.is_up:
-                node.machine.timers = timers
+                node.use(timers)
             self.resume(peer)
             self.reboot(peer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from swarm.protocol.abstaining import abstain_until
 from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Record, Topic
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import Commit
@@ -96,7 +97,7 @@ class Adopter(MachineState):
                 manifest,
                 commit.certificate if manifest.kind is not Kind.REFORM else None,
                 commit.parent,
-                abstain_until_height=old.abstain_until_height,
+                abstain_until_height=abstain_until(old, manifest, self.me, self._offer),
             )
         )
         self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from swarm.protocol.events import Discovered, Purpose, Topic
@@ -177,7 +178,10 @@ class Forks(Adopter):
             )
             self._adopt(source, commit)
         elif self._reform_due():
-            self._reform()
+            self._reform(
+                f"no quorum of {len(self.tip.members)} members heard for "
+                f"{self.timers.reform_s:.1f} s"
+            )
 
     def _reform_due(self) -> bool:
         """Whether to give up the lost majority; higher ranks wait a little longer [F3]."""
@@ -189,7 +193,7 @@ class Forks(Adopter):
             and self._is_stalled(self.timers.reform_s + jitter_s)
         )
 
-    def _reform(self) -> None:
+    def _reform(self, why: str) -> None:
         """Goes on with those that still answer, as a generation of its own [F3]."""
         since = self._now - self.timers.reform_s / 2
         members = {
@@ -200,13 +204,13 @@ class Forks(Adopter):
         generation = self._new_generation(nonce)
         manifest = compose_reform(self.tip, members, generation, self.rules)
         commit = Commit(manifest, None, self.tip)
-        before = len(self.tip.members)
         self._synced.add(manifest.digest)
+        # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
+        self.record = replace(self.record, abstain_until_height=0)
         self._apply(
             manifest,
             commit,
-            f"reformed at height {manifest.height}: no quorum of {before} members heard for "
-            f"{self.timers.reform_s:.1f} s, {len(members)} go on",
+            f"reformed at height {manifest.height}: {why}, {len(members)} go on",
         )
         for peer in members:
             if peer != self.me:

@@ -215,7 +215,10 @@ class RoundMachine(Forks, Takeover):
             return
         self._start_merge()
         self._replay_early()
-        if self._may_vote() and self._may_use_ballot_zero():
+        if self._is_alone and self._abstains():
+            # It may have decided this height already, and others may hold that.
+            self._reform("the only member has lost its record and casts no vote")
+        elif self._may_vote() and self._may_use_ballot_zero():
             self._start_campaign(Ballot(0, self.me), {})
         elif self._is_alone and self._campaign is None:
             self._take_over("this peer is the only member")

@@ -221,8 +221,8 @@ class MachineState(ABC):
         return self.me in self._electorate() and not self._abstains()
 
     def _abstains(self) -> bool:
-        """After a rolled-back record an unknown vote may be out; only a lone member may go on."""
-        return self.tip.height + 1 <= self.record.abstain_until_height and not self._is_alone
+        """Whether an unknown vote of this peer may be out: its record was rolled back [P5]."""
+        return self.tip.height + 1 <= self.record.abstain_until_height
 
     def _is_due(self, manifest: Manifest) -> bool:
         """Whether the successor of this manifest must be a merge, by the manifest alone [M1]."""

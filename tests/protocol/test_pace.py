@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.network.pace import KEPT, Pace
+from swarm.protocol.pace import KEPT, Pace
 
 UNITS = {"shared.0": 100, "shared.1": 50, "expert.0": 1000, "expert.1": 1000}
 MIB = 2**20

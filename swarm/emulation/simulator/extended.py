@@ -1,0 +1,192 @@
+"""The extended model: faults and conditions beyond those of classes A to E.
+
+| class | what is tried |
+|---|---|
+| F | disks are lost or rolled back |
+| G | 8 to 12 peers, anything on anybody |
+| H | machines sleep, wall clocks jump, most links work in one direction only |
+| J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+
+from swarm.emulation.simulator import faults
+from swarm.emulation.simulator.cast import Character
+from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.world import World
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.rounds import Rules
+
+STRANGER = "s"
+"""Ends the name under which a peer comes back that lost its key."""
+JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
+
+
+@dataclass(frozen=True)
+class ExtendedMix(Mix):
+    """What a class of the extended model is made of."""
+
+    unit_mbytes: tuple[float, float] | None = None
+    """Least and most megabytes of a unit; None: transfers take no time."""
+    up_mbytes_per_s: tuple[float, ...] = (3.0, 5.0, 20.0)
+    down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
+    local_steps_s: tuple[float, float] | None = None
+    """Where not the base model's: rounds have to be longer than what the links need for them."""
+    has_adapted_timers: bool = False
+
+
+EXTENDED: dict[str, Mix] = {
+    "F": ExtendedMix(
+        window_s=(40.0, 110.0),
+        kinds={
+            "lose_disk": 4.0,
+            "lose_everything": 2.0,
+            "roll_back": 4.0,
+            "crash": 2.0,
+            "trap": 3.0,
+            "split": 2.0,
+            "cut": 1.0,
+            "pause": 0.5,
+        },
+        merging=0.3,
+    ),
+    "G": ExtendedMix(
+        peers=(8, 12),
+        strangers=0.15,
+        window_s=(30.0, 70.0),
+        faults=(4, 16),
+        merging=0.3,
+    ),
+    "H": ExtendedMix(
+        peers=(3, 7),
+        window_s=(50.0, 120.0),
+        kinds={"sleep": 4.0, "skew": 3.0, "mesh": 3.0, "one_way": 3.0, "pause": 2.0, "crash": 1.0},
+        merging=0.3,
+    ),
+    "J": ExtendedMix(
+        peers=(2, 6),
+        strangers=0.1,
+        window_s=(60.0, 150.0),
+        kinds={"crash": 3.0, "trap": 3.0, "pause": 1.5, "split": 1.5, "cut": 2.0, "storm": 1.0},
+        faults=(2, 10),
+        merging=0.2,
+        loss=0.1,
+        unit_mbytes=(1.1, 4.0),
+        local_steps_s=(10.0, 16.0),
+        has_adapted_timers=True,
+    ),
+}
+ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
+
+
+def draw(mix: Mix, random: Random) -> Scenario:
+    """The scenario that a random generator stands for."""
+    if isinstance(mix, ExtendedMix):
+        return _ExtendedDraw(mix, random).scenario()
+    return faults.draw(mix, random)
+
+
+class _ExtendedDraw(Draw):
+    """One scenario of the extended model while it is drawn."""
+
+    mix: ExtendedMix
+
+    def __init__(self, mix: ExtendedMix, random: Random) -> None:
+        super().__init__(mix, random)
+        self.returned: list[PeerId] = []
+
+    def scenario(self) -> Scenario:
+        scenario = super().scenario()
+        characters = dict(scenario.setup.characters)
+        for peer in self.returned:
+            characters[peer] = characters[peer.removesuffix(STRANGER)]
+        setup = replace(
+            scenario.setup,
+            characters=characters,
+            has_slow_links=self.mix.unit_mbytes is not None,
+            has_adapted_timers=self.mix.has_adapted_timers,
+        )
+        return replace(scenario, setup=setup)
+
+    def _rules(self) -> Rules:
+        rules = super()._rules()
+        if self.mix.unit_mbytes is None:
+            return rules
+        sizes = {
+            unit: int(1e6 * self.random.uniform(*self.mix.unit_mbytes)) for unit in rules.unit_bytes
+        }
+        return replace(rules, unit_bytes=sizes)
+
+    def _character(self, peer: PeerId) -> Character:
+        character = replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))
+        if self.mix.unit_mbytes is None:
+            return character
+        if self.mix.local_steps_s is not None:
+            seconds = self.random.uniform(*self.mix.local_steps_s)
+            character = replace(character, local_steps_s=seconds)
+        return replace(
+            character,
+            up_bytes_per_s=1e6 * self.random.choice(self.mix.up_mbytes_per_s),
+            down_bytes_per_s=1e6 * self.random.choice(self.mix.down_mbytes_per_s),
+        )
+
+    # ------------------------------------------------------------ disks
+
+    def _mortal(self) -> PeerId | None:
+        """A peer whose disk may be lost: one disk has to live."""
+        mortal = [peer for peer in self.victims if peer != self.keeper]
+        return self.random.choice(mortal) if mortal else None
+
+    def _lose_disk(self, time_s: float) -> None:
+        peer = self._mortal()
+        if peer is not None:
+            self._plan(time_s, World.lose_disk, peer)
+            self._plan(time_s + self.random.choice([0.5, 4.0, 15.0]), World.reboot, peer)
+
+    def _lose_everything(self, time_s: float) -> None:
+        peer = self._mortal()
+        if peer is None or peer in self.strangers or peer + STRANGER in self.returned:
+            return
+        self.returned.append(peer + STRANGER)
+        after_s = self.random.choice([0.5, 4.0, 15.0])
+        self._plan(time_s, World.lose_everything, peer, peer + STRANGER, after_s)
+
+    def _roll_back(self, time_s: float) -> None:
+        peer = self._victim()
+        self._plan(time_s, World.roll_back, peer)
+        self._plan(time_s + self.random.choice([0.1, 2.0, 10.0]), World.reboot, peer)
+
+    # ------------------------------------------------------------ clocks and links
+
+    def _sleep(self, time_s: float) -> None:
+        peer, asleep_s = self._victim(), self.random.choice([5.0, 20.0, 40.0, 90.0])
+        asleep_s = min(asleep_s, self.heal_s - time_s - 0.01)
+        if asleep_s > 0:
+            self._plan(time_s, World.sleep, peer)
+            self._plan(time_s + asleep_s, World.wake, peer, asleep_s)
+
+    def _skew(self, time_s: float) -> None:
+        self._plan(time_s, World.skew, self._victim(), self.random.choice(JUMPS_S))
+
+    def _mesh(self, time_s: float) -> None:
+        """Every direction of every link is cut or not, by chance."""
+        share, duration_s = self.random.choice([0.2, 0.4, 0.6]), self.random.choice([10.0, 40.0])
+        for source in self.peers:
+            for other in self.peers:
+                if source != other and self.random.random() < share:
+                    self._plan(time_s, World.cut, source, other)
+                    self._plan(time_s + duration_s, World.uncut, source, other)
+
+    def _one_way(self, time_s: float) -> None:
+        """One half hears the other, which does not hear it."""
+        here = [peer for peer in self.peers if self.random.random() < 0.5]
+        duration_s = self.random.choice([20.0, 60.0, 110.0])
+        for source in here:
+            for other in self.peers:
+                if other not in here:
+                    self._plan(time_s, World.cut, source, other)
+                    self._plan(time_s + duration_s, World.uncut, source, other)
