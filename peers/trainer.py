@@ -155,13 +155,13 @@ class Trainer:
 
         Nothing else has to be durable: after a crash the experts start from what was agreed.
         """
-        if (
-            self.late
-            and self._late_offer is None
-            and experts_due(tip, self.run.round.experts_every)
-        ):
-            logger.info("round=%d experts=%s are offered late", tip.round + 1, sorted(self.late))
-            self._late_offer = Offer(tip.digest, 0, 0, self._store_values(tip, self.late))
+        if not self.late or self._late_offer or not experts_due(tip, self.run.round.experts_every):
+            return
+        values = self._store_values(tip, self.late)
+        units = {unit: value for unit, value in values.items() if value.digest != value.base}
+        if units:
+            logger.info("round=%d offered late: %s", tip.round + 1, ", ".join(units))
+            self._late_offer = Offer(tip.digest, 0, 0, units)
             self.rounds.offer(self._late_offer)
 
     def _store_values(

@@ -16,9 +16,9 @@ from tests.protocol import round_pump, test_rounds_takeover
 CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
-    "accept_before_write": "D:7",
+    "accept_before_write": "D:0",
     "no_phase_1": "D:31",
-    "any_half": "B:3",
+    "any_half": "C:0",
     "joiners_vote": "E:19",
     "older_roster": "B:5",
     "apply_before_blobs": "A:0",
@@ -33,17 +33,17 @@ CAUGHT_BY_SCHEDULE = {
     "merge_on_apply": "D:0",
     "due_by_own_count": "C:1",
     "round_while_due": "D:0",
-    "due_by_kind": "C:6",
-    "due_by_rise": "C:6",
+    "due_by_kind": "C:5",
+    "due_by_rise": "C:5",
     "no_phase_1_at_merge": "D:40",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:1",
-    "no_base_check_at_merge": "C:2",
+    "no_base_check_at_merge": "B:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "D:420",
     "promise_not_recorded": "D:47",
-    "lowest_accepted": "D:191",
+    "lowest_accepted": "E:46",
     "ballot_zero_reused": "D:4342",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
