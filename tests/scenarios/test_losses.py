@@ -20,8 +20,7 @@ from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, digests_by_height, tokens_lost
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.experts import expert_unit
-from swarm.network.record_file import RecordFile
-from tests.scenarios.swarms import contributes, has_rounds, rounds, write_run
+from tests.scenarios.swarms import contributes, has_rounds, read_record, rounds, write_run
 
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
@@ -171,10 +170,9 @@ def test_a_peer_four_times_slower_costs_the_others_nothing_and_its_experts_advan
         usual_s = statistics.median(found.seconds for found in quiet)
         pace = len(after) * usual_s / sum(found.seconds for found in after)
         owned = rounds(slow)[-1]["owned"]
-        record = RecordFile(next(slow.folder.glob("runs/*/record"))).read()
-        assert record is not None
+        tip = read_record(slow).tip
     assert pace >= 0.95
     assert owned
-    versions = {expert: record.tip.entries[expert_unit(expert)].version for expert in owned}
-    assert min(versions.values()) >= record.tip.round - 2, "its experts advance with each round"
+    versions = {expert: tip.entries[expert_unit(expert)].version for expert in owned}
+    assert min(versions.values()) >= tip.round - 2, "its experts advance with each round"
     assert "rounds in a row went on without this peer" in slow.log_path.read_text()
