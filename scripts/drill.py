@@ -1,52 +1,16 @@
 """Kills -9 random peers of a local swarm at random moments of the round. See scripts/drill."""
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
-import time
-from pathlib import Path
+
+from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 
 from swarm.emulation.fault_plan import At, FaultPlan, Kill
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import quiet_rounds, rounds_hit, rounds_of, spread
 from swarm.emulation.local_swarm import LocalSwarm, summary
 
-RUN = """
-[run]
-name = "drill"
-rounds = {rounds}
-seed = 7
-[model]
-hidden_size = 32
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-num_experts = 8
-num_experts_per_tok = 2
-moe_intermediate_size = 32
-[data]
-sequence_length = 32
-validation_tokens = 512
-[train]
-batch_tokens = 128
-micro_batch_sequences = 2
-compute = "fp32"
-[optimizer]
-lr = 1e-3
-[round]
-local_steps = 6
-reform_after_s = 600.0 # one dead peer of several is no reason to reform
-[merging]
-alpha = 0.01
-top_k = 4
-interval_steps = 24 # a merge after every fourth round
-decay_steps = 1_000_000
-[wire]
-part_bytes = 16384
-"""
-WITHOUT_END = 1_000_000
 WARM_UP_ROUNDS = 4
 MEAN_GAP_S = 2.0
 """Between the return of one victim and the next kill, about."""
@@ -65,8 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--hang-after", type=float, default=180.0, metavar="S")
-    parser.add_argument("--state-dir", type=Path, help="kept; by default a temporary folder")
-    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+    add_common(parser)
     return parser.parse_args()
 
 
@@ -123,25 +86,21 @@ def verdict_of(runner: FaultRunner) -> dict[str, object]:
 
 def main() -> int:
     arguments = parse()
-    folder = arguments.state_dir or Path(tempfile.mkdtemp(prefix="swarm-drill-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    run_file = folder / "run.toml"
-    run_file.write_text(RUN.format(rounds=WITHOUT_END if arguments.kills else arguments.rounds))
-    swarm = LocalSwarm(folder / "swarm", run_file, arguments.peers, options=["--linger", "86400"])
-    began_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
-
+    folder = folder_of(arguments, "drill")
+    swarm = LocalSwarm(
+        folder / "swarm",
+        RUN_FILE,
+        arguments.peers,
+        options=["--linger", "86400"],
+        founder_options=[] if arguments.kills else settings(f"run.rounds={arguments.rounds}"),
+    )
+    say = teller()
     plan = plan_of(arguments.kills, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=arguments.hang_after))
     with swarm:
         drill(runner, arguments.kills)
     verdict = verdict_of(runner)
-    for name, value in verdict.items():
-        print(f"{name:18} {value}", file=sys.stderr if arguments.json else sys.stdout)
-    if arguments.json:
-        print(json.dumps(verdict))
+    report(verdict, arguments)
     failed = bool(verdict["inconsistent"] or verdict["hangs"] or verdict["ended"])
     if failed or arguments.state_dir:
         say(f"states and logs are in {folder}")

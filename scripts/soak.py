@@ -1,12 +1,11 @@
 """A local swarm under random faults for as long as asked. See scripts/soak."""
 
 import argparse
-import json
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
+
+from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
@@ -15,39 +14,8 @@ from swarm.emulation.links import LINKS
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.emulation.networks import open_links
 
-RUN = """
-[run]
-name = "soak"
-rounds = 1_000_000
-seed = 7
-[model]
-hidden_size = 32
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-num_experts = 12
-num_experts_per_tok = 2
-moe_intermediate_size = 32
-[data]
-sequence_length = 32
-validation_tokens = 512
-[train]
-batch_tokens = 128
-micro_batch_sequences = 2
-compute = "fp32"
-[optimizer]
-lr = 1e-3
-[round]
-local_steps = 10
-reform_after_s = 600.0 # one dead peer of several is no reason to reform
-[merging]
-alpha = 0.01
-top_k = 4
-interval_steps = 80 # a merge after every eighth round
-decay_steps = 1_000_000
-[wire]
-part_bytes = 16384
-"""
+SETTINGS = settings("round.local_steps=10", "merging.interval_steps=80")
+"""A merge after every eighth round."""
 STEP_S = 0.9
 """A local step as a timed wait: with averaging a round takes about 10 s."""
 WARM_UP_ROUNDS = 4
@@ -81,8 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=60.0, metavar="S", help="(default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--link", choices=list(LINKS), default="home-100", help="between peers")
-    parser.add_argument("--state-dir", type=Path, help="kept; by default a temporary folder")
-    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+    add_common(parser)
     return parser.parse_args()
 
 
@@ -143,17 +110,12 @@ def verdict_of(runner: FaultRunner, present: list[int], began_s: float) -> dict[
 
 def main() -> int:
     arguments = parse()
-    folder = arguments.state_dir or Path(tempfile.mkdtemp(prefix="swarm-soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    run_file = folder / "run.toml"
-    run_file.write_text(RUN)
-    began_s = time.time()
-
-    def say(text: str) -> None:
-        print(f"{time.time() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
-
+    folder = folder_of(arguments, "soak")
+    began_s, say = time.time(), teller()
     links = open_links(arguments.link, say, arguments.seed)
-    swarm = LocalSwarm(folder / "swarm", run_file, arguments.peers, links=links)
+    swarm = LocalSwarm(
+        folder / "swarm", RUN_FILE, arguments.peers, founder_options=SETTINGS, links=links
+    )
     plan = plan_of(arguments.every, arguments.seed)
     runner = FaultRunner(swarm, plan, say=say, bounds=Bounds(manifest_s=90.0, return_s=120.0))
     try:
@@ -163,10 +125,7 @@ def main() -> int:
         swarm.kill()
         links.close()
     verdict = verdict_of(runner, present, began_s)
-    for name, value in verdict.items():
-        print(f"{name:18} {value}", file=sys.stderr if arguments.json else sys.stdout)
-    if arguments.json:
-        print(json.dumps(verdict))
+    report(verdict, arguments)
     if not verdict["passed"] or arguments.state_dir:
         say(f"states and logs are in {folder}")
     return 0 if verdict["passed"] else 1

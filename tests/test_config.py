@@ -62,7 +62,7 @@ def test_a_shipped_machine_loads(path: Path) -> None:
 
 def test_the_shipped_files_are_those_that_the_readme_names() -> None:
     names = [path.stem for path in RUN_FILES]
-    assert names == ["demo", "spes_1b", "spes_2b", "spes_7b", "spes_9b"]
+    assert names == ["demo", "rehearsal", "spes_1b", "spes_2b", "spes_7b", "spes_9b"]
     assert [path.stem for path in PEER_FILES] == ["gpu", "laptop"]
 
 

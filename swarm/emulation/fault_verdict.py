@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from swarm.emulation.local_peer import Event
@@ -148,7 +149,9 @@ def fault_reports(
 
 
 def rounds_without_owner(fault: Happened, histories: Histories) -> int:
-    """Rounds after a fault in which experts of its victims were owned by nobody who contributed.
+    """Rounds after a fault in which experts of its victims belonged to nobody who was there.
+
+    Who is there applies a manifest before the next round ends.
 
     Args:
         fault: that took peers away.
@@ -160,11 +163,12 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
         lost |= set(before[-1]["owned"]) if before else set()
     rounds = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
     for position, found in enumerate(rounds):
+        next_s = rounds[position + 1].ended_s if position + 1 < len(rounds) else inf
         owned = {
             expert
             for events in histories
             for event in applied(events, "quorum")
-            if event["round"] == found.number and event["counted"]
+            if event["round"] == found.number and event["time"] <= next_s
             for expert in event["owned"]
         }
         if lost <= owned:

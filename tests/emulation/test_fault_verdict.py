@@ -9,6 +9,7 @@ from swarm.emulation.fault_verdict import (
     living_s,
     rounds_hit,
     rounds_of,
+    rounds_without_owner,
     spread,
 )
 
@@ -100,3 +101,22 @@ def test_the_spread_of_ten_values_has_the_ninth_as_its_90th_percentile() -> None
         "max": 10.0,
     }
     assert spread([]) == {}
+
+
+def owning(events: list[Event], *experts: int) -> list[Event]:
+    return [{**event, "owned": list(experts)} for event in events]
+
+
+def test_experts_of_the_dead_are_without_owner_until_somebody_else_has_them() -> None:
+    """q had expert 1; p has it with the eighth round, or q is back in the seventh."""
+    p = [*owning(KILLED[:7], 0), *owning(KILLED[7:], 0, 1)]
+    q = owning(STEADY, 1)
+    assert rounds_without_owner(KILL, [p, q]) == 2
+    back = {**applied(7, 76.0), "owned": [1]}
+    assert rounds_without_owner(KILL, [owning(KILLED, 0), [*q, back]]) == 1
+
+
+def test_who_applies_a_round_only_when_the_next_has_ended_was_not_there() -> None:
+    late = [{**applied(number, 95.0), "owned": [1]} for number in (6, 7, 8)]
+    histories = [owning(KILLED, 0), [*owning(STEADY, 1), *late]]
+    assert rounds_without_owner(KILL, histories) == 2

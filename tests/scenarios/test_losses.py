@@ -7,7 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,12 @@ def running(
     reform_after_s: float = 600.0,
     step_s: float = STEP_S,
     links: NamespaceLinks | None = None,
+    settings: Sequence[str] = (),
 ) -> Iterator[tuple[LocalSwarm, FaultRunner]]:
     """A swarm that has three rounds behind it, and what tells its peers what to do."""
-    settings = [f"round.reform_after_s={reform_after_s}", "run.rounds=1000000"]
-    run_file = write_run(folder, [*settings, "model.num_experts=12", "round.local_steps=6"])
+    common = [f"round.reform_after_s={reform_after_s}", "run.rounds=1000000"]
+    common += ["model.num_experts=12", "round.local_steps=6"]
+    run_file = write_run(folder, [*common, *settings])
     swarm = LocalSwarm(folder / "swarm", run_file, num_peers, links=links)
     runner = FaultRunner(swarm, FaultPlan(step_s=step_s))
     runner.prepare()
@@ -153,6 +155,43 @@ def test_a_partition_that_heals_ends_in_one_chain(
             swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
         assert one_chain(swarm)
         assert all(tokens_lost(swarm.peers[i].events()) == 0 for i in won)
+
+
+@ROOT_ONLY
+def test_a_joiner_whose_sources_die_one_after_another_arrives(tmp_path: Path) -> None:
+    """Twelve seconds of download; whenever some more of it is there, another source is killed."""
+    links = NamespaceLinks(LINKS["home-20"])
+    large = [
+        "model.hidden_size=256", "model.moe_intermediate_size=256", "model.num_hidden_layers=3",
+        "train.batch_tokens=32", "train.micro_batch_sequences=1", "wire.part_bytes=1048576",
+    ]  # fmt: skip
+    with running(tmp_path, 5, step_s=LONG_STEP_S, links=links, settings=large) as (swarm, runner):
+        sources, address = swarm.peers[1:4], swarm.peers[0].join_address()
+        joiner = swarm.add(["--initial-peers", address])
+        for number, source in enumerate(sources):
+            more_than = (number + 1) * 5_000_000
+            swarm.wait_until(
+                lambda _, more_than=more_than: num_bytes(joiner) > more_than,
+                what="some of the state",
+                timeout_s=BACK_S,
+            )
+            assert not applied(joiner.events()), "it has not all of it yet"
+            source.kill()
+            if number:
+                runner.actions.start_again(sources[number - 1])
+        runner.actions.start_again(sources[-1])
+        for peer in (joiner, *sources):
+            swarm.wait_until(contributes(peer), what="its arrival", timeout_s=2 * BACK_S)
+        assert one_chain(swarm)
+
+
+def num_bytes(peer: LocalPeer) -> int:
+    """What a peer has on its disk."""
+    sizes = []
+    for path in peer.folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
 
 
 def test_a_peer_four_times_slower_costs_the_others_nothing_and_its_experts_advance(

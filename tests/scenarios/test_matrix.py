@@ -18,8 +18,8 @@ STEP_S = 0.15
 BOUNDS = Bounds(manifest_s=90.0, return_s=120.0, trap_s=120.0)
 """Some time-outs of the protocol (5 to 14 s each), on a machine that is busy with other things."""
 UNOWNED_ROUNDS = 2
-"""Experts of who was met are in the hands of a peer that contributes after so many rounds: it is
-back before, or it was silent in two of them and they were adopted."""
+"""Experts of who was met are in the hands of a peer that is there after so many rounds: it is back
+before, or it was silent in two of them and they were adopted."""
 SETTINGS = [
     "run.rounds=1000000",
     "model.num_experts=12",

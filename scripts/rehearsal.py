@@ -1,0 +1,51 @@
+"""What the programs share that rehearse a swarm's life: the run, the folder, the report."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/rehearsal.toml"
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that all of them have."""
+    parser.add_argument("--state-dir", type=Path, help="kept; by default a temporary folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+
+
+def folder_of(arguments: argparse.Namespace, name: str) -> Path:
+    """Where states and logs go."""
+    folder: Path = arguments.state_dir or Path(tempfile.mkdtemp(prefix=f"swarm-{name}-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def settings(*overrides: str) -> list[str]:
+    """The founder's options that change the rehearsed run."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def teller() -> Callable[[str], None]:
+    """Says what happens, with the seconds since now, beside the report."""
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began_s:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def report(verdict: Mapping[str, object], arguments: argparse.Namespace) -> None:
+    """A line for each figure; with --json these go to stderr, and one object to stdout."""
+    out = sys.stderr if arguments.json else sys.stdout
+    print(*_lines(verdict), sep="\n", file=out)
+    if arguments.json:
+        print(json.dumps(verdict))
+
+
+def _lines(verdict: Mapping[str, object]) -> Iterable[str]:
+    return (f"{name:18} {value}" for name, value in verdict.items())
