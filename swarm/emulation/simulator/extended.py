@@ -32,7 +32,7 @@ class ExtendedMix(Mix):
 
     unit_mbytes: tuple[float, float] | None = None
     """Least and most megabytes of a unit; None: transfers take no time."""
-    up_mbytes_per_s: tuple[float, ...] = (3.0, 5.0, 20.0)
+    up_mbytes_per_s: tuple[float, ...] = (4.0, 6.0, 20.0)
     down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
     local_steps_s: tuple[float, float] | None = None
     """Where not the base model's: rounds have to be longer than what the links need for them."""
@@ -75,8 +75,8 @@ EXTENDED: dict[str, Mix] = {
         faults=(2, 10),
         merging=0.2,
         loss=0.1,
-        unit_mbytes=(1.1, 4.0),
-        local_steps_s=(10.0, 16.0),
+        unit_mbytes=(1.1, 7.0),
+        local_steps_s=(14.0, 20.0),
         has_adapted_timers=True,
     ),
 }

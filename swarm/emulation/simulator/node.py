@@ -104,7 +104,7 @@ class Node:
         self.is_deaf = False
         """Whether the whole machine sleeps: what is sent to it is lost."""
         self.slept_s = 0.0
-        """How far its clock is behind, since it stands still in sleep."""
+        """How long it has slept so far."""
         self.wall_ahead_s = 0.0
         """How wrong its wall clock is."""
         self.machine: RoundMachine
@@ -116,6 +116,7 @@ class Node:
         self._heard: dict[PeerId, float] = {}
         self._is_listening = False
         self._last_tick = 0.0
+        self._event_s = 0.0
         # The manifest fetched last to be applied, and the list of effects that cancelled this.
         self._caught_up: tuple[Digest, int] = ("", 0)
         self._lists = 0
@@ -153,7 +154,7 @@ class Node:
         self._backlog.clear()
         self._heard.clear()
         self._caught_up = ("", 0)
-        self._last_tick = world.now
+        self._last_tick = self._event_s = world.now
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
@@ -215,9 +216,10 @@ class Node:
 
     def clock_s(self) -> float:
         """What this peer's machine takes for the time."""
-        monotonic_s = self.character.clock_s + self.world.now - self.slept_s
-        wall_s = self.world.now + self.wall_ahead_s
-        return self.world.conduct.clock_s(monotonic_s, wall_s)
+        passed_s = self.character.clock_s + self.world.now
+        return self.world.conduct.clock_s(
+            passed_s, awake_s=passed_s - self.slept_s, wall_s=self.world.now + self.wall_ahead_s
+        )
 
     # ------------------------------------------------------------ what fetcher and trainer use
 
@@ -232,7 +234,18 @@ class Node:
             self._is_listening = self.machine.phase is Phase.LISTENING
             if isinstance(event, Offered) or _brings_offer(event):
                 self._pace.offered(self.clock_s())
-            self._execute(self.machine.handle(event, self.clock_s()))
+            self._execute(self._handle(event))
+
+    def _handle(self, event: Event) -> list[Effect]:
+        """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
+        machine, now = self.machine, self.world.now
+        before, patience_s, gap_s = machine._boot_at, machine.timers.patience_s, now - self._event_s
+        self._event_s = now
+        effects = machine.handle(event, self.clock_s())
+        if (machine._boot_at != before) != (gap_s > patience_s):
+            why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
+            raise Violation("B2", f"{why}: listens {machine._boot_at != before}")
+        return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the process crashes first; a pause defers it."""

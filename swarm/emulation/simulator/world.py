@@ -244,7 +244,7 @@ class World:
         return True
 
     def sleep(self, peer: PeerId) -> None:
-        """A whole machine is suspended: its clock stands still, and what is sent to it is lost."""
+        """A whole machine is suspended, and what is sent to it is lost."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and not node.is_paused:
             node.pause()
