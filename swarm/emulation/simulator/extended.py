@@ -6,6 +6,7 @@
 | G | 8 to 12 peers, anything on anybody |
 | H | machines sleep, wall clocks jump, most links work in one direction only |
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
+| K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class ExtendedMix(Mix):
     local_steps_s: tuple[float, float] | None = None
     """Where not the base model's: rounds have to be longer than what the links need for them."""
     has_adapted_timers: bool = False
+    backup_every: tuple[int, ...] = ()
+    """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
 
 
 EXTENDED: dict[str, Mix] = {
@@ -79,6 +82,15 @@ EXTENDED: dict[str, Mix] = {
         local_steps_s=(14.0, 20.0),
         has_adapted_timers=True,
     ),
+    "K": ExtendedMix(
+        peers=(3, 7),
+        strangers=0.4,
+        window_s=(50.0, 120.0),
+        kinds={"die": 2.0, "leave": 3.0, "crash": 3.0, "pause": 1.0, "cut": 1.0, "split": 1.0},
+        loss=0.1,
+        merging=0.2,
+        backup_every=(0, 1, 1, 2, 3),
+    ),
 }
 ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
 
@@ -109,6 +121,9 @@ class _ExtendedDraw(Draw):
             characters=characters,
             has_slow_links=self.mix.unit_mbytes is not None,
             has_adapted_timers=self.mix.has_adapted_timers,
+            backup_every=self.random.choice(self.mix.backup_every)
+            if self.mix.backup_every
+            else None,
         )
         return replace(scenario, setup=setup)
 
@@ -154,6 +169,11 @@ class _ExtendedDraw(Draw):
         self.returned.append(peer + STRANGER)
         after_s = self.random.choice([0.5, 4.0, 15.0])
         self._plan(time_s, World.lose_everything, peer, peer + STRANGER, after_s)
+
+    def _die(self, time_s: float) -> None:
+        peer = self._mortal()
+        if peer is not None:
+            self._plan(time_s, World.kill, peer)
 
     def _roll_back(self, time_s: float) -> None:
         peer = self._victim()
