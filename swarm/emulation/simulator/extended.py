@@ -7,6 +7,7 @@
 | H | machines sleep, wall clocks jump, most links work in one direction only |
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
 | K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
+| L | all of this at once |
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from swarm.emulation.simulator import faults
-from swarm.emulation.simulator.cast import Character
-from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.cast import Character, Loss, Snare
+from swarm.emulation.simulator.faults import CLASSES, TRAPS, Draw, Mix, Scenario
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
@@ -48,7 +49,8 @@ EXTENDED: dict[str, Mix] = {
         kinds={
             "lose_disk": 4.0,
             "lose_everything": 2.0,
-            "roll_back": 4.0,
+            "roll_back": 3.0,
+            "betrayal": 3.0,
             "crash": 2.0,
             "trap": 3.0,
             "split": 2.0,
@@ -90,6 +92,33 @@ EXTENDED: dict[str, Mix] = {
         loss=0.1,
         merging=0.2,
         backup_every=(0, 1, 1, 2, 3),
+    ),
+    "L": ExtendedMix(
+        peers=(3, 9),
+        strangers=0.2,
+        window_s=(60.0, 120.0),
+        kinds={
+            "lose_disk": 1.0,
+            "lose_everything": 1.0,
+            "roll_back": 1.0,
+            "betrayal": 1.0,
+            "sleep": 1.0,
+            "skew": 1.0,
+            "mesh": 0.5,
+            "one_way": 0.5,
+            "crash": 1.0,
+            "trap": 2.0,
+            "pause": 1.0,
+            "split": 1.0,
+            "leave": 0.5,
+        },
+        faults=(3, 10),
+        loss=0.1,
+        merging=0.2,
+        unit_mbytes=(1.1, 5.0),
+        local_steps_s=(14.0, 20.0),
+        has_adapted_timers=True,
+        backup_every=(0, 1, 2),
     ),
 }
 ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
@@ -179,6 +208,17 @@ class _ExtendedDraw(Draw):
         peer = self._victim()
         self._plan(time_s, World.roll_back, peer)
         self._plan(time_s + self.random.choice([0.1, 2.0, 10.0]), World.reboot, peer)
+
+    def _betrayal(self, time_s: float) -> None:
+        """A peer that has just voted or promised crashes, and its vote is lost."""
+        random = self.random
+        trap = TRAPS[random.choice(["vote", "vote_written", "promise", "commit"])]
+        peer = self._mortal()
+        if peer is not None:
+            loss = random.choice([Loss.RECORD, Loss.RECORD, Loss.DISK])
+            isolated = self._victim() if random.random() < 0.5 else None
+            restart_s = random.choice(self.mix.restart_s)
+            self._plan(time_s, World.arm, peer, Snare(trap, restart_s, isolated, loss))
 
     # ------------------------------------------------------------ clocks and links
 

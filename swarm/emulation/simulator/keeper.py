@@ -72,6 +72,8 @@ class Search:
     previous: Manifest
     manifest: Manifest
     since: float
+    there: tuple[PeerId, ...] = ()
+    """Peers that could be asked when this was last tried."""
 
 
 class Keeper:
@@ -181,12 +183,16 @@ class Keeper:
 
     def _ask(self, search: Search) -> None:
         asked = self._whom(search)
-        there = [p for p in asked if self.shell.keeper_of(p) is not None]
-        held = {p: self._held_by(p) for p in there}
-        delay_s = ANSWER_S if len(there) == len(asked) else ASK_S
-        self.shell.after(delay_s, self._answered, search, held)
+        search.there = tuple(p for p in self._able(search) if self.shell.keeper_of(p) is not None)
+        answering = tuple(peer for peer in asked if peer in search.there)
+        delay_s = ANSWER_S if len(answering) == len(asked) else ASK_S
+        self.shell.after(delay_s, self._answered, search, answering)
 
     def _whom(self, search: Search) -> list[PeerId]:
+        return self._able(search)
+
+    def _able(self, search: Search) -> list[PeerId]:
+        """Peers that may have what is looked for."""
         me = self.shell.me
         several = (
             whom_to_ask(me, expert, search.previous, search.manifest) for expert in search.experts
@@ -197,9 +203,9 @@ class Keeper:
         keeper = self.shell.keeper_of(peer)
         return tuple(keeper.shelf.values()) if keeper else ()
 
-    def _answered(self, search: Search, held: Mapping[PeerId, tuple[Moments, ...]]) -> None:
+    def _answered(self, search: Search, asked: tuple[PeerId, ...]) -> None:
         answers = {
-            peer: self._held_by(peer) for peer in held if self.shell.keeper_of(peer) is not None
+            peer: self._held_by(peer) for peer in asked if self.shell.keeper_of(peer) is not None
         }
         age_s = self.shell.now_s() - search.since
         for expert in list(search.experts):
@@ -210,7 +216,9 @@ class Keeper:
             if age_s < HANDOVER_S and self._may_come(expert, search, answers, found):
                 continue
             search.experts.remove(expert)
-            self._deliver(expert, search, answers, found)
+            moments = self._choose(found)
+            self.shell.took(expert, moments.round if moments else None)
+            self._judge(expert, search, moments)
         if search.experts:
             self.shell.after(RETRY_S, self._ask, search)
 
@@ -229,35 +237,21 @@ class Keeper:
             for peer in search.previous.owners.get(expert, ())
             if peer in answers
         }
-        is_there = any(m.round >= newest_of[peer] for peer, m in found if peer in newest_of)
+        wanted = max(newest_of.values(), default=0)
+        is_there = any(m.round >= wanted for peer, m in found if peer in newest_of)
         return bool(newest_of) and not is_there
 
     def _choose(self, found: Found) -> Moments | None:
         best = newest(found)
         return best[1] if best else None
 
-    def _deliver(
-        self, expert: int, search: Search, answers: Mapping[PeerId, object], found: Found
-    ) -> None:
-        moments = self._choose(found)
-        self.shell.took(expert, moments.round if moments else None)
-        self._judge(expert, search, answers, moments)
-
     # ------------------------------------------------------------ what must hold
 
-    def _judge(
-        self,
-        expert: int,
-        search: Search,
-        answers: Mapping[PeerId, object],
-        moments: Moments | None,
-    ) -> None:
-        """The newest moments of all that answer were found, and nobody was waited for long."""
+    def _judge(self, expert: int, search: Search, moments: Moments | None) -> None:
+        """The newest moments that a living peer has were found, or those still to come."""
         me, round_ = self.shell.me, moments.round if moments else -1
         age_s = self.shell.now_s() - search.since
-        for peer in (me, *whom_to_ask(me, expert, search.previous, search.manifest)):
-            if peer != me and peer not in answers:
-                continue
+        for peer in (me, *search.there):
             keeper = self if peer == me else self.shell.keeper_of(peer)
             held = keeper.shelf.get(expert) if keeper else None
             if held and held.round > round_:
@@ -265,6 +259,7 @@ class Keeper:
                 raise Violation("N2", f"{me}, expert {expert}: {why}")
         for owner in search.previous.owners.get(expert, ()):
             wanted = handover_round(owner, search.previous, search.manifest)
-            if owner in answers and wanted > round_ and age_s < HANDOVER_S:
+            answers = owner in search.there and self.shell.keeper_of(owner) is not None
+            if answers and wanted > round_ and age_s < HANDOVER_S:
                 why = f"did not wait for round {wanted} of {owner}, only {age_s:.1f} s"
                 raise Violation("N4", f"{me}, expert {expert}: {why}")
