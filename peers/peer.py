@@ -50,6 +50,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.shelf import Shelf
+from swarm.network.steady_clock import passed_s
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
@@ -296,7 +297,7 @@ class Peer:
             Timers(leave_s=self.config.peer.leave_timeout_s),
             started.record,
             stored=started.store.digests(),
-            now=time.monotonic(),
+            now=passed_s(),
             random=random.Random(),
             sign=self._sign,
             is_dialable=self.is_dialable,

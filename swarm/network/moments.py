@@ -322,7 +322,8 @@ def _may_come(
         for peer in previous.owners.get(expert, ())
         if peer in answers
     }
-    is_there = any(m.round >= newest_of[peer] for peer, m in found if peer in newest_of)
+    wanted = max(newest_of.values(), default=0)
+    is_there = any(m.round >= wanted for peer, m in found if peer in newest_of)
     return bool(newest_of) and not is_there
 
 

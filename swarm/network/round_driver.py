@@ -26,6 +26,7 @@ from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
 from swarm.network.patience import patiently_async
 from swarm.network.record_file import RecordFile
+from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol.deadlines import production_timers
@@ -222,12 +223,12 @@ class RoundDriver:
 
     async def _run(self) -> None:
         try:
-            await self._carry_out(self.machine.start(time.monotonic()))
+            await self._carry_out(self.machine.start(passed_s()))
             while True:
                 event = await self._inbox.get()
                 if _brings_offer(event):
                     self.transfers.pace.offered(time.monotonic())
-                effects = self.machine.handle(event, time.monotonic())
+                effects = self.machine.handle(event, passed_s())
                 if isinstance(event, Stored):
                     # The machine knows of it now, and decides how long it is kept.
                     self.store.unpin([event.digest])

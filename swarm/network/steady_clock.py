@@ -26,12 +26,12 @@ class SteadyClock:
     """Seconds since 1970 that do not follow jumps of the wall clock, but count suspended time."""
 
     def __init__(self) -> None:
-        self._offset_s = time.time() - _passed_s()
+        self._offset_s = time.time() - passed_s()
         self._said_s = 0.0
 
     def __call__(self) -> float:
         """The time now."""
-        return _passed_s() + self._offset_s
+        return passed_s() + self._offset_s
 
     def look(self) -> float:
         """How far the wall clock is ahead of this one; says so when that changed by seconds."""
@@ -45,7 +45,8 @@ class SteadyClock:
         return ahead_s
 
 
-def _passed_s() -> float:
+def passed_s() -> float:
+    """Seconds since the machine was started, those included that it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

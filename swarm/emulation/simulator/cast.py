@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 
 from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
@@ -44,6 +46,8 @@ class Setup:
     """Whether bytes take time."""
     has_adapted_timers: bool = False
     """Whether each peer adapts its timers to what it sees."""
+    backup_every: int | None = None
+    """Rounds between copies of moments, 0 for none; None: moments are not modelled."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,17 @@ class Cast:
     machine: type[RoundMachine] = RoundMachine
     trainer: type[Trainer] = Trainer
     conduct: type[Conduct] = Conduct
+    keeper: type[Keeper] = Keeper
 
 
 Trap = Callable[[Effect], bool]
+
+
+class Loss(Enum):
+    """What a crash destroys."""
+
+    RECORD = "record"  # the newest record; the one before is read
+    DISK = "disk"  # the whole state directory
 
 
 @dataclass(frozen=True)
@@ -68,3 +80,4 @@ class Snare:
     """Time after which the process starts again."""
     isolated: PeerId | None = None
     """A peer that is cut off from all others at that very moment."""
+    loss: Loss | None = None

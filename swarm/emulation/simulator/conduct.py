@@ -19,9 +19,15 @@ ANSWER_WITHIN_S = 2.5
 class Conduct:
     """The rules of a real peer."""
 
-    def clock_s(self, monotonic_s: float, wall_s: float) -> float:  # noqa: ARG002
-        """What the machine is told as the time; the wall clock must not matter."""
-        return monotonic_s
+    def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:  # noqa: ARG002
+        """What the machine is told as the time.
+
+        Args:
+            passed_s: all time that has passed since some moment.
+            awake_s: the same without what the machine slept.
+            wall_s: what the wall clock says, which jumps.
+        """
+        return passed_s
 
     def rolled_back(self, earlier: Record) -> Record:
         """The record of a peer whose newest one is damaged [P5]."""

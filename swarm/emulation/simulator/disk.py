@@ -10,6 +10,7 @@ from typing import NamedTuple
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Offer
+from swarm.protocol.moments import Moments
 
 SURVIVAL = 0.3
 """Share of the blobs not yet synced that are there again after a crash, by luck."""
@@ -43,6 +44,8 @@ class Disk:
         self.is_lost = False
         """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
+        self.shelf: dict[int, Moments] = {}
+        """Expert -> moments that are kept for others."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -70,6 +73,7 @@ class Disk:
         """Everything is gone."""
         self.is_lost = True
         self.private = self.earlier = None
+        self.shelf.clear()
         self.durable.clear()
         self.volatile.clear()
 

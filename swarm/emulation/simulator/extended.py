@@ -6,6 +6,8 @@
 | G | 8 to 12 peers, anything on anybody |
 | H | machines sleep, wall clocks jump, most links work in one direction only |
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
+| K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
+| L | all of this at once |
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from swarm.emulation.simulator import faults
-from swarm.emulation.simulator.cast import Character
-from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.cast import Character, Loss, Snare
+from swarm.emulation.simulator.faults import CLASSES, TRAPS, Draw, Mix, Scenario
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
@@ -32,11 +34,13 @@ class ExtendedMix(Mix):
 
     unit_mbytes: tuple[float, float] | None = None
     """Least and most megabytes of a unit; None: transfers take no time."""
-    up_mbytes_per_s: tuple[float, ...] = (3.0, 5.0, 20.0)
+    up_mbytes_per_s: tuple[float, ...] = (4.0, 6.0, 20.0)
     down_mbytes_per_s: tuple[float, ...] = (5.0, 20.0)
     local_steps_s: tuple[float, float] | None = None
     """Where not the base model's: rounds have to be longer than what the links need for them."""
     has_adapted_timers: bool = False
+    backup_every: tuple[int, ...] = ()
+    """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
 
 
 EXTENDED: dict[str, Mix] = {
@@ -45,7 +49,8 @@ EXTENDED: dict[str, Mix] = {
         kinds={
             "lose_disk": 4.0,
             "lose_everything": 2.0,
-            "roll_back": 4.0,
+            "roll_back": 3.0,
+            "betrayal": 3.0,
             "crash": 2.0,
             "trap": 3.0,
             "split": 2.0,
@@ -75,9 +80,45 @@ EXTENDED: dict[str, Mix] = {
         faults=(2, 10),
         merging=0.2,
         loss=0.1,
-        unit_mbytes=(1.1, 4.0),
-        local_steps_s=(10.0, 16.0),
+        unit_mbytes=(1.1, 7.0),
+        local_steps_s=(14.0, 20.0),
         has_adapted_timers=True,
+    ),
+    "K": ExtendedMix(
+        peers=(3, 7),
+        strangers=0.4,
+        window_s=(50.0, 120.0),
+        kinds={"die": 2.0, "leave": 3.0, "crash": 3.0, "pause": 1.0, "cut": 1.0, "split": 1.0},
+        loss=0.1,
+        merging=0.2,
+        backup_every=(0, 1, 1, 2, 3),
+    ),
+    "L": ExtendedMix(
+        peers=(3, 9),
+        strangers=0.2,
+        window_s=(60.0, 120.0),
+        kinds={
+            "lose_disk": 1.0,
+            "lose_everything": 1.0,
+            "roll_back": 1.0,
+            "betrayal": 1.0,
+            "sleep": 1.0,
+            "skew": 1.0,
+            "mesh": 0.5,
+            "one_way": 0.5,
+            "crash": 1.0,
+            "trap": 2.0,
+            "pause": 1.0,
+            "split": 1.0,
+            "leave": 0.5,
+        },
+        faults=(3, 10),
+        loss=0.1,
+        merging=0.2,
+        unit_mbytes=(1.1, 5.0),
+        local_steps_s=(14.0, 20.0),
+        has_adapted_timers=True,
+        backup_every=(0, 1, 2),
     ),
 }
 ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
@@ -109,6 +150,9 @@ class _ExtendedDraw(Draw):
             characters=characters,
             has_slow_links=self.mix.unit_mbytes is not None,
             has_adapted_timers=self.mix.has_adapted_timers,
+            backup_every=self.random.choice(self.mix.backup_every)
+            if self.mix.backup_every
+            else None,
         )
         return replace(scenario, setup=setup)
 
@@ -155,10 +199,26 @@ class _ExtendedDraw(Draw):
         after_s = self.random.choice([0.5, 4.0, 15.0])
         self._plan(time_s, World.lose_everything, peer, peer + STRANGER, after_s)
 
+    def _die(self, time_s: float) -> None:
+        peer = self._mortal()
+        if peer is not None:
+            self._plan(time_s, World.kill, peer)
+
     def _roll_back(self, time_s: float) -> None:
         peer = self._victim()
         self._plan(time_s, World.roll_back, peer)
         self._plan(time_s + self.random.choice([0.1, 2.0, 10.0]), World.reboot, peer)
+
+    def _betrayal(self, time_s: float) -> None:
+        """A peer that has just voted or promised crashes, and its vote is lost."""
+        random = self.random
+        trap = TRAPS[random.choice(["vote", "vote_written", "promise", "commit"])]
+        peer = self._mortal()
+        if peer is not None:
+            loss = random.choice([Loss.RECORD, Loss.RECORD, Loss.DISK])
+            isolated = self._victim() if random.random() < 0.5 else None
+            restart_s = random.choice(self.mix.restart_s)
+            self._plan(time_s, World.arm, peer, Snare(trap, restart_s, isolated, loss))
 
     # ------------------------------------------------------------ clocks and links
 

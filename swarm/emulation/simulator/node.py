@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from swarm.emulation.simulator.arithmetic import average, merge
-from swarm.emulation.simulator.cast import Cast, Character, Setup, Snare
-from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.cast import Character, Snare
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.fetching import Data, Fetcher, Get
-from swarm.emulation.simulator.invariants import Invariants, Violation, short
+from swarm.emulation.simulator.fetching import Fetcher, Get
+from swarm.emulation.simulator.invariants import Violation, short
+from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.streaming import StreamingFetcher
+from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
-from swarm.emulation.simulator.trainer import Task, Trainer
+from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol.adoption import Action
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -39,55 +42,15 @@ from swarm.protocol.events import (
     Tick,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Header, Message, Ready
+from swarm.protocol.messages import Ready
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import Phase, RoundMachine
 
-
-class Packet(NamedTuple):
-    """A control message under way."""
-
-    header: Header
-    message: Message
+LINGER_S = 10.0
+"""A peer that has left hands over for so long."""
 
 
-Payload = Packet | Get | Data
-
-
-class World(Protocol):
-    """What a node sees of the simulation."""
-
-    now: float
-    random: Random
-    task: Task
-    timers: Timers
-    cast: Cast
-    conduct: Conduct
-    invariants: Invariants
-    trace: Callable[[str], None] | None
-    setup: Setup
-
-    def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
-        """A peer that runs and whose links with another work in both directions."""
-
-    @property
-    def disks(self) -> Mapping[PeerId, Disk]:
-        """Every peer's disk."""
-
-    def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls a function later."""
-
-    def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
-        """Hands a message to the network."""
-
-    def applied(self, node: Node) -> None:
-        """Hears of a new tip."""
-
-    def fell(self, node: Node, snare: Snare) -> None:
-        """Hears of a crash by snare."""
-
-
-class Node:
+class Node(Ports):
     """A peer's process and disk; the process may crash between any two effects."""
 
     def __init__(self, world: World, me: PeerId, character: Character, disk: Disk) -> None:
@@ -103,19 +66,24 @@ class Node:
         self.is_paused = False
         self.is_deaf = False
         """Whether the whole machine sleeps: what is sent to it is lost."""
+        self.lingers_until = 0.0
+        """How long it still serves others after it has left."""
         self.slept_s = 0.0
-        """How far its clock is behind, since it stands still in sleep."""
+        """How long it has slept so far."""
         self.wall_ahead_s = 0.0
         """How wrong its wall clock is."""
         self.machine: RoundMachine
         self.trainer: Trainer
         self.fetcher: Fetcher
+        self.keeper: Keeper
+        self._has_moments = world.setup.backup_every is not None
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
         self._serials = 0
         self._heard: dict[PeerId, float] = {}
         self._is_listening = False
         self._last_tick = 0.0
+        self._event_s = 0.0
         # The manifest fetched last to be applied, and the list of effects that cancelled this.
         self._caught_up: tuple[Digest, int] = ("", 0)
         self._lists = 0
@@ -153,10 +121,11 @@ class Node:
         self._backlog.clear()
         self._heard.clear()
         self._caught_up = ("", 0)
-        self._last_tick = world.now
+        self._last_tick = self._event_s = world.now
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
+        self.keeper = world.cast.keeper(self, world.setup.backup_every or 0)
         self.machine = world.cast.machine(
             self.me,
             self.character.capacity,
@@ -211,19 +180,18 @@ class Node:
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
+            if self._has_moments:
+                self.keeper.leave(self.disk.record.tip)
             self.tell(LeaveAsked())
 
     def clock_s(self) -> float:
         """What this peer's machine takes for the time."""
-        monotonic_s = self.character.clock_s + self.world.now - self.slept_s
-        wall_s = self.world.now + self.wall_ahead_s
-        return self.world.conduct.clock_s(monotonic_s, wall_s)
+        passed_s = self.character.clock_s + self.world.now
+        return self.world.conduct.clock_s(
+            passed_s, awake_s=passed_s - self.slept_s, wall_s=self.world.now + self.wall_ahead_s
+        )
 
     # ------------------------------------------------------------ what fetcher and trainer use
-
-    def post(self, destination: PeerId, payload: Payload) -> None:
-        """Sends it; it may be lost."""
-        self.world.post(self.me, destination, payload)
 
     def tell(self, event: Event) -> None:
         """Hands an event to the machine and carries its effects out."""
@@ -232,44 +200,24 @@ class Node:
             self._is_listening = self.machine.phase is Phase.LISTENING
             if isinstance(event, Offered) or _brings_offer(event):
                 self._pace.offered(self.clock_s())
-            self._execute(self.machine.handle(event, self.clock_s()))
+            if isinstance(event, Offered) and self._has_moments:
+                self.keeper.offered(self.disk.record.tip)
+            self._execute(self._handle(event))
+
+    def _handle(self, event: Event) -> list[Effect]:
+        """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
+        machine, now = self.machine, self.world.now
+        before, patience_s, gap_s = machine._boot_at, machine.timers.patience_s, now - self._event_s
+        self._event_s = now
+        effects = machine.handle(event, self.clock_s())
+        if (machine._boot_at != before) != (gap_s > patience_s):
+            why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
+            raise Violation("B2", f"{why}: listens {machine._boot_at != before}")
+        return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
         """Calls the method later, unless the process crashes first; a pause defers it."""
         self.world.at(delay_s, self._later, self._boots, method, arguments)
-
-    def is_there(self) -> bool:
-        """Whether the process runs and is not paused."""
-        return self.is_up and not self.is_paused
-
-    def peer(self, name: PeerId) -> Node | None:
-        """Another peer whose links to and from this one work, if it runs."""
-        return self.world.reachable(self.me, name)
-
-    def rates(self) -> tuple[float, float]:
-        """Bytes per second that this peer sends and receives at most."""
-        return self.character.up_bytes_per_s, self.character.down_bytes_per_s
-
-    def waits_on(self, *, is_flowing: bool) -> bool:
-        """Whether to wait on for bytes that have not come yet."""
-        return self.world.conduct.waits_on(is_flowing=is_flowing)
-
-    def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A whole transfer is done."""
-        self._pace.fetched(num_bytes, seconds)
-
-    def merge_is_due(self, tip: Manifest) -> bool:
-        """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
-        return self.machine._is_due(tip)
-
-    def local_steps_s(self) -> float:
-        """How long the next local steps take."""
-        return self._duration(self.character.local_steps_s)
-
-    def next_serial(self) -> int:
-        """A number that this peer never used before."""
-        self._serials += 1
-        return self._serials
 
     # ------------------------------------------------------------ events
 
@@ -309,9 +257,6 @@ class Node:
         self.after(timers.tick_s, self._tick)
         self.tell(Tick())
 
-    def _duration(self, usual_s: float) -> float:
-        return usual_s * (0.7 + 0.6 * self.world.random.random())
-
     # ------------------------------------------------------------ effects
 
     def _execute(self, effects: list[Effect]) -> None:
@@ -326,7 +271,7 @@ class Node:
             snare = self.snare
             if snare is not None and snare.trap(effect):
                 self.crash()
-                self.world.fell(self, snare)
+                self.world.fell(self.me, snare)
             if not self.is_up:
                 return
 
@@ -387,19 +332,29 @@ class Node:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
         self._pace.applied(self.clock_s())
         self.use(self.world.timers)
-        self.trainer.apply(effect.manifest, effect.previous)
-        self.world.applied(self)
+        self._adopt(effect.manifest, effect.previous)
+        self.world.applied(self.me)
+
+    def _adopt(self, manifest: Manifest, previous: Digest) -> None:
+        before = self.trainer.tip
+        if self._has_moments:
+            self.keeper.before_adopt(before, manifest)
+        adoption = self.trainer.apply(manifest, previous)
+        owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
+        if self.trainer.progress.keys() != owned:
+            raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
+        if self._has_moments:
+            actions = adoption.experts.items()
+            taken = [expert for expert, what in actions if what.action is Action.TAKE_UP]
+            self.keeper.adopted(taken, before, manifest)
+        if self.trainer.is_idle:
+            raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")
 
     def _leave(self, effect: Left) -> None:
+        self.lingers_until = self.world.now + LINGER_S
         self._note(f"has left: {effect.reason}")
         self.is_up = False
         self.has_left = True
-
-    # ------------------------------------------------------------ traces
-
-    def _note(self, text: str) -> None:
-        if self.world.trace:
-            self.world.trace(f"{self.world.now:8.2f} {self.me:>3} {text}")
 
 
 def _brings_offer(event: Event) -> bool:

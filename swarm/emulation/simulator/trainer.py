@@ -84,7 +84,7 @@ class Trainer:
             self._adopt(self.tip, self.tip.digest, [])
         self._go_on()
 
-    def apply(self, manifest: Manifest, previous: Digest) -> None:
+    def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
         """Takes the agreed values of a new tip and decides on the local progress."""
         if self._is_training:
             self._advance()
@@ -107,6 +107,12 @@ class Trainer:
         self._save_if_rebased(adoption)
         if not self._is_training:
             self._go_on()
+        return adoption
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is done or offered although it could be."""
+        return self._may_train() and not self._is_training and self.offer is None
 
     def _swap(self, manifest: Manifest) -> None:
         self.model = {unit: entry.digest for unit, entry in manifest.entries.items()}

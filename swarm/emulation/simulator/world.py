@@ -7,11 +7,12 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from swarm.emulation.simulator.cast import Cast, Setup, Snare
+from swarm.emulation.simulator.cast import Cast, Loss, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
-from swarm.emulation.simulator.node import Node, Payload
+from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.surroundings import Payload
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
@@ -244,7 +245,7 @@ class World:
         return True
 
     def sleep(self, peer: PeerId) -> None:
-        """A whole machine is suspended: its clock stands still, and what is sent to it is lost."""
+        """A whole machine is suspended, and what is sent to it is lost."""
         node = self.nodes.get(peer)
         if node is not None and node.is_up and not node.is_paused:
             node.pause()
@@ -268,16 +269,21 @@ class World:
         if peer in self.nodes:
             self.nodes[peer].snare = snare
 
-    def applied(self, node: Node) -> None:
+    def applied(self, me: PeerId) -> None:
         """Hears of a new tip."""
         if self.on_apply:
-            self.on_apply(node)
+            self.on_apply(self.nodes[me])
 
-    def fell(self, node: Node, snare: Snare) -> None:
+    def fell(self, me: PeerId, snare: Snare) -> None:
         """A snare has sprung; the peer starts again some time later."""
+        node = self.nodes[me]
         if self.random.random() < 0.5:
             node.fell_s = self.now
         self.at(snare.restart_s, self.reboot, node.me)
+        if snare.loss is Loss.RECORD:
+            self.roll_back(me)
+        elif snare.loss is Loss.DISK:
+            self.lose_disk(me)
         if snare.isolated is not None:
             here = [peer for peer in self.nodes if peer != snare.isolated]
             self.split((here, [snare.isolated]))

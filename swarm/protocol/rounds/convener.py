@@ -277,6 +277,8 @@ class Convener(Collector):
         limit_s = 2 * self.timers.heartbeat_s
         if self._is_alone or self._now - campaign.started_at <= limit_s:
             return None
+        if campaign.stage is Stage.VOTE and self._has_quorum([self.me]):
+            return None  # its own vote decides, after a grace that may be longer [C5]
         since = self._now - limit_s
         if not any(self._heard.get(peer, -1.0) >= since for peer in self.tip.members):
             return f"nobody was heard for {limit_s:.1f} s"

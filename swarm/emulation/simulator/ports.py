@@ -1,0 +1,89 @@
+"""What fetcher, keeper and trainer of a simulated peer see of it and of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from swarm.emulation.simulator.cast import Character
+from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.surroundings import Payload, Peer, World
+from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.pace import Pace
+from swarm.protocol.rounds import RoundMachine
+
+
+class Ports:
+    """The half of a node that its parts use."""
+
+    world: World
+    me: PeerId
+    character: Character
+    machine: RoundMachine
+    trainer: Trainer
+    is_up: bool
+    is_paused: bool
+    lingers_until: float
+    _pace: Pace
+    _serials: int
+
+    def post(self, destination: PeerId, payload: Payload) -> None:
+        """Sends it; it may be lost."""
+        self.world.post(self.me, destination, payload)
+
+    def is_there(self) -> bool:
+        """Whether the process runs, and is not paused; it serves a while after it has left."""
+        return (self.is_up and not self.is_paused) or self.world.now < self.lingers_until
+
+    def peer(self, name: PeerId) -> Peer | None:
+        """Another peer whose links to and from this one work, if it runs."""
+        return self.world.reachable(self.me, name)
+
+    def keeper_of(self, name: PeerId) -> Keeper | None:
+        """Another peer's keeper, if the links work and it runs."""
+        peer = self.peer(name)
+        return peer.keeper if peer else None
+
+    def now_s(self) -> float:
+        """The time."""
+        return self.world.now
+
+    def own_experts(self) -> Collection[int]:
+        """Experts that this peer trains."""
+        return self.trainer.progress.keys()
+
+    def took(self, expert: int, round_: int | None) -> None:
+        """An expert that was taken up got moments of this round, or none."""
+        self._note(f"expert {expert} goes on with moments of round {round_}")
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second that this peer sends and receives at most."""
+        return self.character.up_bytes_per_s, self.character.down_bytes_per_s
+
+    def waits_on(self, *, is_flowing: bool) -> bool:
+        """Whether to wait on for bytes that have not come yet."""
+        return self.world.conduct.waits_on(is_flowing=is_flowing)
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A whole transfer is done."""
+        self._pace.fetched(num_bytes, seconds)
+
+    def merge_is_due(self, tip: Manifest) -> bool:
+        """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
+        return self.machine._is_due(tip)
+
+    def local_steps_s(self) -> float:
+        """How long the next local steps take."""
+        return self._duration(self.character.local_steps_s)
+
+    def next_serial(self) -> int:
+        """A number that this peer never used before."""
+        self._serials += 1
+        return self._serials
+
+    def _duration(self, usual_s: float) -> float:
+        return usual_s * (0.7 + 0.6 * self.world.random.random())
+
+    def _note(self, text: str) -> None:
+        if self.world.trace:
+            self.world.trace(f"{self.world.now:8.2f} {self.me:>3} {text}")

@@ -1,0 +1,66 @@
+"""What a simulated peer sees of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import NamedTuple, Protocol
+
+from swarm.emulation.simulator.cast import Cast, Setup, Snare
+from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.fetching import Data, Get
+from swarm.emulation.simulator.invariants import Invariants
+from swarm.emulation.simulator.keeper import Shell as KeeperShell
+from swarm.emulation.simulator.streaming import Shell as StreamingShell
+from swarm.emulation.simulator.trainer import Task
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Header, Message
+
+
+class Packet(NamedTuple):
+    """A control message under way."""
+
+    header: Header
+    message: Message
+
+
+Payload = Packet | Get | Data
+
+
+class Peer(StreamingShell, KeeperShell, Protocol):
+    """Another peer, as far as one sees it."""
+
+
+class World(Protocol):
+    """What a node sees of the simulation."""
+
+    now: float
+    random: Random
+    task: Task
+    timers: Timers
+    cast: Cast
+    conduct: Conduct
+    invariants: Invariants
+    trace: Callable[[str], None] | None
+    setup: Setup
+
+    def reachable(self, source: PeerId, destination: PeerId) -> Peer | None:
+        """A peer that runs and whose links with another work in both directions."""
+
+    @property
+    def disks(self) -> Mapping[PeerId, Disk]:
+        """Every peer's disk."""
+
+    def at(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
+        """Calls a function later."""
+
+    def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
+        """Hands a message to the network."""
+
+    def applied(self, me: PeerId) -> None:
+        """Hears that a peer has a new tip."""
+
+    def fell(self, me: PeerId, snare: Snare) -> None:
+        """Hears that a peer has crashed by snare."""
