@@ -44,7 +44,6 @@ CAUGHT_BY_SCHEDULE = {
     "promise_in_memory": "D:420",
     "promise_not_recorded": "D:47",
     "lowest_accepted": "E:46",
-    "ballot_zero_reused": "D:4342",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
