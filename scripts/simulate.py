@@ -7,8 +7,8 @@ import time
 
 from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
 from swarm.emulation.simulator.extended import ALL_CLASSES, EXTENDED
+from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
-from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
 PROGRESS_EVERY_S = 10.0
@@ -18,12 +18,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/simulate",
         description="Random faulty schedules of the round agreement, without any network.",
-        epilog="Exit status: 0 if no invariant broke (with --mutant: if one did), else 1.",
+        epilog="""Classes of the base model: A anything, B a majority is spared, C a majority dies,
+D short time-outs, E the same with cut links. Of the extended model: F lost and rolled-back disks,
+G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow links with adapted
+timers, K moments, L all of it. Exit status: 0 if no invariant broke (with --mutant: if one did),
+else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")
-    parser.add_argument("--extended", action="store_true", help="the extended model's classes")
-    parser.add_argument("--classes", help="fault classes, such as ABC, of either model")
+    parser.add_argument("--extended", action="store_true", help="classes F to L, the extended model, instead of A to E")
+    parser.add_argument("--classes", help="such as ABC, of either model")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")
@@ -35,15 +39,15 @@ def parse() -> argparse.Namespace:
     unknown = sorted(set(arguments.classes) - set(ALL_CLASSES))
     if unknown or not arguments.classes:
         parser.error(f"--classes: {unknown} not among {''.join(ALL_CLASSES)}")
-    if arguments.mutant and arguments.mutant not in MUTANTS:
-        parser.error(f"--mutant: no {arguments.mutant!r}; there are {', '.join(MUTANTS)}")
+    if arguments.mutant and arguments.mutant not in ALL_MUTANTS:
+        parser.error(f"--mutant: no {arguments.mutant!r}; there are {', '.join(ALL_MUTANTS)}")
     return arguments
 
 
 def main() -> int:
     arguments = parse()
     if arguments.list_mutants:
-        for name, mutant in MUTANTS.items():
+        for name, mutant in ALL_MUTANTS.items():
             print(f"{name:32} {mutant.rule}")
         return 0
     if arguments.replay:
@@ -53,7 +57,7 @@ def main() -> int:
 
 def replay(name: str, mutant_name: str | None) -> int:
     fault_class, _, seed = name.partition(":")
-    mutant = MUTANTS[mutant_name] if mutant_name else None
+    mutant = ALL_MUTANTS[mutant_name] if mutant_name else None
     outcome = run_schedule(
         fault_class,
         int(seed),

@@ -4,5 +4,5 @@ One seed gives one schedule: a swarm, its faults and every delay. Nodes are real
 with the real adoption rules; disks, links, trainers and arithmetic are simulated, and values are
 symbols that record what they were made from. So a violated invariant can be replayed, step by
 step, from two words (fault class and seed). Reading order: `schedule`, `world`, `node`,
-`invariants`, `faults`.
+`invariants`, `faults`, `extended`.
 """

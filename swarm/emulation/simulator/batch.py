@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 
-from swarm.emulation.simulator.mutants import MUTANTS
+from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
 CHUNK = 10
@@ -61,7 +61,7 @@ def run_job(job: Job) -> Outcome:
     """Runs one schedule, with the mutant's code and faults if it names one."""
     if job.mutant is None:
         return run_schedule(job.fault_class, job.seed)
-    mutant = MUTANTS[job.mutant]
+    mutant = ALL_MUTANTS[job.mutant]
     return run_schedule(job.fault_class, job.seed, cast=mutant.cast, mix=mutant.mix)
 
 

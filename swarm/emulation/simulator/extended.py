@@ -43,7 +43,7 @@ class ExtendedMix(Mix):
     """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
 
 
-EXTENDED: dict[str, Mix] = {
+EXTENDED: dict[str, ExtendedMix] = {
     "F": ExtendedMix(
         window_s=(40.0, 110.0),
         kinds={
@@ -121,7 +121,7 @@ EXTENDED: dict[str, Mix] = {
         backup_every=(0, 1, 2),
     ),
 }
-ALL_CLASSES: Mapping[str, Mix] = CLASSES | EXTENDED
+ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED}
 
 
 def draw(mix: Mix, random: Random) -> Scenario:
@@ -219,6 +219,11 @@ class _ExtendedDraw(Draw):
             isolated = self._victim() if random.random() < 0.5 else None
             restart_s = random.choice(self.mix.restart_s)
             self._plan(time_s, World.arm, peer, Snare(trap, restart_s, isolated, loss))
+
+    def _betrayed_revolt(self, time_s: float) -> None:
+        """Two conveners lose each other; the vote that one of them gets is lost."""
+        snare = Snare(TRAPS["vote"], self.random.choice(self.mix.restart_s), None, Loss.RECORD)
+        self._plan(time_s, World.revolt, snare, self.random.choice([8.0, 15.0]))
 
     # ------------------------------------------------------------ clocks and links
 

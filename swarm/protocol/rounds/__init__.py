@@ -43,7 +43,7 @@ see the simulator catch it:
 | M1 | `_is_due` | a merge is due by the manifest alone |
 | M5 | `_proposal_problem` | merges exactly when due, changing experts alone |
 | M6 | `_awaits_own_merge` | compute first, then fetch |
-| P5 | `_abstains`, `_may_vote` | a rolled-back record casts no vote |
+| P5 | `_abstains`, `_may_vote` | a rolled-back or lost record casts no vote |
 | S1, S3 | `_offer_problem` | only values trained from the tip |
 """
 

@@ -1,0 +1,178 @@
+"""Rules that only the extended model tries, removed one at a time."""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.extended import EXTENDED
+from swarm.emulation.simulator.keeper import Found, Keeper, Search
+from swarm.emulation.simulator.mutants import MUTANTS, Mutant
+from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol import abstaining
+from swarm.protocol.adoption import Action, Adoption
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.moments import Moments
+from swarm.protocol.pace import Pace
+from swarm.protocol.rounds import RoundMachine
+
+# ---------------------------------------------------------------- lost and damaged records
+
+
+class _RolledBackVotes(Conduct):
+    def rolled_back(self, earlier: Record) -> Record:
+        return earlier
+
+
+class _LostRecordVotes(Conduct):
+    def without_record(self, me: PeerId, shown: Record) -> Record:
+        return shown
+
+
+class _AbstainsForTwoHeights(Conduct):
+    def without_record(self, me: PeerId, shown: Record) -> Record:
+        return abstaining.rolled_back(shown) if me in shown.tip.members else shown
+
+
+class _LoneAbstainerVotes(RoundMachine):
+    def _abstains(self) -> bool:
+        return super()._abstains() and not self._is_alone
+
+
+# ---------------------------------------------------------------- many peers, clocks
+
+
+class _FourAreAQuorum(RoundMachine):
+    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+        present = self.tip.members.keys() & set(peers)
+        return len(present) >= 4 or super()._has_quorum(present)
+
+
+class _WallClock(Conduct):
+    def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:
+        return wall_s
+
+
+class _ClockStopsInSleep(Conduct):
+    def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:
+        return awake_s
+
+
+class _GoesOnAfterStandStill(RoundMachine):
+    def _was_paused(self) -> bool:
+        return False
+
+
+# ---------------------------------------------------------------- large blobs, timers
+
+
+class _TransferLimitFixed(Conduct):
+    def waits_on(self, *, is_flowing: bool) -> bool:
+        return False
+
+
+class _TimersNotAdapted(Conduct):
+    def timers(self, pace: Pace, base: Timers) -> Timers:
+        return base
+
+
+# ---------------------------------------------------------------- moments
+
+
+class _BackupIgnored(Keeper):
+    def _found(self, expert: int, answers: Mapping[PeerId, tuple[Moments, ...]]) -> Found:
+        return [each for each in super()._found(expert, answers) if each[0] != self.shell.me]
+
+
+class _OnlyOwnersAsked(Keeper):
+    def _whom(self, search: Search) -> list[PeerId]:
+        owners = {peer for e in search.experts for peer in search.previous.owners[e]}
+        return [peer for peer in super()._whom(search) if peer in owners]
+
+
+class _HandOverNotAwaited(Keeper):
+    def _may_come(
+        self, expert: int, search: Search, answers: Collection[PeerId], found: Found
+    ) -> bool:
+        return False
+
+
+class _FirstAnswerTaken(Keeper):
+    def _choose(self, found: Found) -> Moments | None:
+        return found[0][1] if found else None
+
+
+class _WaitsForMoments(Trainer):
+    def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
+        adoption = super().apply(manifest, previous)
+        if any(what.action is Action.TAKE_UP for what in adoption.experts.values()):
+            self._job += 1
+            self._is_training, self.offer = False, None
+            self.shell.after(5.0, self._go_on)
+        return adoption
+
+
+_F, _J = EXTENDED["F"], EXTENDED["J"]
+BETRAYED_REVOLTS = replace(
+    _F,
+    peers=(3, 3),
+    strangers=0.0,
+    haste=(0.2, 1.0),
+    kinds={"betrayed_revolt": 1.0},
+    restart_s=(0.3,),
+    faults=(8, 20),
+    window_s=(80.0, 160.0),
+    slow=0.0,
+    loss=0.0,
+    merging=0.0,
+)
+"""Two conveners at a time, and a third peer that forgets whom it gave its vote."""
+SLOW_LINKS = replace(
+    _J,
+    peers=(3, 5),
+    up_mbytes_per_s=(1.5, 2.0),
+    unit_mbytes=(4.0, 7.0),
+    local_steps_s=(40.0, 50.0),
+    faults=(0, 3),
+)
+"""Links on which no proposal can be fetched within the model's own T_vote."""
+
+EXTENDED_MUTANTS: Mapping[str, Mutant] = {
+    "rolled_back_votes": Mutant(
+        "P5: a rolled-back record casts no vote", Cast(conduct=_RolledBackVotes), BETRAYED_REVOLTS
+    ),
+    "lost_record_votes": Mutant("P5: nor does a lost one", Cast(conduct=_LostRecordVotes)),
+    "abstains_for_two_heights": Mutant(
+        "P5: without a record no height is high enough", Cast(conduct=_AbstainsForTwoHeights)
+    ),
+    "lone_abstainer_votes": Mutant(
+        "P5: a lone member without its record reforms", Cast(_LoneAbstainerVotes)
+    ),
+    "four_are_a_quorum": Mutant("a quorum is a majority of all members", Cast(_FourAreAQuorum)),
+    "wall_clock": Mutant("the wall clock does not matter", Cast(conduct=_WallClock)),
+    "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(conduct=_ClockStopsInSleep)),
+    "goes_on_after_stand_still": Mutant(
+        "B2: who stood still listens first", Cast(_GoesOnAfterStandStill)
+    ),
+    "transfer_limit_fixed": Mutant(
+        "a transfer may take as long as its bytes need", Cast(conduct=_TransferLimitFixed)
+    ),
+    "timers_not_adapted": Mutant(
+        "timers follow sizes and rates", Cast(conduct=_TimersNotAdapted), SLOW_LINKS
+    ),
+    "backup_ignored": Mutant("N2: the own backup counts", Cast(keeper=_BackupIgnored)),
+    "only_owners_asked": Mutant("N2: all members are asked", Cast(keeper=_OnlyOwnersAsked)),
+    "hand_over_not_awaited": Mutant(
+        "N4: what a living owner hands over is waited for", Cast(keeper=_HandOverNotAwaited)
+    ),
+    "first_answer_taken": Mutant("N2: the newest moments win", Cast(keeper=_FirstAnswerTaken)),
+    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
+}
+ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS}

@@ -1,0 +1,237 @@
+"""The extended model: lost disks, many peers, clocks and one-way links, large blobs, moments."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
+from swarm.emulation.simulator.extended import EXTENDED, draw
+from swarm.emulation.simulator.extended_mutants import EXTENDED_MUTANTS
+from swarm.emulation.simulator.faults import CALM_TIMERS
+from swarm.emulation.simulator.invariants import Violation
+from swarm.emulation.simulator.schedule import build, play, run_schedule
+from swarm.emulation.simulator.world import World
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.manifest import FOUNDING_GENERATION
+from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
+
+SEEDS = dict.fromkeys(EXTENDED, 56) | {"G": 20}
+"""Schedules of each class; those of many peers are dear."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault_class", sorted(EXTENDED))
+def test_no_extended_schedule_breaks_an_invariant(fault_class):
+    for seed in range(SEEDS[fault_class]):
+        outcome = run_schedule(fault_class, seed)
+        assert outcome.violation is None, (
+            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
+        )
+
+
+HOLES = {
+    "L:375": "the survivor of two stepped down, time and again, before the grace of its vote ended",
+    "K:389": "an owner's older moments were taken although another owner had newer ones to come",
+}
+"""Schedules that once broke an invariant, and why."""
+
+
+@pytest.mark.parametrize("schedule", HOLES)
+def test_a_hole_that_the_extended_model_found_stays_closed(schedule):
+    fault_class, _, seed = schedule.partition(":")
+    assert run_schedule(fault_class, int(seed)).violation is None, HOLES[schedule]
+
+
+CAUGHT = {
+    "rolled_back_votes": "F:31",
+    "lost_record_votes": "F:120",
+    "four_are_a_quorum": "G:35",
+    "wall_clock": "H:1",
+    "clock_stops_in_sleep": "H:5",
+    "goes_on_after_stand_still": "H:4",
+    "transfer_limit_fixed": "J:6",
+    "timers_not_adapted": "J:8",
+    "backup_ignored": "K:12",
+    "only_owners_asked": "K:13",
+    "hand_over_not_awaited": "K:12",
+    "first_answer_taken": "K:1",
+    "waits_for_moments": "K:1",
+}
+"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+`scripts/simulate --classes F --mutant NAME`."""
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
+    mutant = EXTENDED_MUTANTS[name]
+    fault_class, _, seed = CAUGHT[name].partition(":")
+    without = run_schedule(fault_class, int(seed), cast=mutant.cast, mix=mutant.mix)
+    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
+    assert run_schedule(fault_class, int(seed), mix=mutant.mix).violation is None
+
+
+def test_every_extended_mutant_is_caught_by_something():
+    by_scenario = {"abstains_for_two_heights", "lone_abstainer_votes"}
+    assert CAUGHT.keys() | by_scenario == EXTENDED_MUTANTS.keys()
+
+
+# ---------------------------------------------------------------- peers without their record
+
+
+class _Stale:
+    """A peer that lost its record is shown a tip four heights before its last vote."""
+
+    def __init__(self):
+        self.stage = 0
+        self.cut_at = 0
+
+    def look(self, world):
+        voter, other, third, far, near = PEERS
+        height = {peer: node.disk.record.tip.height for peer, node in world.nodes.items()}
+        if self.stage == 0:
+            self.cut_at = height[far]
+            world.split(((voter, other, third, near), (far,)))
+            self.stage = 1
+        elif self.stage == 1 and height[near] == height[voter] >= self.cut_at + 3:
+            world.split(((voter, other, third), (far,), (near,)))
+            self.stage = 2
+        elif self.stage == 2 and min(height[p] for p in (voter, other, third)) > height[near]:
+            world.lose_disk(voter)
+            world.crash(other)
+            world.crash(third)
+            world.split(((voter, far), (other, third), (near,)))
+            world.at(0.1, world.reboot, voter)
+            world.at(9.0, world.split, ((voter, far, near), (other, third)))
+            world.at(40.0, world.reboot, other)
+            world.at(40.0, world.reboot, third)
+            self.stage = 3
+        if self.stage < 3:
+            world.at(0.05, self.look, world)
+
+
+def shown_a_stale_tip(cast=None):
+    stale = _Stale()
+    world = run(scenario([(20.0, lambda world: stale.look(world), ())], heal_s=200.0), cast)
+    assert stale.stage == 3
+    return world
+
+
+def test_a_peer_without_its_record_does_not_vote_again_where_it_may_have_voted():
+    assert len(shown_a_stale_tip().alive()) == len(PEERS)
+
+
+def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
+    with pytest.raises(Violation, match="I1"):
+        shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"].cast)
+
+
+def lone_member_forgets(cast=None):
+    """The only member loses its disk; a stranger that follows it has an older tip."""
+    script = [
+        (0.1, World.split, ((("p0",), ("p1",)),)),
+        (10.0, World.join, ("p1",)),
+        (20.0, World.lose_disk, ("p0",)),
+        (20.1, World.split, ((),)),
+        (20.2, World.reboot, ("p0",)),
+    ]
+    this = scenario(script, heal_s=21.0, peers=("p0", "p1"))
+    return run(replace(this, setup=replace(this.setup, founders=("p0",))), cast)
+
+
+def test_a_lone_member_without_its_record_goes_on_in_a_generation_of_its_own():
+    world = lone_member_forgets()
+    assert best_tip(world).generation != FOUNDING_GENERATION
+
+
+def test_a_lone_member_that_voted_without_its_record_would_decide_a_height_twice():
+    with pytest.raises(Violation, match="I1"):
+        lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"].cast)
+
+
+def forget(world, name):
+    """Crashes a peer and leaves it a record that may lack votes at any height."""
+    node = world.nodes[name]
+    node.crash()
+    node.disk.record = replace(
+        node.disk.record, promised=None, accepted=None, abstain_until_height=2**62
+    )
+    world.at(1.0, world.reboot, name)
+
+
+@pytest.mark.parametrize("forgetful", [PEERS[:1], PEERS[:2], PEERS[:3]])
+def test_an_abstention_ends_once_the_peer_has_contributed_or_reformed(forgetful):
+    script = [(30.0, forget, (peer,)) for peer in forgetful]
+    world = run(scenario(script, heal_s=31.0, peers=PEERS[:3]))
+    world.run(lambda: best_tip(world).round > 20)
+    records = [world.nodes[peer].disk.record for peer in forgetful]
+    assert all(record.abstain_until_height <= record.tip.height for record in records)
+
+
+# ---------------------------------------------------------------- timers, clocks, what is tried
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dead", PEERS[:2])
+def test_either_of_two_goes_on_alone_however_long_a_vote_may_take(dead, seed):
+    timers = CALM_TIMERS.with_(vote_s=30.0, attempt_s=150.0)
+    this = scenario([(30.0, World.kill, (dead,))], heal_s=31.0, peers=PEERS[:2])
+    world = run(
+        replace(this, setup=replace(this.setup, timers=timers), calm_timers=timers), seed=seed
+    )
+    assert best_tip(world).contributors == tuple(p for p in PEERS[:2] if p != dead)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing():
+    jumps = 0
+    for seed in range(8):
+        tips = []
+        for with_jumps in (True, False):
+            random = Random(f"H:{seed}")
+            this = draw(EXTENDED["H"], random)
+            kept = [line for line in this.script if with_jumps or line[1] is not World.skew]
+            jumps += len(this.script) - len(kept)
+            world = build(replace(this, script=tuple(kept)), random, cast=Cast())
+            play(world, this)
+            tips.append((world.now, best_tip(world).digest))
+        assert tips[0] == tips[1]
+    assert jumps > 5
+
+
+def test_the_extended_schedules_hold_what_they_are_meant_to_try():
+    lines = []
+    for fault_class, seeds in (
+        ("F", range(6)),
+        ("G", (0,)),
+        ("H", range(3)),
+        ("K", (1, 2, 12, 21)),
+    ):
+        for seed in seeds:
+            run_schedule(fault_class, seed, trace=lines.append)
+    text = "\n".join(lines)
+    happenings = (
+        "loses its state directory",
+        "has its record rolled back",
+        "wall clock of",
+        "p8 boots",
+        "goes on with moments of round 2",
+        "goes on with moments of round None",
+    )
+    assert [what for what in happenings if what not in text] == []
+
+
+def test_peers_adapt_their_timers_to_slow_links_each_to_its_own():
+    seen: set[Timers] = set()
+    for seed in range(4):
+        random = Random(f"J:{seed}")
+        this = draw(EXTENDED["J"], random)
+        slowest = min(c.up_bytes_per_s for c in this.setup.characters.values())
+        largest = sum(this.setup.rules.unit_bytes.values())
+        assert largest / slowest > ANSWER_WITHIN_S / 2
+        world = build(this, random)
+        play(world, this)
+        timers = {node.machine.timers for node in world.alive()}
+        assert len(timers) == len(world.alive())
+        seen |= timers
+    assert max(timers.vote_s for timers in seen) > 2 * CALM_TIMERS.vote_s
