@@ -26,7 +26,11 @@ else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")
-    parser.add_argument("--extended", action="store_true", help="classes F to L, the extended model, instead of A to E")
+    parser.add_argument(
+        "--extended",
+        action="store_true",
+        help="classes F to L, the extended model, instead of A to E",
+    )
     parser.add_argument("--classes", help="such as ABC, of either model")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
