@@ -51,7 +51,7 @@ CAUGHT = {
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
-    "transfer_limit_fixed": "J:6",
+    "transfer_limit_fixed": "J:5",
     "timers_not_adapted": "J:8",
     "backup_ignored": "K:12",
     "only_owners_asked": "K:13",
