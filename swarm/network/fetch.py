@@ -15,14 +15,7 @@ from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unre
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.flow import INLINE_BYTES, Flow, FlowFailed
-from swarm.network.incoming import (
-    Caller,
-    Check,
-    Incoming,
-    OnBlob,
-    OnFailure,
-    Piece,
-)
+from swarm.network.incoming import Caller, Check, Incoming, OnBlob, OnFailure, Piece, Verdicts
 from swarm.network.node import Node
 from swarm.protocol.digests import PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure, Limits, Sourcing
@@ -318,48 +311,68 @@ class Downloads:
         self._piece_failed(piece, Failure.MISSING, "missing", peer)
         self._pump_soon()
 
-    async def piece_arrived(self, piece: Piece, content: memoryview, peer: str) -> bool:
+    def taker(self, piece: Piece) -> Callable[[memoryview], Verdicts]:
+        """See `FlowOwner`; a blob of one piece is judged and kept in the same go."""
+        download, checks = piece.blob, piece.blob.checks()
+
+        def take(content: memoryview) -> Verdicts:
+            piece.verify(content)
+            return {} if download.partial else self._judge(download, content, checks, {})
+
+        return take
+
+    async def piece_taken(self, piece: Piece, content: memoryview, verdicts: Verdicts) -> None:
         """See `FlowOwner`."""
         download = piece.blob
+        self._sourcing.done(piece)
+        download.pieces.remove(piece)
         try:
-            await _off_loop(len(content), partial(piece.verify, content))
-            self._sourcing.done(piece)
-            download.pieces.remove(piece)
             if not download.pieces:
-                await self._finish(download, content)
-            self._arrivals += 1
-            if self._arrivals % YIELD_EVERY == 0:
-                await asyncio.sleep(0)
-        except BadBlob as error:
-            self._piece_failed(piece, Failure.WRONG, error.reason, peer)
-            return False
+                await self._finish(download, content, verdicts)
         except StateError as error:
             self._give_up(download, error)
+        self._arrivals += 1
+        if self._arrivals % YIELD_EVERY == 0:
+            await asyncio.sleep(0)
         self._pump_soon()
-        return True
 
-    async def _finish(self, download: Incoming, last_piece: memoryview) -> None:
+    def piece_not_taken(self, piece: Piece, error: BadBlob | StateError, peer: str) -> None:
+        """See `FlowOwner`."""
+        if isinstance(error, BadBlob):
+            self._piece_failed(piece, Failure.WRONG, error.reason, peer)
+        else:
+            self._give_up(piece.blob, error)
+            self._pump_soon()
+
+    async def _finish(self, download: Incoming, last_piece: memoryview, verdicts: Verdicts) -> None:
         """All pieces are there: keeps the blob unless all who want it refuse its content."""
         size = download.num_bytes if download.partial else len(last_piece)
-        verdicts: dict[Check | None, str | None] = {}
-        kept = False
-        while True:  # others may join while something is awaited
-            unjudged = [check for check in download.checks() if check not in verdicts]
-            if unjudged:
-                judge = partial(download.fault, unjudged[0], last_piece)
-                verdicts[unjudged[0]] = await _off_loop(size, judge)
-            elif not kept and None in verdicts.values():
-                await _off_loop(size, partial(self._keep, download, last_piece))
-                kept = True
-            else:
-                break
+        while unjudged := [check for check in download.checks() if check not in verdicts]:
+            # A blob of several pieces, or others joined while something was awaited.
+            judge = partial(self._judge, download, last_piece, unjudged, verdicts)
+            verdicts = await _off_loop(size, judge)
         self._remove(download)
         for reason in verdicts.values():
             if reason:
                 self._node.traffic.refuse(reason)
         download.tell(verdicts)
-        if download.partial and not kept:
+        if download.partial and None not in verdicts.values():
             self._store.discard(download.partial)
+
+    def _judge(
+        self,
+        download: Incoming,
+        last_piece: memoryview,
+        checks: Sequence[Check | None],
+        known: Verdicts,
+    ) -> Verdicts:
+        """The verdicts of these checks and those known before; keeps what the first accepts."""
+        verdicts = dict(known)
+        for check in dict.fromkeys(checks):
+            verdicts[check] = download.fault(check, last_piece)
+        if None in verdicts.values() and None not in known.values():
+            self._keep(download, last_piece)
+        return verdicts
 
     def _keep(self, download: Incoming, content: memoryview) -> None:
         if download.partial:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
 
-from swarm.errors import BadBlob
+from swarm.errors import BadBlob, StateError
 from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
-from swarm.network.incoming import Incoming, Piece
+from swarm.network.incoming import Incoming, Piece, Verdicts
 from swarm.network.streams import receive_blocking, receive_into
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure
 
 INLINE_BYTES = 256 * 1024
-"""Larger pieces are received, hashed and written off the loop, while the next one arrives."""
+"""Larger pieces are received, verified and written in one go in a thread, not in the loop."""
 BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
 PROGRESS_BYTES = 64 * 1024
@@ -49,8 +49,17 @@ class FlowOwner(Protocol):
     def piece_missing(self, piece: Piece, peer: str) -> None:
         """The peer does not have it."""
 
-    async def piece_arrived(self, piece: Piece, content: memoryview, peer: str) -> bool:
-        """Verifies and keeps it; False if it was refused. The buffer is used again afterwards."""
+    def taker(self, piece: Piece) -> Callable[[memoryview], Verdicts]:
+        """What verifies the piece's content and keeps it, in any thread.
+
+        It raises BadBlob for wrong bytes and StateError if the disk does not take them.
+        """
+
+    async def piece_taken(self, piece: Piece, content: memoryview, verdicts: Verdicts) -> None:
+        """It was right; the buffer is used again afterwards."""
+
+    def piece_not_taken(self, piece: Piece, error: BadBlob | StateError, peer: str) -> None:
+        """The bytes were wrong, or cannot be kept here."""
 
 
 class Flow:
@@ -79,8 +88,7 @@ class Flow:
         self._to_come_bytes = 0
         self._connection: socket.socket | None = None
         self._unsent = b""
-        self._arrival: asyncio.Task[bool] | None = None
-        self._buffers: list[bytearray] = []
+        self._buffer = bytearray()
 
     @property
     def room_bytes(self) -> int:
@@ -97,18 +105,12 @@ class Flow:
         """
         self._connection = connection
         try:
-            while True:
+            self.ask()
+            while self.asked:
+                await self._receive(connection, progress_s)
                 self.ask()
-                if self.asked:
-                    await self._receive(connection, progress_s)
-                elif self._arrival:
-                    await self._last_arrival()  # after it there may be more to ask for
-                else:
-                    return
         finally:
             self._connection = None
-            if self._arrival:
-                await asyncio.wait([self._arrival])
 
     def ask(self) -> None:
         """Asks for as much as there is room for; to be called whenever there may be more."""
@@ -142,33 +144,29 @@ class Flow:
         num_bytes = max(0, min(PIECE_BYTES, size - piece.number * PIECE_BYTES))
         self._to_come_bytes += num_bytes - piece.num_bytes
         content = self._room_for(num_bytes)
-        fill = self._fill_large if num_bytes > INLINE_BYTES else self._fill
-        await fill(connection, content, progress_s)
-        await self._last_arrival()
+        take = self._owner.taker(piece)
+        try:
+            if num_bytes > INLINE_BYTES:
+                verdicts = await self._take_large(connection, content, take, progress_s)
+            else:
+                await self._fill(connection, content, progress_s)
+                verdicts = take(content)
+        except (BadBlob, StateError) as error:
+            self._answered(0)
+            self._owner.piece_not_taken(piece, error, self.peer)
+            if isinstance(error, BadBlob):
+                raise FlowFailed(None, "refused") from error
+            return
         self._answered(0)
-        arrival = self._owner.piece_arrived(piece, content, self.peer)
-        if num_bytes > INLINE_BYTES:
-            # Verified while the next piece arrives; one at a time, so that memory is bounded.
-            self._arrival = asyncio.create_task(arrival)
-        elif not await arrival:
-            raise FlowFailed(None, "refused")
+        await self._owner.piece_taken(piece, content, verdicts)
 
     def _room_for(self, num_bytes: int) -> memoryview:
-        """A buffer; two large ones take turns, since fresh memory costs as much as hashing it."""
+        """A buffer, for large pieces always the same: fresh memory costs as much as hashing it."""
         if num_bytes <= INLINE_BYTES:
             return memoryview(bytearray(num_bytes))
-        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else bytearray()
-        if len(buffer) < num_bytes:
-            buffer = bytearray(num_bytes)
-        self._buffers.append(buffer)
-        return memoryview(buffer)[:num_bytes]
-
-    async def _last_arrival(self) -> None:
-        if self._arrival:
-            arrived = await self._arrival
-            self._arrival = None
-            if not arrived:
-                raise FlowFailed(None, "refused")
+        if len(self._buffer) < num_bytes:
+            self._buffer = bytearray(num_bytes)
+        return memoryview(self._buffer)[:num_bytes]
 
     def _answered(self, num_bytes: int) -> None:
         self.asked.popleft()
@@ -214,27 +212,37 @@ class Flow:
         async with asyncio.timeout(progress_s):
             await receive_into(connection, view, self._arrived)
 
-    async def _fill_large(
-        self, connection: socket.socket, view: memoryview, progress_s: float
-    ) -> None:
-        """Receives a large piece in a thread; when cancelled, returns once the thread is done."""
+    async def _take_large(
+        self,
+        connection: socket.socket,
+        view: memoryview,
+        take: Callable[[memoryview], Verdicts],
+        progress_s: float,
+    ) -> Verdicts:
+        """Receives and takes a large piece in a thread.
+
+        All in one go, since a change of thread costs about as much as hashing 100 kB, and what
+        has just been received is in the caches. When cancelled, returns once the thread is done.
+        """
         arrived = 0
 
         def count(num_bytes: int) -> None:
             nonlocal arrived
             arrived += num_bytes
 
-        receive = partial(
-            receive_blocking,
-            connection,
-            view,
-            progress_s=progress_s,
-            progress_bytes=PROGRESS_BYTES,
-            arrived=count,
-        )
-        receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive)
+        def receive_and_take() -> Verdicts:
+            receive_blocking(
+                connection,
+                view,
+                progress_s=progress_s,
+                progress_bytes=PROGRESS_BYTES,
+                arrived=count,
+            )
+            return take(view)
+
+        receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive_and_take)
         try:
-            await asyncio.shield(receiving)
+            return await asyncio.shield(receiving)
         except asyncio.CancelledError:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from swarm.errors import BadBlob
@@ -14,6 +14,8 @@ from swarm.protocol.digests import PIECE_BYTES, digest_of
 logger = logging.getLogger(__name__)
 
 Check = Callable[[str, memoryview], None]
+Verdicts = Mapping["Check | None", str | None]
+"""Of each check that has judged a content: None, or why it refuses it, in a short word."""
 OnBlob = Callable[[str], None]
 OnFailure = Callable[[str, str, str], None]
 
@@ -91,7 +93,7 @@ class Incoming:
             return error.reason
         return None
 
-    def tell(self, verdicts: dict[Check | None, str | None]) -> None:
+    def tell(self, verdicts: Verdicts) -> None:
         """Tells each caller what its check said: None, or why the content is refused."""
         for caller in list(self.callers):
             fault = verdicts[caller.check]

@@ -289,15 +289,20 @@ class RoundDriver:
         self._tasks.spawn(self._reduce_unit(effect))
 
     async def _reduce_unit(self, effect: Reduce) -> None:
-        blobs = [self.store.get(digest) for _, digest in effect.inputs]
-        if any(blob is None for blob in blobs):
-            logger.debug("%s: an input was collected before it was reduced", effect.unit)
-            return
-        codec = self.layout.by_unit[effect.unit].codec
-        value = await self._in_thread(mean, blobs, codec)
-        digest, num_bytes = await self._to_disk("mean", self.store_value, value)
-        result = ReducedUnit(digest, num_bytes)
-        self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
+        result = await self._to_disk("mean", self._store_mean, effect)
+        if result:
+            self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
+
+    def _store_mean(self, effect: Reduce) -> ReducedUnit | None:
+        blobs = []
+        for _, digest in effect.inputs:
+            blob = self.store.get(digest)
+            if blob is None:
+                logger.debug("%s: an input was collected before it was reduced", effect.unit)
+                return None
+            blobs.append(blob)
+        value = mean(blobs, self.layout.by_unit[effect.unit].codec)
+        return ReducedUnit(*self.store_value(value))
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
         self._tasks.spawn(self._merge(effect.tip))

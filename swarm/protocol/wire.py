@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -151,7 +150,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
         case Reduced():
             body = {
                 "roster_id": message.roster_id,
-                "results": {unit: asdict(result) for unit, result in message.results.items()},
+                "results": {unit: vars(result) for unit, result in message.results.items()},
                 "missing": {
                     peer: why[:MAX_REASON_CHARACTERS] for peer, why in message.missing.items()
                 },
@@ -316,7 +315,7 @@ def _peers(manifest: Manifest) -> Iterator[str]:
 
 def encode_offer(offer: Offer) -> bytes:
     """An offer's blob."""
-    units = {unit: asdict(offered) for unit, offered in offer.units.items()}
+    units = {unit: vars(offered) for unit, offered in offer.units.items()}
     return _canonical(
         {"tip": offer.tip, "steps": offer.steps, "tokens": offer.tokens, "units": units}
     )

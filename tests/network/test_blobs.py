@@ -384,3 +384,16 @@ def test_puts_reads_syncs_and_collections_at_the_same_time_lose_nothing(store):
         for finished in [pool.submit(work, seed) for seed in range(6)]:
             finished.result(60)
     assert errors == []
+
+
+def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(packs, "_begin_writeback", begun.append)
+    store = BlobStore(tmp_path)
+    half = packs.WRITEBACK_BYTES // 2
+    store.put(bytes(half))
+    assert not begun
+    digest = store.put(bytes(half + 1))
+    assert begun == [store.file_of(digest).pack.fileno()]
+    store.put(bytes(half - 1))
+    assert len(begun) == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -217,6 +218,25 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
     assert client.traffic.refused == {"not_finite": 1}
     assert not store.has(digest)
     assert client.traffic.blob_bytes_received - before == num_bytes + 4
+
+
+def test_one_thread_receives_judges_and_keeps_a_large_blob(swarm, monkeypatch):
+    (source, _), (server, _), client = swarm
+    want = Want(source.put(content(0, MIB)), MIB, (server.peer_id,))
+    store, put, threads = BlobStore(), BlobStore.put, []
+
+    def note(*_: object) -> None:
+        threads.append(threading.current_thread().name)
+
+    def noted_put(self: BlobStore, *arguments: object) -> str:
+        note()
+        return put(self, *arguments)
+
+    monkeypatch.setattr(BlobStore, "put", noted_put)
+    client.run(Fetched().fetch(Downloads(client, store), [want], note), WAIT_S)
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
+    assert threads[0].startswith("swarm-receive")
 
 
 def test_a_check_that_fails_by_itself_ends_the_call_instead_of_trying_for_ever(swarm):
