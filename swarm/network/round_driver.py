@@ -47,7 +47,6 @@ from swarm.protocol.events import (
     Offered,
     Persist,
     Reason,
-    Received,
     Reduce,
     Send,
     Stored,
@@ -63,9 +62,9 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Offer,
-    Ready,
     ReducedUnit,
 )
+from swarm.protocol.pace import brings_offer
 from swarm.protocol.rounds import RoundMachine
 
 logger = logging.getLogger(__name__)
@@ -226,7 +225,7 @@ class RoundDriver:
             await self._carry_out(self.machine.start(passed_s()))
             while True:
                 event = await self._inbox.get()
-                if _brings_offer(event):
+                if brings_offer(event):
                     self.transfers.pace.offered(time.monotonic())
                 effects = self.machine.handle(event, passed_s())
                 if isinstance(event, Stored):
@@ -394,11 +393,3 @@ class RoundDriver:
     async def _to_disk(self, what: str, write: Callable[..., Any], *arguments: Any) -> Any:
         """Waits as long as the disk does not let it; see `patience`."""
         return await patiently_async(lambda: self._in_thread(write, *arguments), what)
-
-
-def _brings_offer(event: Event) -> bool:
-    """Whether a peer, this one too, has finished its local steps in time."""
-    offer = event.offer if isinstance(event, Offered) else None
-    if isinstance(event, Received) and isinstance(event.message, Ready):
-        offer = event.message.offer
-    return offer is not None and not offer.is_late

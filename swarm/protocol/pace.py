@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 
 from swarm.experts import expert_of_unit
 from swarm.protocol.deadlines import Measured
+from swarm.protocol.events import Event, Offered, Received
 from swarm.protocol.manifest import Unit
+from swarm.protocol.messages import Ready
 
 KEPT = 16
 """Rounds and offers that count as recent."""
+
+
+def brings_offer(event: Event) -> bool:
+    """Whether a peer, this one too, has finished its local steps in time."""
+    offer = event.offer if isinstance(event, Offered) else None
+    if isinstance(event, Received) and isinstance(event.message, Ready):
+        offer = event.message.offer
+    return offer is not None and not offer.is_late
 
 
 @dataclass

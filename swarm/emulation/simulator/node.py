@@ -42,8 +42,7 @@ from swarm.protocol.events import (
     Tick,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Ready
-from swarm.protocol.pace import Pace
+from swarm.protocol.pace import Pace, brings_offer
 from swarm.protocol.rounds import Phase, RoundMachine
 
 LINGER_S = 10.0
@@ -198,7 +197,7 @@ class Node(Ports):
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine.phase is Phase.LISTENING
-            if isinstance(event, Offered) or _brings_offer(event):
+            if brings_offer(event):
                 self._pace.offered(self.clock_s())
             if isinstance(event, Offered) and self._has_moments:
                 self.keeper.offered(self.disk.record.tip)
@@ -355,11 +354,3 @@ class Node(Ports):
         self._note(f"has left: {effect.reason}")
         self.is_up = False
         self.has_left = True
-
-
-def _brings_offer(event: Event) -> bool:
-    return (
-        isinstance(event, Received)
-        and isinstance(event.message, Ready)
-        and event.message.offer is not None
-    )
