@@ -8,7 +8,7 @@ import pytest
 from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.extended import EXTENDED, draw
-from swarm.emulation.simulator.extended_mutants import EXTENDED_MUTANTS
+from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS, EXTENDED_MUTANTS
 from swarm.emulation.simulator.faults import CALM_TIMERS
 from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.schedule import build, play, run_schedule
@@ -17,7 +17,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
 
-SEEDS = dict.fromkeys(EXTENDED, 56) | {"G": 20}
+SEEDS = dict.fromkeys(EXTENDED, 50) | {"G": 25, "M": 25}
 """Schedules of each class; those of many peers are dear."""
 
 
@@ -51,6 +51,7 @@ CAUGHT = {
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
+    "reform_although_quorum": "M:5",  # who is heard by nobody still hears
     "transfer_limit_fixed": "J:5",
     "timers_not_adapted": "J:8",
     "backup_ignored": "K:12",
@@ -65,7 +66,7 @@ CAUGHT = {
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
-    mutant = EXTENDED_MUTANTS[name]
+    mutant = ALL_MUTANTS[name]
     fault_class, _, seed = CAUGHT[name].partition(":")
     without = run_schedule(fault_class, int(seed), cast=mutant.cast, mix=mutant.mix)
     assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
@@ -74,7 +75,7 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
 
 def test_every_extended_mutant_is_caught_by_something():
     by_scenario = {"abstains_for_two_heights", "lone_abstainer_votes"}
-    assert CAUGHT.keys() | by_scenario == EXTENDED_MUTANTS.keys()
+    assert CAUGHT.keys() | by_scenario >= EXTENDED_MUTANTS.keys()
 
 
 # ---------------------------------------------------------------- peers without their record

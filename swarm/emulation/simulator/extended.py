@@ -8,6 +8,7 @@
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
 | K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
 | L | all of this at once |
+| M | a minority hears nobody, or is heard by nobody; the majority must go on |
 """
 
 from __future__ import annotations
@@ -128,6 +129,16 @@ EXTENDED: dict[str, ExtendedMix] = {
         local_steps_s=(14.0, 20.0),
         has_adapted_timers=True,
         backup_every=(0, 1, 2),
+    ),
+    "M": ExtendedMix(
+        peers=(3, 9),
+        minority_only=True,
+        strangers=0.0,
+        window_s=(90.0, 150.0),
+        kinds={"deaf": 4.0, "mute": 2.0, "sleep": 1.0, "crash": 0.5},
+        faults=(1, 6),
+        slow=0.1,
+        merging=0.2,
     ),
 }
 ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED}
@@ -254,6 +265,22 @@ class _ExtendedDraw(Draw):
                 if source != other and self.random.random() < share:
                     self._plan(time_s, World.cut, source, other)
                     self._plan(time_s + duration_s, World.uncut, source, other)
+
+    def _deaf(self, time_s: float) -> None:
+        """A peer hears nobody, but is heard."""
+        self._cut_off(time_s, self._victim(), outwards=False)
+
+    def _mute(self, time_s: float) -> None:
+        """A peer hears everybody, but nobody hears it."""
+        self._cut_off(time_s, self._victim(), outwards=True)
+
+    def _cut_off(self, time_s: float, victim: PeerId, *, outwards: bool) -> None:
+        duration_s = self.random.choice([20.0, 60.0, 140.0])
+        for other in self.peers:
+            if other != victim:
+                link = (victim, other) if outwards else (other, victim)
+                self._plan(time_s, World.cut, *link)
+                self._plan(time_s + duration_s, World.uncut, *link)
 
     def _one_way(self, time_s: float) -> None:
         """One half hears the other, which does not hear it."""
