@@ -34,9 +34,9 @@ from swarm.protocol.moments import (
     Question,
     decode_question,
     encode_answer,
-    handover_round,
     is_outdated,
     is_wanted,
+    may_come,
     newest,
     whom_to_ask,
 )
@@ -237,7 +237,7 @@ class MomentsExchange:
             answers = await self._client.ask_all(list(peers), Question())
             for expert in list(pending):
                 found = self._found(expert, answers)
-                if loop.time() < end_s and _may_come(expert, previous, manifest, answers, found):
+                if loop.time() < end_s and may_come(expert, previous, manifest, answers, found):
                     continue
                 pending.remove(expert)
                 self._tasks.spawn(self._bring(expert, found, previous, len(asked[expert])))
@@ -307,24 +307,6 @@ async def _wait_for(event: asyncio.Event) -> None:
             await event.wait()
     except TimeoutError:
         return
-
-
-def _may_come(
-    expert: int,
-    previous: Manifest,
-    manifest: Manifest,
-    answers: Mapping[PeerId, object],
-    found: Sequence[tuple[PeerId, Moments]],
-) -> bool:
-    """Whether an owner so far still answers, and has not yet put its newest moments out."""
-    newest_of = {
-        peer: handover_round(peer, previous, manifest)
-        for peer in previous.owners.get(expert, ())
-        if peer in answers
-    }
-    wanted = max(newest_of.values(), default=0)
-    is_there = any(m.round >= wanted for peer, m in found if peer in newest_of)
-    return bool(newest_of) and not is_there
 
 
 def _where_from(me: PeerId, peer: PeerId, moments: Moments, previous: Manifest) -> str:

@@ -8,7 +8,7 @@ outside agreement, and a lie in it costs no more than a bad learning rate for on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -162,6 +162,27 @@ def whom_to_ask(
         )
     )
     return tuple(peer for peer in peers if peer != me)[:MAX_ASKED]
+
+
+def may_come(
+    expert: int,
+    previous: Manifest,
+    manifest: Manifest,
+    answering: Collection[PeerId],
+    found: Iterable[tuple[PeerId, Moments]],
+) -> bool:
+    """Whether an owner so far still answers, and newer moments than theirs here are to come.
+
+    Of several owners, one may have missed the round that another contributed to.
+    """
+    newest_of = {
+        peer: handover_round(peer, previous, manifest)
+        for peer in previous.owners.get(expert, ())
+        if peer in answering
+    }
+    wanted = max(newest_of.values(), default=0)
+    is_there = any(m.round >= wanted for peer, m in found if peer in newest_of)
+    return bool(newest_of) and not is_there
 
 
 def newest(candidates: Iterable[tuple[PeerId, Moments]]) -> tuple[PeerId, Moments] | None:

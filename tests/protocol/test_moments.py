@@ -26,6 +26,7 @@ from swarm.protocol.moments import (
     is_outdated,
     is_wanted,
     layout_of_size,
+    may_come,
     moments_layout,
     newest,
     whom_to_ask,
@@ -142,6 +143,18 @@ def test_owners_so_far_are_asked_first_then_the_backup_then_all():
     asked = whom_to_ask("me", 3, before, after)
     assert asked[:2] == (owner, holder) and len(asked) == 16
     assert owner not in whom_to_ask(owner, 3, before, after)
+
+
+def test_of_several_owners_the_one_with_the_newest_moments_to_come_is_waited_for():
+    rules = make_rules(experts=3, owners_per_expert=2)
+    before = next_round(found(rules, ["A", "B", "C"]), rules, ["A", "B", "C"])
+    expert = next(e for e, owners in before.owners.items() if owners == ("A", "B"))
+    after = next_round(before, rules, ["B", "C"])  # A missed it, so it has those of round 1
+    old, new = (Moments(expert, round_, f"{round_}" * 64, 8) for round_ in (1, 2))
+    assert may_come(expert, before, after, ["A", "B"], [("A", old)])
+    assert not may_come(expert, before, after, ["A", "B"], [("A", old), ("B", new)])
+    assert not may_come(expert, before, after, ["A"], [("A", old)])  # B is gone
+    assert not may_come(expert, before, after, ["C"], [])
 
 
 def test_the_latest_round_wins_then_the_blob_with_masters_then_the_peer_id():

@@ -23,6 +23,7 @@ from swarm.protocol.moments import (
     is_backup_round,
     is_outdated,
     is_wanted,
+    may_come,
     newest,
     whom_to_ask,
 )
@@ -231,15 +232,8 @@ class Keeper:
     def _may_come(
         self, expert: int, search: Search, answers: Collection[PeerId], found: Found
     ) -> bool:
-        """Whether an owner so far still answers, and has not yet put its newest moments out."""
-        newest_of = {
-            peer: handover_round(peer, search.previous, search.manifest)
-            for peer in search.previous.owners.get(expert, ())
-            if peer in answers
-        }
-        wanted = max(newest_of.values(), default=0)
-        is_there = any(m.round >= wanted for peer, m in found if peer in newest_of)
-        return bool(newest_of) and not is_there
+        """Whether a living owner so far has yet to put its newest moments out."""
+        return may_come(expert, search.previous, search.manifest, answers, found)
 
     def _choose(self, found: Found) -> Moments | None:
         best = newest(found)
