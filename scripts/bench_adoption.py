@@ -3,8 +3,8 @@
 
 Four peers of the demo model in one process, fp32 throughout, in the plain arithmetic of SPES: local
 steps, a mean of the shared tensors, each expert from its owner. In every fifth round one of them is
-lost. What it held is gone; nobody renews its experts until they are adopted three rounds later, by
-the swarm's own rules (stale experts, `assign`), and it comes back then without experts. Beside the
+lost. What it held is gone; nobody renews its experts until they are adopted, two rounds later, by
+the swarm's own rules (silent owners, `assign`), and it comes back then without experts. Beside the
 run without loss there are, on the same data and seed:
 
 backup    a copy of the moments from every second round, and hand-over where an owner lives
@@ -38,7 +38,7 @@ from swarm.train.engine import ResidentEngine
 from swarm.train.schedule import learning_rate
 
 NUM_PEERS = 4
-LOST_EVERY, LOST_ROUNDS, BACKUP_EVERY = 5, 3, 2
+LOST_EVERY, LOST_ROUNDS, BACKUP_EVERY = 5, 2, 2
 WARMUP_STEPS = 10
 VARIANTS = ("none", "backup", "zero", "warmup")
 Named = dict[str, Tensor]
@@ -66,37 +66,37 @@ class Swarm:
         swarm.engines = [ResidentEngine(run) for _ in range(NUM_PEERS)]
         for engine in swarm.engines:
             engine.write(swarm.agreed)
-        swarm.assign_owners(set(range(NUM_PEERS)), stale=[])
+        swarm.assign_owners(set(range(NUM_PEERS)), lost=[])
         return swarm
 
     def owned_by(self, peer: int) -> list[int]:
         """The experts of a peer."""
         return [e for e, owners in sorted(self.owners.items()) if owners == (str(peer),)]
 
-    def assign_owners(self, present: set[int], stale: list[int]) -> None:
+    def assign_owners(self, present: set[int], lost: list[int]) -> None:
         """Ownership by the swarm's rules, and what becomes of the moments of what moves."""
         before = self.owners
         self.owners = assign(
             before,
             {str(peer): 1.0 for peer in range(NUM_PEERS)},
             [str(peer) for peer in sorted(present)],
-            stale=stale,
+            stale=lost,
             owners_per_expert=1,
             num_experts=self.run.model.num_experts,
             seed="bench",
         ).owners
         moved = {e: before.get(e) for e in self.owners if before.get(e) != self.owners[e]}
-        moments = {e: self._moments(e, owner, stale) for e, owner in moved.items() if owner}
+        moments = {e: self._moments(e, owner, lost) for e, owner in moved.items() if owner}
         for peer, engine in enumerate(self.engines):
             engine.own(self.owned_by(peer))
         for expert, given in moments.items():
             self.engines[int(self.owners[expert][0])].write_moments(expert, given)
             self.warming |= {expert: 0} if self.variant == "warmup" else {}
 
-    def _moments(self, expert: int, owner: tuple[str, ...], stale: list[int]) -> Named:
+    def _moments(self, expert: int, owner: tuple[str, ...], lost: list[int]) -> Named:
         living = self.engines[int(owner[0])].read_moments(expert)
         if self.variant == "backup":
-            return self.backups[expert] if expert in stale else living
+            return self.backups[expert] if expert in lost else living
         return {name: torch.zeros_like(tensor) for name, tensor in living.items()}
 
     def train(self, peer: int, loader: Loader, step: int) -> None:
@@ -165,7 +165,7 @@ def losses_of(
         if number % BACKUP_EVERY == 0 and len(present) == NUM_PEERS:
             swarm.back_up()
         is_adopted = lost >= 0 and number - lost_since == LOST_ROUNDS - 1
-        swarm.assign_owners(present, stale=swarm.owned_by(lost) if is_adopted else [])
+        swarm.assign_owners(present, lost=swarm.owned_by(lost) if is_adopted else [])
         yield swarm.engines[0].evaluate(held_out_BT1, replace=swarm.agreed)
     for loader in loaders:
         loader.close()
