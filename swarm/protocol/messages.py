@@ -107,7 +107,8 @@ class Ready:
     capacity: float
     leave: bool = False
     dialable: bool = True
-    """Whether others can dial the sender: only then is it asked to reduce, if anybody else can."""
+    """Whether others can dial the sender, and it did not get stuck as a reducer lately: only then
+    is it asked to reduce, if anybody else can."""
     remaining_s: float | None = None
     """Until the sender's local steps are done, as it expects; None: it does not know."""
 

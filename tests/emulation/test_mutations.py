@@ -17,7 +17,7 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
     "accept_before_write": "D:0",
-    "no_phase_1": "D:31",
+    "no_phase_1": "E:9",
     "any_half": "C:0",
     "joiners_vote": "E:19",
     "older_roster": "B:5",
@@ -43,7 +43,7 @@ CAUGHT_BY_SCHEDULE = {
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "D:420",
     "promise_not_recorded": "D:47",
-    "lowest_accepted": "E:46",
+    "lowest_accepted": "A:35",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""

@@ -141,6 +141,8 @@ class Pump:
         self.nodes: dict[PeerId, Node] = {}
         self.lose: Lose = lambda source, destination, message: False
         self.refuse_fetch: Callable[[PeerId, PeerId, str], bool] = lambda peer, source, unit: False
+        self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
+        """Whether a reducer waits for ever for what a peer has offered."""
         self.merge_result: Callable[[PeerId, str, str], str] = lambda peer, unit, old: name(
             "merged", unit, old
         )
@@ -306,6 +308,8 @@ class Pump:
             if node.life != life or node.fetches[purpose] != number:
                 return
             source = want.sources[turn % len(want.sources)] if want.sources else peer
+            if purpose is events.Purpose.REDUCE and self.stall_inputs(peer, source):
+                return
             holder = self.nodes.get(source)
             refused = self.refuse_fetch(peer, source, want.unit)
             if holder and holder.is_up and want.digest in holder.disk and not refused:

@@ -147,6 +147,24 @@ def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
     assert all(tip.entries[unit].digest != offered.digest for unit, offered in late.units.items())
 
 
+def test_two_peers_that_do_not_reach_each_other_do_not_reduce_and_lose_nothing() -> None:
+    """Once it costs T_red; for the next rounds others reduce at once."""
+    rules = make_rules(parts=8)
+    pump = in_training("ABCDE", rules=rules)
+    apart = pump.nodes["A"].machine.tip.order[-2:]
+    pump.stall_inputs = lambda peer, source: {peer, source} == set(apart)
+    start = pump.now
+    pump.run_to_height(3)
+    assert pump.now - start < pump.timers.reduce_s + 3.5
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+    said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
+    assert "others reduce instead of" in said
+    start = pump.now
+    pump.run_to_height(5)
+    assert pump.now - start < 5.0
+    assert pump.nodes["A"].machine.tip.contributors == tuple("ABCDE")
+
+
 def test_late_offers_alone_make_no_round() -> None:
     """The shared tensors would have no value."""
     pump = in_training("AB")

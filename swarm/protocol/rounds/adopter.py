@@ -13,6 +13,8 @@ from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.state import CatchUp, MachineState
 
 MAX_KNOWN_PEERS = 512
+RELIEF_ROUNDS = 4
+"""A reducer that got stuck is one again only after so many rounds."""
 
 
 class Adopter(MachineState):
@@ -117,6 +119,9 @@ class Adopter(MachineState):
             self._effects.append(CancelFetch(Purpose.PROPOSAL))
         if self._job and self._job.is_fetching:
             self._effects.append(CancelFetch(Purpose.REDUCE))
+        if self._job and not self._job.is_done:
+            # The round did without: whom this peer did not reach now it will not in a minute [C4].
+            self._reduces_from = self.tip.round + RELIEF_ROUNDS
         self._proposal = self._job = self._campaign = self._offer = self._merged = None
         self._readies.clear()
         self._told = {key: at for key, at in self._told.items() if key[1] == self.tip.digest}

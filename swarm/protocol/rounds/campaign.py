@@ -47,6 +47,8 @@ class Campaign:
     leaving: set[PeerId] = field(default_factory=set)
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""
+    relieved: set[PeerId] = field(default_factory=set)
+    """Reducers whose units were given to others [C4]."""
     quorum_offered_at: float | None = None
     has_told_wait: bool = False
     # A roster is out.

@@ -214,7 +214,8 @@ class Collector(Merger):
         offers = {
             peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
         }
-        campaign.plan = plan_roster(self.tip, offers, self.rules, campaign.undialable)
+        unable = campaign.undialable | campaign.relieved
+        campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
         campaign.results = {}
         campaign.reported_at = {}
         campaign.missing = {}

@@ -55,7 +55,7 @@ class Contributor(Adopter):
             self.record.accepted,
             self.capacity,
             self.is_leaving,
-            self.is_dialable,
+            self.is_dialable and self.tip.round >= self._reduces_from,
             None if self._ready_at is None else max(0.0, self._ready_at - self._now),
         )
 

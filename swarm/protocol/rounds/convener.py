@@ -82,6 +82,8 @@ class Convener(Collector):
         if age_s < self.timers.reduce_s * (1 + campaign.extensions):
             return
         bad = self._whom_to_exclude(campaign)
+        if not bad and self._relieve(campaign):
+            return
         if not bad:
             campaign.extensions += 1
             return
@@ -94,6 +96,24 @@ class Convener(Collector):
             )
         campaign.enter(Stage.COLLECT, self._now)
         self._advance_campaign()
+
+    def _relieve(self, campaign: Campaign) -> bool:
+        """Gives the units of reducers that are there, but stuck, to others; once a campaign [C4].
+
+        Two peers that do not reach each other are no reason to drop the work of either: others
+        reach both.
+        """
+        plan = campaign.plan
+        assert plan is not None
+        stuck = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
+        if campaign.relieved or not set(plan.able) - stuck:
+            return False
+        campaign.relieved = stuck
+        names = ", ".join(sorted(stuck))
+        self._explain(Topic.ROUND, f"others reduce instead of {names}: no results in time")
+        campaign.enter(Stage.COLLECT, self._now)
+        self._advance_campaign()
+        return True
 
     def _whom_to_exclude(self, campaign: Campaign) -> dict[PeerId, str]:
         """Contributors reported missing and reducers that are silent, with the reason [C4]."""

@@ -158,6 +158,8 @@ class MachineState(ABC):
         self._was_deaf = False
         """Whether the last own campaign at this height ended because it heard too few."""
         self._job: Job | None = None
+        self._reduces_from = 0
+        """Round from which this peer is a reducer like others, after it failed as one."""
         self._proposal: Proposal | None = None
         # Other chains.
         self._catch_up: CatchUp | None = None
