@@ -19,7 +19,7 @@ from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.protocol.fitness import lateness
-from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
 from swarm.protocol.moments import Moments
 from swarm.protocol.records import (
     PeerRecord,
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 NO_DIGEST = "0" * 64
 MAX_RECENT = 200
+MAX_COUNTED = 4096
+"""Rounds that a partition may last until its tokens are no longer counted as lost."""
 MAX_NORMS = 64
 
 
@@ -90,6 +92,8 @@ class PeerStatus:
         self._routing: RoutingFigures | None = None
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
+        self._counted: list[tuple[Code, int]] = []
+        """Own tokens in manifests that were applied, as long as these may be rolled back."""
         self._missed = 0
         """Rounds in a row that this peer trained in and that went on without it."""
         self._round_s = time.monotonic()
@@ -210,6 +214,7 @@ class PeerStatus:
         for reason in manifest.reasons:
             logger.info("round=%d %s", manifest.round, reason)
         self._tell_lateness(report, seconds)
+        self._follow_chain(report)
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
@@ -226,6 +231,16 @@ class PeerStatus:
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
         )  # fmt: skip
         self.changed.set()
+
+    def _follow_chain(self, report: RoundReport) -> None:
+        """What was counted on a chain that lost is lost after all."""
+        code = report.manifest.code
+        rolled_back = sum(n for counted, n in self._counted if not is_ancestor(counted, code))
+        if rolled_back:
+            self.lose_tokens(rolled_back, "their rounds gave way to another chain")
+        self._counted = [own for own in self._counted if is_ancestor(own[0], code)][-MAX_COUNTED:]
+        if report.counted and report.stats:
+            self._counted.append((code, report.stats.tokens))
 
     def _tell_lateness(self, report: RoundReport, round_s: float) -> None:
         if report.counted or not report.stats or not report.stats.tokens:

@@ -151,6 +151,16 @@ class Manifest:
         )
 
 
+def is_ancestor(code: Code, of: Code) -> bool:
+    """Whether the manifest of one code is in the ancestry of that of another, or is the same.
+
+    A reform repeats the height of its parent, so what its old generation decided beyond that
+    height is not.
+    """
+    *lineage, (height, _) = code
+    return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
+
+
 def _plain(value: Kind | Member | Entry | Founding) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     return value.value if isinstance(value, Kind) else vars(value)

@@ -235,3 +235,16 @@ def test_a_peer_that_no_round_waits_for_is_told_so(
         assert len(told) == (0 if number < 3 else 1 if number < 7 else 2)
     status.applied(replace(report(successor(tip), None), counted=False))  # it did not train
     assert status._missed == 0
+
+
+def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> None:
+    """Two rounds after a reform at height 1 give way to those of the generation that was left."""
+    one = successor(TIP)
+    left = replace(one, lineage=((1, (2, "62")),), generation="62")
+    for manifest in (one, replace(left, height=2), replace(left, height=3)):
+        status.applied(report(manifest))
+    assert status.tokens_lost == 0
+    status.applied(report(replace(one, height=5, round=5), None))
+    assert status.tokens_lost == 2 * STATS.tokens
+    status.applied(report(replace(one, height=6, round=6), None))
+    assert status.tokens_lost == 2 * STATS.tokens
