@@ -23,7 +23,7 @@ from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action, experts_due
 from swarm.protocol.deadlines import finishes_in_time
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
@@ -235,7 +235,8 @@ class Trainer:
             kept &= adoption.shared is Action.KEEP
             late &= adoption.kept
             follows = manifest.parent == tip.digest
-            mine = follows and offer is not None and self.model.me in manifest.contributors
+            is_round = follows and manifest.kind is Kind.QUORUM  # a reform lists its parent's
+            mine = is_round and offer is not None and self.model.me in manifest.contributors
             counted |= mine
             if not path and not counted and not kept:
                 self._count_lost(offer, stats, applied.reason)
