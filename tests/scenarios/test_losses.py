@@ -35,7 +35,7 @@ REFORM_S = 20.0
 BACK_S = 120.0
 HEALED_ROUNDS = 3
 ROUND_TOKENS = 6 * 128
-"""Of one peer's local steps: those under way when its chain gives way are lost as well."""
+"""Of one peer's local steps in a round."""
 ROOT_ONLY = pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
 
 
@@ -157,18 +157,16 @@ def test_a_partition_that_heals_ends_in_one_chain(
             swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
         assert one_chain(swarm)
         for i, peer in enumerate(swarm.peers):
-            rolled_back = 0 if i in won else counted_tokens(peer, at[i]["generation"])
-            assert (
-                rolled_back
-                <= tokens_lost(peer.events())
-                <= rolled_back + ROUND_TOKENS * (i not in won)
-            )
+            counted, trained = (0, 0) if i in won else tokens_of(peer, at[i]["generation"])
+            # What was under way when its chain gave way is lost as well.
+            assert counted <= tokens_lost(peer.events()) <= trained + ROUND_TOKENS * (i not in won)
 
 
-def counted_tokens(peer: LocalPeer, generation: str) -> int:
-    """Tokens of a peer in the rounds of a generation."""
-    found = [e for e in rounds(peer) if e["generation"] == generation and e["counted"]]
-    return sum(int(event["trained_tokens"]) for event in found)
+def tokens_of(peer: LocalPeer, generation: str) -> tuple[int, int]:
+    """A peer's tokens in the rounds of a generation: those that counted, all that it trained."""
+    found = [event for event in rounds(peer) if event["generation"] == generation]
+    counted = sum(int(event["trained_tokens"]) for event in found if event["counted"])
+    return counted, sum(int(event["trained_tokens"]) for event in found)
 
 
 @ROOT_ONLY

@@ -128,7 +128,9 @@ class Adopter(MachineState):
         self._asked.clear()
         self._applied_at = self._top_since = self._convener_at = self._now
         self._top = None
-        self._ready_at = None if self._steps_s is None else self._now + self._steps_s
+        # A reform finds local steps done: whoever has finished them offers at once.
+        steps_s = self._steps_s if self.tip.kind is not Kind.REFORM else None
+        self._ready_at = None if steps_s is None else self._now + steps_s
         self._was_deaf = self._has_told_wait = False
         self._somebody_is_ahead = False
         if self.tip.generation != old.tip.generation:
