@@ -16,7 +16,7 @@ that are none, the one after round 4 not at all, the one after round 6 when it i
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -44,8 +44,10 @@ def lie_in_offers() -> None:
     """Offers NaN after rounds 1 and 6, and a wrong size after round 2."""
     offered_values = LiveModel.offered_values
 
-    def lying(self: LiveModel, tip: Manifest) -> Iterator[tuple[Unit, memoryview, Digest]]:
-        for unit, value, base in offered_values(self, tip):
+    def lying(
+        self: LiveModel, tip: Manifest, late: Collection[int] | None = None
+    ) -> Iterator[tuple[Unit, memoryview, Digest]]:
+        for unit, value, base in offered_values(self, tip, late):
             is_expert = expert_of_unit(unit) is not None
             if tip.round == (1 if is_expert else 6):
                 nan = np.full(len(value) // 4, np.nan, dtype="<f4")
