@@ -235,10 +235,11 @@ class PeerStatus:
     def _follow_chain(self, report: RoundReport) -> None:
         """What was counted on a chain that lost is lost after all."""
         code = report.manifest.code
-        rolled_back = sum(n for counted, n in self._counted if not is_ancestor(counted, code))
-        if rolled_back:
-            self.lose_tokens(rolled_back, "their rounds gave way to another chain")
-        self._counted = [own for own in self._counted if is_ancestor(own[0], code)][-MAX_COUNTED:]
+        kept = [own for own in self._counted if is_ancestor(own[0], code)]
+        if len(kept) < len(self._counted):
+            tokens = sum(n for _, n in self._counted) - sum(n for _, n in kept)
+            self.lose_tokens(tokens, "their rounds gave way to another chain")
+        self._counted = kept[-MAX_COUNTED:]
         if report.counted and report.stats:
             self._counted.append((code, report.stats.tokens))
 

@@ -21,9 +21,9 @@ from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
-from swarm.protocol.adoption import Action, experts_due
+from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
-from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
+from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
@@ -233,17 +233,16 @@ class Trainer:
                 continue
             self.moments.adopted(adoption, previous, manifest)
             kept &= adoption.shared is Action.KEEP
-            late &= adoption.kept
             follows = manifest.parent == tip.digest
-            is_round = follows and manifest.kind is Kind.QUORUM  # a reform lists its parent's
-            mine = is_round and offer is not None and self.model.me in manifest.contributors
+            mine = follows and offer is not None and manifest.counts(self.model.me)
+            late = still_late(late, adoption, is_counted=mine)
             counted |= mine
             if not path and not counted and not kept:
                 self._count_lost(offer, stats, applied.reason)
             report = RoundReport(manifest, stats if follows else None, mine, wait_s, applied.reason)
             self.status.applied(report)
             previous = manifest
-        self.late, self._late_offer = frozenset() if counted else late, None
+        self.late, self._late_offer = late, None
         self._validate(previous)
         return previous, kept
 

@@ -96,6 +96,17 @@ def adopt(
     return Adoption(shared, shared_reason, decisions)
 
 
+def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
+    """Own experts whose progress no manifest has yet, so that it is offered late [O2].
+
+    Args:
+        late: those before, and all that were trained since.
+        adoption: what became of them in the manifest that is being applied.
+        is_counted: whether that took this peer's finished round in.
+    """
+    return frozenset() if is_counted else late & adoption.kept
+
+
 def due_units(me: PeerId, tip: Manifest, experts_every: int) -> tuple[Unit, ...]:
     """Units that a peer offers for the round after `tip`: the shared parts, and its experts.
 

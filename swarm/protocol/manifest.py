@@ -139,6 +139,10 @@ class Manifest:
             )
         )
 
+    def counts(self, peer: PeerId) -> bool:
+        """Whether this very manifest took the peer in; merges and reforms inherit the list."""
+        return self.kind is Kind.QUORUM and peer in self.contributors
+
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
         """Whether these peers decide the next round; any two quorums share a member.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
@@ -53,7 +54,7 @@ class Offer:
     tokens: int
     units: Mapping[Unit, OfferedUnit]
 
-    @property
+    @cached_property
     def is_late(self) -> bool:
         """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
         return all(expert_of_unit(unit) is not None for unit in self.units)

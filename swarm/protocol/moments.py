@@ -16,7 +16,7 @@ from pydantic import Field
 
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.ownership import assign
 from swarm.protocol.schemas import Count, DigestText, Schema, parse
 
@@ -138,8 +138,7 @@ def handover_round(owner: PeerId, previous: Manifest, manifest: Manifest) -> int
 
     New owners know by it what is still to come, and a copy for a backup is not taken for it.
     """
-    counted = manifest.kind is Kind.QUORUM and owner in manifest.contributors
-    return manifest.round if counted else previous.round
+    return manifest.round if manifest.counts(owner) else previous.round
 
 
 def is_wanted(me: PeerId, source: PeerId, expert: int, tip: Manifest) -> bool:

@@ -31,19 +31,6 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class):
         )
 
 
-HOLES = {
-    "L:375": "the survivor of two stepped down, time and again, before the grace of its vote ended",
-    "K:389": "an owner's older moments were taken although another owner had newer ones to come",
-}
-"""Schedules that once broke an invariant, and why."""
-
-
-@pytest.mark.parametrize("schedule", HOLES)
-def test_a_hole_that_the_extended_model_found_stays_closed(schedule):
-    fault_class, _, seed = schedule.partition(":")
-    assert run_schedule(fault_class, int(seed)).violation is None, HOLES[schedule]
-
-
 CAUGHT = {
     "rolled_back_votes": "F:44",
     "lost_record_votes": "F:120",

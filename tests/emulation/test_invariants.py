@@ -26,6 +26,8 @@ HOLES = {
     "C:402239": "two conveners deposed each other over the same old proposal, 641 times",
     "D:401898": "the end of an old sync was taken for that of blobs dropped and fetched again",
     "B:100938": "a member that had been deposed, on a bad link, was the first to depose others",
+    "L:375": "the survivor of two stepped down, time and again, before the grace of its vote ended",
+    "K:389": "an owner's older moments were taken although another owner had newer ones to come",
 }
 """Schedules that once broke an invariant, and why."""
 

@@ -10,7 +10,7 @@ from swarm.emulation.simulator.disk import Disk, PrivateState, Progress
 from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.values import Trained, Values
 from swarm.experts import expert_of_unit, expert_unit
-from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
+from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units, still_late
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
@@ -92,8 +92,8 @@ class Trainer:
             self.late |= self.progress.keys()
         offers = [offer for offer in (self._late_offer, self.offer) if offer]
         adoption = self._adopt(manifest, previous, offers)
-        is_mine = manifest.parent == previous and self.shell.me in manifest.contributors
-        self.late = frozenset() if is_mine else self.late & adoption.kept
+        is_counted = manifest.parent == previous and manifest.counts(self.shell.me)
+        self.late = still_late(self.late, adoption, is_counted=is_counted)
         self._late_offer = None
         self.tip = manifest
         self._swap(manifest)
