@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from swarm.errors import BadBlob, NetworkDown, NobodyReachable, StateError, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
-from swarm.network.flow import INLINE_BYTES, Flow, FlowFailed
+from swarm.network.flow import FIRST_ANSWER_S, Flow, FlowFailed, off_loop
 from swarm.network.incoming import Caller, Check, Incoming, OnBlob, OnFailure, Piece, Verdicts
 from swarm.network.node import Node
 from swarm.protocol.digests import PIECE_BYTES, num_pieces
@@ -25,11 +24,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
 THREADS = 64
-"""As many large pieces are received at the same time at most."""
+"""For so many large pieces at the same time at most."""
 YIELD_EVERY = 32
 """Small blobs that have all arrived are read without a pause; others get a turn after so many."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -259,7 +256,7 @@ class Downloads:
 
     async def _run_flow(self, flow: Flow) -> None:
         try:
-            connection = await self._node.open_stream(flow.peer, PROTOCOL, self._progress_s)
+            connection = await self._node.open_stream(flow.peer, PROTOCOL, FIRST_ANSWER_S)
             try:
                 await flow.run(connection, self._progress_s)
             finally:
@@ -267,6 +264,8 @@ class Downloads:
         except FlowFailed as error:
             self._flow_failed(flow, error.kind, error.reason)
         except TimeoutError:
+            if not self.is_answering(flow.peer):
+                self._node.unanswered(flow.peer)
             self._flow_failed(flow, Failure.SILENT, "no_progress")
         except (Unreachable, NetworkDown) as error:
             logger.debug("no stream: %s", error)
@@ -300,6 +299,10 @@ class Downloads:
         self._tidy(download)
 
     # What a flow needs
+
+    def is_answering(self, peer: str) -> bool:
+        """See `FlowOwner`."""
+        return any(flow.has_answer for flow in self._flows.get(peer, ()))
 
     def next_piece(self, peer: str) -> Piece | None:
         """See `FlowOwner`."""
@@ -350,7 +353,7 @@ class Downloads:
         while unjudged := [check for check in download.checks() if check not in verdicts]:
             # A blob of several pieces, or others joined while something was awaited.
             judge = partial(self._judge, download, last_piece, unjudged, verdicts)
-            verdicts = await _off_loop(size, judge)
+            verdicts = await off_loop(size, judge)
         self._remove(download)
         for reason in verdicts.values():
             if reason:
@@ -387,10 +390,3 @@ class Downloads:
         self._remove(download)
         for caller in list(download.callers):
             caller.fail(error)
-
-
-async def _off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """Runs what costs time in proportion to so many bytes where it does not hold the loop."""
-    if num_bytes <= INLINE_BYTES:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from swarm.errors import BadBlob, StateError
 from swarm.network.bulk import HEAD_BYTES, Ask, Head, Status
@@ -18,12 +18,17 @@ from swarm.network.traffic import Traffic
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure
 
+FIRST_ANSWER_S = 5.0
+"""For opening a stream, and for the first answer of a peer that answers on no other stream."""
 INLINE_BYTES = 256 * 1024
 """Larger pieces are received, verified and written in one go in a thread, not in the loop."""
 BATCH = 64
 """With more small pieces asked for than this, the next asks wait, to go in one message."""
 PROGRESS_BYTES = 64 * 1024
 """What must arrive within one progress deadline: a byte now and then is no progress."""
+
+
+Result = TypeVar("Result")
 
 
 class FlowFailed(Exception):
@@ -42,6 +47,9 @@ class FlowFailed(Exception):
 
 class FlowOwner(Protocol):
     """What a flow needs from `Downloads`."""
+
+    def is_answering(self, peer: str) -> bool:
+        """Whether the peer has answered on a flow that is open."""
 
     def next_piece(self, peer: str) -> Piece | None:
         """Takes the next piece that is to be asked of this peer."""
@@ -68,6 +76,7 @@ class Flow:
     Attributes:
         peer: who serves.
         asked: pieces whose answer has not come completely, oldest first.
+        has_answer: whether anything has come.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Flow:
     ) -> None:
         self.peer = peer
         self.asked: deque[Piece] = deque()
+        self.has_answer = False
         self._owner = owner
         self._traffic = traffic
         self._ahead_bytes = ahead_bytes
@@ -135,8 +145,11 @@ class Flow:
 
     async def _receive(self, connection: socket.socket, progress_s: float) -> None:
         piece = self.asked[0]
-        async with asyncio.timeout(progress_s):
+        is_known = self.has_answer or self._owner.is_answering(self.peer)
+        head_s = progress_s if is_known else min(progress_s, FIRST_ANSWER_S)
+        async with asyncio.timeout(head_s):
             size = await self._receive_head(connection, piece.blob)
+        self.has_answer = True
         if size is None:
             self._answered(piece.num_bytes)
             self._owner.piece_missing(piece, self.peer)
@@ -254,3 +267,10 @@ class Flow:
     def _arrived(self, num_bytes: int) -> None:
         self._to_come_bytes -= num_bytes
         self._traffic.blob_bytes_received += num_bytes
+
+
+async def off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """Runs what costs time in proportion to so many bytes where it does not hold the loop."""
+    if num_bytes <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)

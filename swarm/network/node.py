@@ -250,6 +250,10 @@ class Node:
         found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
         return next(found, "")
 
+    def unanswered(self, peer_id: str) -> None:
+        """Notes that a peer answered nothing on an open stream: the line may be cut."""
+        self._ways.unanswered(peer_id)
+
     def is_far(self, peer_id: str) -> bool:
         """Whether a peer is reached only through others, so that its bytes travel twice."""
         return self._ways.is_far(peer_id)

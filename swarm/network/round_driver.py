@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.codecs import mean
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, StateError, SwarmError
+from swarm.errors import NetworkDown, NoRoute, StateError, SwarmError
 from swarm.network.blobs import BlobStore
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
@@ -54,6 +54,7 @@ from swarm.protocol.events import (
     Synced,
     Tick,
     Topic,
+    Undeliverable,
     UnitReduced,
 )
 from swarm.protocol.layout import Layout
@@ -266,6 +267,8 @@ class RoundDriver:
             await self.node.post(destination, payload, timeout_s=POST_DEADLINE_S)
         except (Unreachable, NetworkDown) as error:  # the machine repeats what matters
             logger.debug("to=%s lost: %s", destination[-6:], error)
+            if isinstance(error, NoRoute):
+                self._inbox_put(Undeliverable(destination))
 
     async def _fetch(self, effect: Fetch) -> None:
         await self.transfers.start(effect)

@@ -15,7 +15,7 @@ MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
 """A peer that was reached through others is dialled again after this, and then ever more rarely:
-a dial to a closed port may take seconds to fail."""
+a dial to a closed port, or a message over a line that is cut, takes seconds to fail."""
 LONGEST_AGAIN_S = 900.0
 REST_S = 10.0
 LONGEST_REST_S = 120.0
@@ -41,9 +41,9 @@ class _Known:
     failed_s: float | None = None
     """When it last could not be dialled; None once it could."""
     failures: int = 0
-    """Dials in a row that failed."""
-    was_dialled: bool = False
-    """Whether it ever answered without a relay."""
+    """Failures in a row, those within `DIRECT_AGAIN_S` counted once."""
+    mute_s: float | None = None
+    """When it last left something unanswered; None once it answered without a relay."""
     relay: str | None = None
     """Who reached it last."""
     rests: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -56,20 +56,27 @@ class Routes:
     def __init__(self) -> None:
         self._peers: dict[str, _Known] = {}
 
-    def plan(self, peer: str, relays: Iterable[str], now_s: float) -> Route:
+    def plan(
+        self, peer: str, relays: Iterable[str], now_s: float, *, is_stream: bool = False
+    ) -> Route:
         """The way to try.
 
         Args:
             peer: whom to reach.
             relays: peers that listen and answered lately, in any order.
             now_s: the time.
+            is_stream: whether it is a stream. libp2p opens one without asking the other side, so
+                that a line that is cut shows only later: to a mute peer relays come first.
         """
         known = self._peers.get(peer) or _Known()
         rested = [r for r in relays if r != peer and known.rests.get(r, (now_s, 0))[0] <= now_s]
         rested.sort(key=lambda relay: (relay != known.relay, _turn(peer, relay)))
         chosen = tuple(rested[:RELAYS_PER_TRY])
         if self.needs_relay(peer, now_s) and chosen:
-            return Route(False, chosen, f"could not be dialled, {chosen[0][-6:]} reached it")
+            return Route(False, chosen, f"did not answer, {chosen[0][-6:]} reached it")
+        is_mute = known.mute_s is not None and now_s - known.mute_s < DIRECT_AGAIN_S
+        if is_stream and is_mute and chosen:
+            return Route(False, chosen, "answered nothing, only relays prove that they reach it")
         return Route(True, chosen, "straight first")
 
     def needs_relay(self, peer: str, now_s: float) -> bool:
@@ -83,23 +90,22 @@ class Routes:
     def dialled(self, peer: str) -> None:
         """The peer answered without a relay."""
         known = self._note(peer)
-        known.failed_s, known.failures, known.was_dialled = None, 0, True
+        known.failed_s, known.failures, known.mute_s = None, 0, None
 
-    def failed(self, peer: str, now_s: float, *, is_slow: bool) -> bool:
-        """The peer did not answer without a relay; returns whether one may help.
+    def failed(self, peer: str, now_s: float, *, is_slow: bool) -> None:
+        """The peer did not answer without a relay.
 
         Args:
             peer: whom.
             now_s: the time.
-            is_slow: it did not answer in time. Then no relay helps, unless it was never reached:
-                its port may be closed.
+            is_slow: it did not answer in time, instead of being refused.
         """
         known = self._note(peer)
-        if is_slow and known.was_dialled:
-            return False
-        known.failed_s = now_s
-        known.failures += 1
-        return True
+        if known.failed_s is None or now_s - known.failed_s >= DIRECT_AGAIN_S:
+            known.failures += 1
+            known.failed_s = now_s
+        if is_slow:
+            known.mute_s = now_s
 
     def relayed(self, peer: str, relay: str, answered: bool, now_s: float) -> None:
         """Notes what came of a try through a relay."""

@@ -81,7 +81,12 @@ class Ways:
             lambda: open_stream(path, peer_of(peer_id), protocol, timeout_s),
             lambda relay: self._relay.open_stream(relay, peer_id, protocol, timeout_s),
             timeout_s,
+            is_stream=True,
         )
+
+    def unanswered(self, peer_id: str) -> None:
+        """See `Node.unanswered`."""
+        self._routes.failed(peer_id, time.monotonic(), is_slow=True)
 
     async def _take(
         self,
@@ -89,9 +94,12 @@ class Ways:
         straight: Callable[[], Awaitable[Result]],
         through: Callable[[str], Awaitable[Result]],
         timeout_s: float,
+        *,
+        is_stream: bool = False,
     ) -> Result:
         peer_of(peer_id)  # what is no peer id is nowhere
-        route = self._routes.plan(peer_id, self._relays(), time.monotonic())
+        now_s, relays = time.monotonic(), self._relays()
+        route = self._routes.plan(peer_id, relays, now_s, is_stream=is_stream)
         failure: Unreachable = NoRoute(f"{peer_id}: {route.reason}")
         if route.straight:
             try:
@@ -102,10 +110,10 @@ class Ways:
             except Unreachable as error:
                 failure = error
                 is_slow = not isinstance(error, NoRoute)
-                if not self._routes.failed(peer_id, time.monotonic(), is_slow=is_slow):
-                    raise
+                self._routes.failed(peer_id, time.monotonic(), is_slow=is_slow)
             else:
-                self._routes.dialled(peer_id)
+                if not is_stream:  # which proves nothing
+                    self._routes.dialled(peer_id)
                 return result
         try:
             async with asyncio.timeout(timeout_s):  # for all relays together

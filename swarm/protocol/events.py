@@ -89,6 +89,13 @@ class Unobtainable:
 
 
 @dataclass(frozen=True)
+class Undeliverable:
+    """A peer's machine refused a message: nothing listens there now, as far as can be told."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
 class Synced:
     """All blobs of this manifest are durable."""
 
@@ -134,6 +141,7 @@ Event = (
     | Expected
     | Stored
     | Unobtainable
+    | Undeliverable
     | Synced
     | UnitReduced
     | MergeComputed

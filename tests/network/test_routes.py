@@ -14,7 +14,7 @@ def test_a_peer_is_dialled_first_and_others_are_asked_only_then() -> None:
 
 def test_a_peer_that_a_relay_reached_is_not_dialled_for_a_while() -> None:
     routes = Routes()
-    assert routes.failed("p", 0.0, is_slow=False)
+    routes.failed("p", 0.0, is_slow=False)
     assert not routes.needs_relay("p", 0.0), "no relay has reached it yet"
     routes.relayed("p", "r4", True, 0.0)
     route = routes.plan("p", RELAYS, 1.0)
@@ -46,12 +46,25 @@ def test_a_peer_that_can_be_dialled_again_is() -> None:
     assert routes.plan("p", RELAYS, 0.0).straight
 
 
-def test_relays_help_a_silent_peer_only_if_it_was_never_reached() -> None:
+def test_failures_at_the_same_time_count_as_one() -> None:
     routes = Routes()
-    assert routes.failed("p", 0.0, is_slow=True), "its port may be closed"
-    routes.dialled("q")
-    assert not routes.failed("q", 0.0, is_slow=True), "it is only slow"
-    assert routes.failed("q", 0.0, is_slow=False)
+    for now_s in range(7):
+        routes.failed("p", float(now_s), is_slow=True)
+    routes.relayed("p", "r1", True, 7.0)
+    assert routes.plan("p", RELAYS, DIRECT_AGAIN_S).straight
+
+
+def test_a_stream_to_a_mute_peer_goes_through_others_until_it_answers_something() -> None:
+    routes = Routes()
+    routes.failed("p", 0.0, is_slow=True)
+    assert routes.plan("p", RELAYS, 1.0).straight, "a message shows whether it answers again"
+    assert not routes.plan("p", RELAYS, 1.0, is_stream=True).straight
+    assert routes.plan("p", [], 1.0, is_stream=True).straight
+    assert routes.plan("p", RELAYS, DIRECT_AGAIN_S, is_stream=True).straight
+    routes.dialled("p")
+    assert routes.plan("p", RELAYS, 1.0, is_stream=True).straight
+    routes.failed("p", 2.0, is_slow=False)
+    assert routes.plan("p", RELAYS, 3.0, is_stream=True).straight, "a refusal comes at once"
 
 
 def test_a_relay_that_failed_rests_longer_each_time_for_this_peer_only() -> None:

@@ -89,13 +89,22 @@ def test_when_nobody_reaches_it_the_first_reason_is_told() -> None:
     assert stage.asked == ["straight"], "the relay rests"
 
 
-def test_a_peer_that_once_answered_and_is_now_silent_is_not_looked_for_elsewhere() -> None:
+def test_a_peer_that_once_answered_and_is_now_silent_is_looked_for_through_others() -> None:
+    """The line between the two may be cut."""
     stage = Stage(b"yes", a=b"through a")
     stage.ask()
     stage.straight = Unreachable("no answer within 5 s")
-    with pytest.raises(Unreachable, match="no answer"):
+    assert stage.ask() == b"through a"
+    assert stage.asked == ["straight", "a"]
+    assert stage.ask() == b"through a"
+    assert stage.asked == ["a"]
+
+
+def test_a_peer_that_is_silent_everywhere_is_no_peer_that_refuses() -> None:
+    stage = Stage(Unreachable("no answer within 5 s"), a=NoRoute("a"))
+    with pytest.raises(Unreachable, match="no answer") as caught:
         stage.ask()
-    assert stage.asked == ["straight"]
+    assert not isinstance(caught.value, NoRoute)
 
 
 def test_all_relays_together_get_the_time_of_one() -> None:

@@ -140,6 +140,8 @@ class Pump:
         self.now = 0.0
         self.nodes: dict[PeerId, Node] = {}
         self.lose: Lose = lambda source, destination, message: False
+        self.dead_refuse = False
+        """Whether the machine of a killed peer refuses messages at once."""
         self.refuse_fetch: Callable[[PeerId, PeerId, str], bool] = lambda peer, source, unit: False
         self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
         """Whether a reducer waits for ever for what a peer has offered."""
@@ -293,6 +295,8 @@ class Pump:
         if effect.destination in self.nodes and not lost:
             received = events.Received(peer, effect.header, effect.message)
             self._later(effect.destination, LATENCY_S, received)
+            if self.dead_refuse and not self.nodes[effect.destination].is_up:
+                self._later(peer, 2 * LATENCY_S, events.Undeliverable(effect.destination))
 
     def _fetch(
         self,

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Expected, Offered, Purpose, Received, Topic
 from swarm.protocol.manifest import PeerId
@@ -397,3 +399,68 @@ def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
         isinstance(message, Ready) and destination == impostor
         for _, destination, message in pump.nodes[victim].sent[-3:]
     )
+
+
+@pytest.mark.parametrize(("refuses", "limit_s"), [(False, 5.0), (True, 3.0)])
+def test_a_reducer_whose_machine_refuses_messages_is_left_out_sooner(
+    refuses: bool, limit_s: float
+) -> None:
+    pump = in_training("ABCD")
+    pump.dead_refuse = refuses
+    first, dead = first_of(pump), last_of(pump)
+    # It has offered, and dies before it has fetched anything.
+    pump.stall_inputs = lambda peer, source: peer == dead
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "reduce")
+    pump.kill(dead)
+    start = pump.now
+    pump.run_to_height(3, others(pump, dead))
+    assert limit_s < pump.now - start < limit_s + 1.5
+    assert dead not in pump.nodes[first].machine.tip.contributors
+
+
+@pytest.mark.parametrize(("seconds_dead", "grace_s"), [(1.0, 8.5), (15.0, 0.0)])
+def test_half_of_the_votes_wait_for_the_others_only_while_these_were_heard_lately(
+    seconds_dead: float, grace_s: float
+) -> None:
+    pump = in_training("AB", timers=Timers(vote_s=60.0, attempt_s=200.0))
+    first, other = first_of(pump), last_of(pump)
+    train_times(pump, dict.fromkeys("AB", 20.0))
+    pump.run_to_height(3)
+    first, other = first_of(pump), last_of(pump)
+    pump.run(pump.now + 20.0 - seconds_dead)
+    pump.kill(other)
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 30.0, lambda: convener.campaign.stage == "vote")
+    start = pump.now
+    pump.run_to_height(4, first)
+    assert grace_s <= pump.now - start < grace_s + 2.0
+
+
+@pytest.mark.parametrize(("refuses", "waits_s"), [(False, 6.0), (True, 0.0)])
+def test_a_peer_that_was_gone_before_the_campaign_costs_nothing_more(
+    refuses: bool, waits_s: float
+) -> None:
+    pump = in_training("ABCD")
+    pump.dead_refuse = refuses
+    dead = last_of(pump)
+    pump.kill(dead)
+    pump.run_to_height(3, others(pump, dead))
+    start = pump.now
+    pump.run_to_height(4, others(pump, dead))
+    assert waits_s <= pump.now - start < waits_s + 3.0
+
+
+@pytest.mark.parametrize(("refuses", "limit_s"), [(False, 10.0), (True, 3.0)])
+def test_a_proposal_whose_sources_are_gone_is_given_up_sooner(
+    refuses: bool, limit_s: float
+) -> None:
+    pump = in_training("ABCD", timers=Timers(vote_s=20.0, attempt_s=100.0, heartbeat_s=60.0))
+    pump.dead_refuse = refuses
+    first, dead = first_of(pump), last_of(pump)
+    convener = pump.nodes[first].machine
+    assert pump.run(pump.now + 20.0, lambda: convener.campaign.stage == "vote")
+    pump.kill(dead)  # nobody has fetched its experts yet
+    start = pump.now
+    assert pump.run(start + 60.0, lambda: convener.campaign.attempt > 0)
+    assert limit_s <= pump.now - start < limit_s + 2.0

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.experts import expert_unit
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Persist, Received, Send, Topic
+from swarm.protocol.events import Persist, Received, Send, Topic, Undeliverable
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import (
     Accept,
@@ -20,7 +20,7 @@ from swarm.protocol.messages import (
     Ready,
     Roster,
 )
-from tests.protocol.round_pump import Node, Pump, start_swarm
+from tests.protocol.round_pump import Node, Pump, start_swarm, train_times
 
 
 def order_of(pump: Pump) -> tuple[PeerId, ...]:
@@ -300,3 +300,31 @@ def test_what_comes_before_the_tip_it_belongs_to_is_kept_for_it() -> None:
     pump.lose = hold_back
     pump.run_to_height(5)
     assert len(pump.digests_at(5)) == 1
+
+
+@pytest.mark.parametrize(("refuses", "limit_s"), [(False, 10.0), (True, 3.0)])
+def test_a_convener_whose_machine_refuses_messages_is_replaced_sooner(
+    refuses: bool, limit_s: float
+) -> None:
+    pump = ready_for_round_3("ABCD")
+    pump.dead_refuse = refuses
+    first, second, *_ = order_of(pump)
+    train_times(pump, dict.fromkeys("ABCD", 60.0))  # nobody has anything to say to it
+    pump.run_to_height(3)
+    first, second, *_ = order_of(pump)
+    pump.kill(first)
+    start = pump.now
+    assert pump.run(start + 30.0, lambda: pump.nodes[second].machine.campaign.stage != "")
+    assert limit_s < pump.now - start < limit_s + 2.5
+    assert f"(limit {limit_s})" in pump.nodes[second].said(Topic.TAKEOVER)
+
+
+def test_a_convener_that_is_heard_is_not_deposed_because_a_message_was_refused() -> None:
+    pump = ready_for_round_3("ABCD")
+    train_times(pump, dict.fromkeys("ABCD", 60.0))
+    pump.run_to_height(3)
+    first, second, *_ = order_of(pump)
+    for _ in range(20):
+        pump.give(second, Undeliverable(first))
+        pump.run(pump.now + 1.0)
+    assert pump.nodes[second].machine.campaign.attempt == 0

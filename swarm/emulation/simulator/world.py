@@ -12,7 +12,7 @@ from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
-from swarm.emulation.simulator.surroundings import Payload
+from swarm.emulation.simulator.surroundings import Packet, Payload
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
@@ -37,6 +37,10 @@ RESTORE_S = 5.0
 """A peer without a record looks so often for somebody who shows it a tip."""
 AMBUSH_S = (3.0, 10.0, 25.0)
 """How long a peer may be cut off when another crashes by snare."""
+REFUSED = 0.7
+"""Share of messages to a process that is gone which its machine refuses; a router may drop them."""
+REFUSED_IN_ERROR = 0.002
+"""Share of messages to a living process that look refused."""
 UNSENT_S = 0.01
 """What a crashing process posted so shortly before may never leave its machine."""
 
@@ -136,9 +140,15 @@ class World:
     def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
         """Hands a message to the network."""
         node = self.nodes.get(destination)
-        if node is not None:
-            for delay_s in self.network.delays(source, destination, self.random):
-                self.at(delay_s, self._deliver, node, source, payload, self.now)
+        if node is None:
+            return
+        delays = self.network.delays(source, destination, self.random)
+        for delay_s in delays:
+            self.at(delay_s, self._deliver, node, source, payload, self.now)
+        if delays and isinstance(payload, Packet):
+            is_gone = not node.is_up and self.network.is_open(destination, source)
+            if self.random.random() < (REFUSED if is_gone else REFUSED_IN_ERROR):
+                self.nodes[source].after(2 * delays[0], self.nodes[source].refused_by, destination)
 
     def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
         """A peer that runs and whose links with another work in both directions."""

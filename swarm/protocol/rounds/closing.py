@@ -23,6 +23,8 @@ class Absent:
     """Since its last READY, or since it was asked first; 0 for the convener itself."""
     remaining_s: float | None
     """Until it will have finished its local steps, as it expects; None: it did not say."""
+    is_gone: bool = False
+    """Whether its machine refused the last message to it."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,11 @@ def _why_without_each(roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _why_silent(absent: Absent, timers: Timers) -> str | None:
-    if absent.silent_s < timers.silence_s:
+    limit_s = timers.grace_s if absent.is_gone else timers.silence_s
+    if absent.silent_s < limit_s:
         return None
-    return f"silent for {absent.silent_s:.1f} s (limit {timers.silence_s:.1f})"
+    gone = "gone, " if absent.is_gone else ""
+    return f"{gone}silent for {absent.silent_s:.1f} s (limit {limit_s:.1f})"
 
 
 def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:

@@ -196,15 +196,17 @@ class Collector(Merger):
         ready_at = self._ready_at if peer == self.me else campaign.ready_at.get(peer)
         remaining_s = None if ready_at is None else max(0.0, ready_at - self._now)
         silent_s = 0.0 if peer == self.me else self._now - self._last_sign_of(campaign, peer)
-        return Absent(peer, silent_s, remaining_s)
+        return Absent(peer, silent_s, remaining_s, peer in self._gone)
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; who was never asked before is silent since the campaign.
 
         A convener that was replaced for its silence has been asked twice, and is not waited for
-        as long once more.
+        as long once more. Nor is a peer that was gone before.
         """
         since = campaign.started_at
+        if peer in self._gone:
+            since = min(since, self._heard.get(peer, since))
         if self._now - since >= 2 * self.timers.poll_s:
             since = campaign.silent_since.get(peer, since)
         return campaign.seen.get(peer, since)

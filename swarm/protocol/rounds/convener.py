@@ -16,6 +16,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.state import Proposal
 
 
 class Convener(Collector):
@@ -77,16 +78,26 @@ class Convener(Collector):
         )
 
     def _tick_reducing(self, campaign: Campaign) -> None:
-        """T_red is over: a new roster without those that hold the round up [C4]."""
+        """A new roster without those that hold the round up, once T_red is over [C4].
+
+        What is held up by peers that are gone is not waited for so long.
+        """
         age_s = self._now - campaign.stage_at
         if age_s < self.timers.reduce_s * (1 + campaign.extensions):
+            if age_s >= self.timers.grace_s:
+                self._exclude(campaign, self._gone_that_are_missed(campaign))
             return
         bad = self._whom_to_exclude(campaign)
-        if not bad and self._relieve(campaign):
-            return
-        if not bad:
+        if bad:
+            self._exclude(campaign, bad)
+        elif not self._relieve(campaign):
             campaign.extensions += 1
+
+    def _exclude(self, campaign: Campaign, bad: dict[PeerId, str]) -> None:
+        """Begins a new roster without these peers; goes on as before if there are none."""
+        if not bad:
             return
+        age_s = self._now - campaign.stage_at
         campaign.excluded |= bad
         for peer, why in bad.items():
             self._explain(
@@ -97,15 +108,27 @@ class Convener(Collector):
         campaign.enter(Stage.COLLECT, self._now)
         self._advance_campaign()
 
+    def _gone_that_are_missed(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Whom the round waits for in vain: their machines refuse messages."""
+        late = self._late_reducers(campaign)
+        reported = (campaign.missing.get(reporter, {}) for reporter in late)
+        missed = late.union(*reported) & self._gone
+        return dict.fromkeys(sorted(missed), "it is gone")
+
+    def _late_reducers(self, campaign: Campaign) -> set[PeerId]:
+        """Reducers whose results are not here yet."""
+        assert campaign.plan is not None
+        reducers = campaign.plan.reducers.items()
+        return {peer for unit, peer in reducers if unit not in campaign.results}
+
     def _relieve(self, campaign: Campaign) -> bool:
         """Gives the units of reducers that are there, but stuck, to others; once a campaign [C4].
 
         Two peers that do not reach each other are no reason to drop the work of either: others
         reach both.
         """
-        plan = campaign.plan
+        plan, stuck = campaign.plan, self._late_reducers(campaign)
         assert plan is not None
-        stuck = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
         if campaign.relieved or not set(plan.able) - stuck:
             return False
         campaign.relieved = stuck
@@ -119,7 +142,7 @@ class Convener(Collector):
         """Contributors reported missing and reducers that are silent, with the reason [C4]."""
         plan = campaign.plan
         assert plan is not None
-        late = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
+        late = self._late_reducers(campaign)
         bad: dict[PeerId, str] = {}
         for reducer in sorted(late - {self.me}):
             reported_at = campaign.reported_at.get(reducer)
@@ -166,15 +189,20 @@ class Convener(Collector):
         self._advance_campaign()
 
     def _is_chosen(self, campaign: Campaign) -> bool:
-        """A majority decides at once, half with the tie-breaker after T_vote / 2 [C5].
+        """A majority decides at once, half with the tie-breaker after a grace [C5].
 
-        The grace keeps a swarm of two from deciding every round on one disk.
+        The grace keeps a swarm of two from deciding every round on one disk. It lasts T_vote / 2,
+        or until none of the others has been heard for as long as a convener may be deaf.
         """
         votes = [peer for peer in campaign.accepts if peer in self._electorate()]
         if 2 * len(votes) > len(self.tip.members):
             return True
-        is_grace_over = self._now - campaign.stage_at >= self.timers.vote_s / 2
-        return is_grace_over and self._has_quorum(votes)
+        if not self._has_quorum(votes):
+            return False
+        since = self._now - 2 * self.timers.heartbeat_s
+        others = (peer for peer in self.tip.members if peer not in campaign.accepts)
+        is_awaited = any(self._heard.get(peer, campaign.stage_at) >= since for peer in others)
+        return not is_awaited or self._now - campaign.stage_at >= self.timers.vote_s / 2
 
     def _decide(self, campaign: Campaign) -> None:
         """Announces the decision to old and new members, this peer among them [C5]."""
@@ -200,16 +228,15 @@ class Convener(Collector):
         return votes[:wanted]
 
     def _tick_voting(self, campaign: Campaign) -> None:
-        """T_vote is over and blobs are missing here: start anew without their sources [C6]."""
+        """Blobs are missing here and T_vote is over: start anew without their sources [C6].
+
+        It is over sooner when the sources have failed, or are gone and nothing arrives any more.
+        """
         proposal = self._proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
             return
         age_s = self._now - campaign.stage_at
-        hopeless = all(
-            proposal.failed.get(digest, set()) >= {proposal.manifest.entries[unit].source}
-            for digest, unit in proposal.missing.items()
-        )
-        limit_s = self.timers.vote_s / 2 if hopeless else self.timers.vote_s
+        limit_s = self._voting_limit_s(proposal)
         if age_s < limit_s:
             return
         excluded = dict(campaign.excluded)
@@ -223,6 +250,20 @@ class Convener(Collector):
             f"proposal still missing after {age_s:.1f} s (limit {limit_s:.1f})",
         )
         self._start_campaign(self._next_ballot(), excluded)
+
+    def _voting_limit_s(self, proposal: Proposal) -> float:
+        """How long this peer waits for the blobs of what it has proposed."""
+        sources = {
+            digest: proposal.manifest.entries[unit].source
+            for digest, unit in proposal.missing.items()
+        }
+        is_still = self._now - proposal.progress_at >= self.timers.grace_s
+        if is_still and self._gone.issuperset(sources.values()):
+            return self.timers.grace_s
+        have_failed = all(
+            source in proposal.failed.get(digest, ()) for digest, source in sources.items()
+        )
+        return self.timers.vote_s / 2 if have_failed else self.timers.vote_s
 
     def _next_ballot(self) -> Ballot:
         """Higher than everything seen or promised at this height [K1]."""
@@ -271,7 +312,7 @@ class Convener(Collector):
     def _poll_reducers(self, campaign: Campaign) -> None:
         plan = campaign.plan
         assert plan is not None
-        late = {peer for unit, peer in plan.reducers.items() if unit not in campaign.results}
+        late = self._late_reducers(campaign)
         full, heartbeat = self._roster(campaign), self._roster(campaign, is_heartbeat=True)
         for peer in self.tip.members:
             if peer in late:

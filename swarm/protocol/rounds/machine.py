@@ -17,6 +17,7 @@ from swarm.protocol.events import (
     Synced,
     Tick,
     Topic,
+    Undeliverable,
     UnitReduced,
     Unobtainable,
 )
@@ -107,6 +108,8 @@ class RoundMachine(Forks, Takeover):
             self._pursue_catch_up()
         elif isinstance(event, Unobtainable):
             self._on_unobtainable(event)
+        elif isinstance(event, Undeliverable):
+            self._gone.add(event.peer)
         elif isinstance(event, UnitReduced):
             self._on_unit_reduced(event)
         elif isinstance(event, MergeComputed):
@@ -139,6 +142,7 @@ class RoundMachine(Forks, Takeover):
     # ------------------------------------------------------------ messages
 
     def _receive(self, source: PeerId, header: Header, message: Message) -> None:
+        self._gone.discard(source)
         if header.generation == self.tip.generation and source != self.me:
             self._heard[source] = self._now  # [H3]
         if self._has_left and not isinstance(message, Hello):

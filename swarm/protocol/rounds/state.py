@@ -127,6 +127,8 @@ class MachineState(ABC):
         self._syncing: dict[Digest, Manifest] = {}
         # Who was heard when, and whom we told or asked what when (rate limits).
         self._heard: dict[PeerId, float] = {}
+        self._gone: set[PeerId] = set()
+        """Peers whose machine refused a message, until they are heard again."""
         self._known: dict[PeerId, None] = dict.fromkeys(sorted(record.tip.members))
         if record.parent:
             self._known |= dict.fromkeys(sorted(record.parent.members))
@@ -145,6 +147,7 @@ class MachineState(ABC):
         self._top: Ballot | None = None
         self._top_since = now
         self._convener_at = now
+        self._probed_at = now
         self._offer: Offer | None = None
         self._ready_at: float | None = None
         """When this peer expects to have finished its local steps."""

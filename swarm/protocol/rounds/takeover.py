@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Ballot
+from swarm.protocol.messages import Ballot, Hello
 from swarm.protocol.rounds.convener import Convener
 
 
@@ -23,9 +23,18 @@ class Takeover(Convener):
                 self._step_down(reason)
 
     def _tick_takeover(self) -> None:
+        self._probe_convener()
         reason = self._why_take_over()
         if reason:
             self._take_over(reason)
+
+    def _probe_convener(self) -> None:
+        """Greets a convener whose polls stay away: if it is gone, its machine says so at once."""
+        poll_s = self.timers.poll_s
+        is_silent = self._now - self._convener_at >= 2 * poll_s
+        if is_silent and self._now - self._probed_at >= poll_s and not self._campaign:
+            self._probed_at = self._now
+            self._post(self._convener(), Hello(ask=False))
 
     def _take_over(self, reason: str) -> None:
         replaced, heard_at = self._convener(), self._convener_at
@@ -50,12 +59,12 @@ class Takeover(Convener):
         silent_s = self._now - self._convener_at
         age_s = self._now - self._top_since
         attempt = self._top.attempt if self._top else 0
-        silence_limit_s = timers.heartbeat_s * (1 + place)
+        convener = self._convener()
+        silence_limit_s = self._silence_limit_s(convener) * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
         vain = self._why_in_vain(attempt, place)
         if silent_s <= silence_limit_s and age_s <= age_limit_s and not vain:
             return None
-        convener = self._convener()
         if self._is_busy_catching_up():
             return None
         if not self._hears_somebody():
@@ -66,6 +75,10 @@ class Takeover(Convener):
         if age_s > age_limit_s:
             return f"attempt {attempt} of {convener} is {age_s:.1f} s old (limit {age_limit_s:.1f})"
         return vain
+
+    def _silence_limit_s(self, convener: PeerId) -> float:
+        """Silence after which a convener is replaced by the member after it."""
+        return self.timers.poll_s if convener in self._gone else self.timers.heartbeat_s
 
     def _why_in_vain(self, attempt: int, place: int) -> str | None:
         """Why the present proposal will not be decided: a part of it cannot be had [K1].
