@@ -32,18 +32,18 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:44",
-    "lost_record_votes": "F:120",
+    "rolled_back_votes": "F:11",
+    "lost_record_votes": "F:71",
     "four_are_a_quorum": "G:35",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
-    "transfer_limit_fixed": "J:5",
+    "transfer_limit_fixed": "L:1",
     "timers_not_adapted": "J:8",
     "backup_ignored": "K:12",
-    "only_owners_asked": "K:13",
-    "hand_over_not_awaited": "K:12",
+    "only_owners_asked": "L:9",
+    "hand_over_not_awaited": "L:1",
     "first_answer_taken": "K:1",
     "waits_for_moments": "K:1",
 }
@@ -190,10 +190,10 @@ def test_a_wall_clock_that_jumps_changes_nothing():
 def test_the_extended_schedules_hold_what_they_are_meant_to_try():
     lines = []
     for fault_class, seeds in (
-        ("F", range(6)),
+        ("F", (0,)),
         ("G", (0,)),
-        ("H", range(3)),
-        ("K", (1, 2, 12, 21)),
+        ("H", (0,)),
+        ("K", (12, 23)),
     ):
         for seed in seeds:
             run_schedule(fault_class, seed, trace=lines.append)
