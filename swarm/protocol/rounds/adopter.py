@@ -122,17 +122,12 @@ class Adopter(MachineState):
         if self._job and not self._job.is_done:
             # The round did without: whom this peer did not reach now it will not in a minute [C4].
             self._reduces_from = self.tip.round + RELIEF_ROUNDS
-        self._proposal = self._job = self._campaign = self._offer = self._merged = None
-        self._readies.clear()
+        self._forget_height()
         self._told = {key: at for key, at in self._told.items() if key[1] == self.tip.digest}
         self._asked.clear()
-        self._applied_at = self._top_since = self._convener_at = self._now
-        self._top = None
         # A reform finds local steps done: whoever has finished them offers at once.
         steps_s = self._steps_s if self.tip.kind is not Kind.REFORM else None
         self._ready_at = None if steps_s is None else self._now + steps_s
-        self._was_deaf = self._has_told_wait = False
-        self._somebody_is_ahead = False
         if self.tip.generation != old.tip.generation:
             self._heard.clear()
         if self._catch_up and not self._is_better(self._catch_up.manifest):

@@ -139,31 +139,18 @@ class MachineState(ABC):
         self._boot_at = now
         self._event_at = now
         self._listen_until: float | None = now
-        self._somebody_is_ahead = False
         self._may_listen_on = False
-        self._applied_at = now
         self._next_hello = now
-        # This height.
-        self._top: Ballot | None = None
-        self._top_since = now
-        self._convener_at = now
         self._probed_at = now
-        self._offer: Offer | None = None
+        # What outlasts a height.
         self._ready_at: float | None = None
         """When this peer expects to have finished its local steps."""
         self._steps_s: float | None = None
         """From a new tip to the end of its local steps, as expected last."""
-        self._merged: dict[Unit, ReducedUnit] | None = None
         self._merge_asked: Digest | None = None
-        self._readies: dict[PeerId, Ready] = {}
-        self._campaign: Campaign | None = None
-        self._has_told_wait = False
-        self._was_deaf = False
-        """Whether the last own campaign at this height ended because it heard too few."""
-        self._job: Job | None = None
         self._reduces_from = 0
         """Round from which this peer is a reducer like others, after it failed as one."""
-        self._proposal: Proposal | None = None
+        self._forget_height()
         # Other chains.
         self._catch_up: CatchUp | None = None
         self._candidate: tuple[PeerId, Commit] | None = None
@@ -172,6 +159,21 @@ class MachineState(ABC):
         self._leave_until: float | None = None
         self._has_left = False
         self._header = self._bind_header()
+
+    def _forget_height(self) -> None:
+        """Begins anew with everything that refers to the height after the tip."""
+        self._applied_at = self._top_since = self._convener_at = self._now
+        self._somebody_is_ahead = False
+        self._top: Ballot | None = None
+        self._offer: Offer | None = None
+        self._merged: dict[Unit, ReducedUnit] | None = None
+        self._readies: dict[PeerId, Ready] = {}
+        self._campaign: Campaign | None = None
+        self._has_told_wait = False
+        self._was_deaf = False
+        """Whether the last own campaign at this height ended because it heard too few."""
+        self._job: Job | None = None
+        self._proposal: Proposal | None = None
 
     # ------------------------------------------------------------ what follows from the state
 
