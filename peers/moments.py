@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,14 @@ from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.moments import (
     MASTER,
     Moments,
+    Search,
     backup_holders,
+    decode_searches,
+    encode_searches,
     handed_over,
     handover_round,
     is_backup_round,
+    is_in_vain,
     layout_of_size,
     moments_layout,
     moments_shapes,
@@ -55,8 +60,8 @@ class MomentsKeeper:
         self._copies: list[Moments] = []
         """Put out for the backups, who are told once the round is over."""
         self._given_up: dict[Moments, tuple[PeerId, ...]] = {}
-        self._steps_since: dict[int, int] = {}
-        """Updates of experts whose moments are still looked for."""
+        self._searches: tuple[Search, ...] = ()
+        """For what has not been added yet."""
         self._handing_over: list[tuple[frozenset[int], Future[tuple[Moments, ...]]]] = []
         """Experts that are being handed over, and those confirmed when that is over."""
 
@@ -66,13 +71,15 @@ class MomentsKeeper:
         """Copies the moments for the backups, in a round in which that is due.
 
         Called when the round's offer is out: until the next manifest nothing here changes, and
-        nobody waits.
+        nobody waits. What is still looked for is not copied: it would take the place of what may
+        be found.
         """
         number = tip.round + 1
         if not is_backup_round(number, self.every):
             return
         began_s, holders = time.monotonic(), backup_holders(tip)
-        mine = [expert for expert in sorted(self.model.bases) if expert in holders]
+        sought = {expert for search in self._searches for expert in search.experts}
+        mine = [e for e in sorted(self.model.bases) if e in holders and e not in sought]
         self._copies = [kept for e in mine if (kept := self._keep(e, number))]
         if self._copies:
             logger.info(
@@ -104,10 +111,8 @@ class MomentsKeeper:
             if decision.action is Action.TAKE_UP
             and manifest.entries[expert_unit(expert)].version > 0
         ]
-        kept = {e: n for e, n in self._steps_since.items() if e in self.model.bases}
-        self._steps_since = kept | dict.fromkeys(taken, 0)
-        if taken:
-            self.exchange.take_up(taken, previous, manifest)
+        self._look_only_for(self.model.bases)
+        self._look_for(Search(tuple(taken), previous, manifest))
         patiently(partial(self.exchange.expire, manifest, self.every), "list of moments")
 
     def leave(self, adopted: Manifest, tip: Manifest, deadline_s: float) -> None:
@@ -194,23 +199,57 @@ class MomentsKeeper:
 
     # ------------------------------------------------ taking
 
+    @property
+    def searches(self) -> str:
+        """What is looked for, to be saved with the moments that it will be added to."""
+        return encode_searches(self._searches)
+
+    def resume(self, searches: str, tip: Manifest) -> None:
+        """Looks again for what is not in the moments that were just loaded.
+
+        Args:
+            searches: as saved with these; "" in files of older versions.
+            tip: the newest manifest, by which the search may be in vain.
+        """
+        self._searches = ()
+        for search in decode_searches(searches) if searches else ():
+            late = [e for e in search.experts if is_in_vain(search, e, tip, self.every)]
+            for expert in late:
+                since = f"looked for since round {search.manifest.round}, nobody keeps any by now"
+                self.status.took_moments(expert, None, f"zero moments: {since}")
+            left = tuple(expert for expert in search.experts if expert not in late)
+            self._look_for(replace(search, experts=left))
+
+    def _look_for(self, search: Search) -> None:
+        if search.experts:
+            self._searches += (search,)
+            self.exchange.take_up(search)
+
+    def _look_only_for(self, experts: Collection[int]) -> None:
+        """Forgets whatever else is looked for."""
+        each = (
+            replace(search, experts=tuple(e for e in search.experts if e in experts))
+            for search in self._searches
+        )
+        self._searches = tuple(search for search in each if search.experts)
+
     def on_step(self, *, skipped: bool) -> None:
         """A local step was done: adds what has come meanwhile."""
         if not skipped:
-            self._steps_since = {e: count + 1 for e, count in self._steps_since.items()}
+            self._searches = tuple(replace(s, steps=s.steps + 1) for s in self._searches)
         self.install()
 
     def install(self) -> None:
-        """Adds the moments that have come to those of the engine."""
-        while self._steps_since:
+        """Adds the moments that have come to those of the engine, of each expert once."""
+        while True:
             try:
                 arrival = self.exchange.arrivals.get_nowait()
             except queue.Empty:
                 return
-            steps = self._steps_since.pop(arrival.expert, None)
-            if steps is None:
-                continue  # no longer mine
-            self._add(arrival, steps)
+            steps = {e: search.steps for search in self._searches for e in search.experts}
+            if arrival.expert in steps:  # else no longer mine, or looked for twice
+                self._look_only_for(steps.keys() - {arrival.expert})
+                self._add(arrival, steps[arrival.expert])
 
     def _add(self, arrival: Arrival, steps: int) -> None:
         expert, moments = arrival.expert, arrival.moments

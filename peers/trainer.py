@@ -189,6 +189,7 @@ class Trainer:
             offered={unit: offered.digest for unit, offered in units.items()},
             expert_bases=dict(self.model.bases),
             rng=read_rng(torch.device("cpu")),
+            searches=self.moments.searches,
         )
         path = self.directory.private_path
         patiently(partial(save_private, path, private), "private state", self._pause)
@@ -311,7 +312,7 @@ class Trainer:
 
     def _resume_at(self, tip: Manifest) -> tuple[Manifest, Offer | None]:
         self.model.engine.count_from(tip.step)
-        private = self._load_private()
+        private = self._load_private(tip)
         if private is None:
             return self._adopt_start([tip], "", None), None
         offer = self._offer_of(private)
@@ -331,7 +332,7 @@ class Trainer:
         for manifest in path:
             try:
                 adoption = self.model.adopt(manifest, previous=previous, offers=offers)
-                self.moments.adopted(adoption, manifest, manifest)
+                self.moments.adopted(adoption, self._before(manifest), manifest)
             except BlobGone as error:
                 if manifest is path[-1]:
                     raise
@@ -345,12 +346,17 @@ class Trainer:
         self._validate(tip)
         return tip
 
+    def _before(self, manifest: Manifest) -> Manifest:
+        """Its parent if that is known: who owned experts before, and so has their moments."""
+        parent = self.rounds.machine.record.parent
+        return parent if parent and parent.digest == manifest.parent else manifest
+
     def _local_work(self, tip: Manifest) -> tuple[int, int]:
         """Steps and tokens of one round on this tip."""
         phase = self.run.phase_at(tip.tokens)
         return phase.local_steps, phase.local_steps * phase.batch_tokens
 
-    def _load_private(self) -> PrivateState | None:
+    def _load_private(self, tip: Manifest) -> PrivateState | None:
         try:
             loaded = load_newest(self.directory.private_path)
         except CorruptState as error:
@@ -364,6 +370,7 @@ class Trainer:
         self.model.engine.load_state_dict(private.engine)
         restore_rng(private.rng, torch.device("cpu"))
         self.model.bases = dict(private.expert_bases)
+        self.moments.resume(private.searches, tip)
         return private
 
     def _offer_of(self, private: PrivateState) -> Offer:

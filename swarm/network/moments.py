@@ -32,6 +32,8 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.moments import (
     Moments,
     Question,
+    Search,
+    counts_twice,
     decode_question,
     encode_answer,
     is_outdated,
@@ -107,15 +109,13 @@ class MomentsExchange:
         announcing = self._announce(wanted_by, deadline_s)
         return asyncio.run_coroutine_threadsafe(announcing, self._node.loop)
 
-    def take_up(self, experts: Sequence[int], previous: Manifest, manifest: Manifest) -> None:
-        """Looks for the moments of experts that are this peer's from `manifest` on.
+    def take_up(self, search: Search) -> None:
+        """Looks for the moments of experts that this peer took up.
 
         An `Arrival` comes for each, at the latest after `HANDOVER_S` and one `FETCH_S` for each
-        blob that somebody has.
+        blob that somebody has. What is fetched stays here, so that a restart need not fetch it.
         """
-        self._node.loop.call_soon_threadsafe(
-            self._tasks.spawn, self._take_up(sorted(experts), previous, manifest)
-        )
+        self._node.loop.call_soon_threadsafe(self._tasks.spawn, self._take_up(search))
 
     def expire(self, manifest: Manifest, every: int) -> None:
         """Drops copies that newer values have made useless."""
@@ -177,14 +177,20 @@ class MomentsExchange:
             return True
         if await self._client.fetch(offered, [source]) is None:
             return False
+        return await self._shelve(offered)
+
+    async def _shelve(self, fetched: Moments) -> bool:
+        """Makes a blob that was fetched durable; returns whether the disk took it."""
         try:
-            await self._in_thread(self.shelf.store.sync, [offered.digest])
-            await self._in_thread(self.shelf.put, offered)
+            await self._in_thread(self.shelf.store.sync, [fetched.digest])
+            kept = self.shelf.get(fetched.expert)
+            if kept is None or kept.round <= fetched.round:
+                await self._in_thread(self.shelf.put, fetched)
         except StateError as error:
-            logger.error("moments of expert %d were not kept: %s", offered.expert, error)
+            logger.error("moments of expert %d were not kept: %s", fetched.expert, error)
             return False
         finally:
-            self.shelf.store.unpin([offered.digest])
+            self.shelf.store.unpin([fetched.digest])
         return True
 
     # ------------------------------------------------ announcing
@@ -223,20 +229,19 @@ class MomentsExchange:
 
     # ------------------------------------------------ taking up
 
-    async def _take_up(
-        self, experts: Sequence[int], previous: Manifest, manifest: Manifest
-    ) -> None:
+    async def _take_up(self, search: Search) -> None:
         me, loop = self._node.peer_id, asyncio.get_running_loop()
+        previous, manifest = search.previous, search.manifest
         end_s = loop.time() + HANDOVER_S
-        self._taken_up -= set(experts)
-        pending = list(experts)
+        self._taken_up -= set(search.experts)
+        pending = list(search.experts)
         while pending:
             asked = {expert: whom_to_ask(me, expert, previous, manifest) for expert in pending}
             peers = dict.fromkeys(peer for several in asked.values() for peer in several)
             self._offered.clear()
             answers = await self._client.ask_all(list(peers), Question())
             for expert in list(pending):
-                found = self._found(expert, answers)
+                found = [f for f in self._found(expert, answers) if not counts_twice(search, f[1])]
                 if loop.time() < end_s and may_come(expert, previous, manifest, answers, found):
                     continue
                 pending.remove(expert)
@@ -287,7 +292,7 @@ class MomentsExchange:
             return None if damaged else store.get(moments.digest)
         blob = await self._client.fetch(moments, sources)
         if blob is not None:
-            store.unpin([moments.digest])
+            await self._shelve(moments)
         return blob
 
     # ------------------------------------------------ plumbing

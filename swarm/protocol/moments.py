@@ -16,7 +16,7 @@ from pydantic import Field
 
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
-from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.ownership import assign
 from swarm.protocol.schemas import Count, DigestText, Schema, parse
 
@@ -37,6 +37,22 @@ class Moments:
     """Training round after whose local steps they were read."""
     digest: Digest
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """Moments are looked for, of experts that this peer took up together.
+
+    A peer saves it with its masters and moments, in one file, so after a restart it looks again
+    for exactly those that are not in these moments, whatever had come since.
+    """
+
+    experts: tuple[int, ...]
+    previous: Manifest
+    manifest: Manifest
+    """The experts are this peer's from it on; others owned them by `previous`."""
+    steps: int = 0
+    """Updates that the experts have had since."""
 
 
 # ---------------------------------------------------------------- what a blob is
@@ -195,7 +211,27 @@ def is_outdated(moments: Moments, version: int, every: int) -> bool:
     The age is counted in rounds of the expert: while its owner is gone nothing renews it, and
     the copy stays as good as it was.
     """
-    return version - moments.round > 2 * max(every, 1)
+    return _is_past(moments.round, version, every)
+
+
+def is_in_vain(search: Search, expert: int, tip: Manifest, every: int) -> bool:
+    """Whether nobody keeps what a search is for any more: by `is_outdated` all have dropped it.
+
+    That bounds, in rounds of the expert, how often a peer that is restarted looks again.
+    """
+    return _is_past(search.manifest.round, tip.entries[expert_unit(expert)].version, every)
+
+
+def counts_twice(search: Search, moments: Moments) -> bool:
+    """Whether moments hold updates that the ones they would be added to hold too.
+
+    Such are copies of the own ones from before a restart that took this peer back.
+    """
+    return search.steps > 0 and moments.round > search.manifest.round
+
+
+def _is_past(number: int, version: int, every: int) -> bool:
+    return version - number > 2 * max(every, 1)
 
 
 # ---------------------------------------------------------------- question and answer
@@ -255,6 +291,52 @@ def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
     """
     parsed = parse(_AnswerSchema, encoded, "moments_answer")
     return tuple(Moments(**each.model_dump()) for each in parsed.moments)
+
+
+# ---------------------------------------------------------------- over a restart
+
+
+class _SearchSchema(Schema):
+    experts: list[Annotated[int, Field(ge=0, lt=2**16)]]
+    previous: str
+    manifest: str
+    steps: Count
+
+
+class _SearchesSchema(Schema):
+    searches: list[_SearchSchema]
+
+
+def encode_searches(searches: Iterable[Search]) -> str:
+    """Searches as text for the private state; of each some ten kB, its two manifests."""
+    content = [
+        {
+            "experts": list(search.experts),
+            "previous": search.previous.encoded.decode(),
+            "manifest": search.manifest.encoded.decode(),
+            "steps": search.steps,
+        }
+        for search in searches
+    ]
+    return _json({"searches": content}).decode()
+
+
+def decode_searches(encoded: str) -> tuple[Search, ...]:
+    """Searches as they were saved.
+
+    Raises:
+        BadMessage, BadManifest: another version wrote it.
+    """
+    parsed = parse(_SearchesSchema, encoded.encode(), "moments_searches")
+    return tuple(
+        Search(
+            tuple(each.experts),
+            decode_manifest(each.previous.encode()),
+            decode_manifest(each.manifest.encode()),
+            each.steps,
+        )
+        for each in parsed.searches
+    )
 
 
 def _json(content: Mapping[str, object]) -> bytes:

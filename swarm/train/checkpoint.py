@@ -58,6 +58,7 @@ class PrivateState:
         offered: unit -> digest of what was offered.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
+        searches: which moments are looked for to be added to these, as the peer put it.
     """
 
     engine: EngineState
@@ -71,6 +72,7 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
+    searches: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from swarm.network.shelf import Shelf
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.moments import Moments, backup_holders, moments_layout
+from swarm.protocol.moments import Moments, Search, backup_holders, moments_layout
 from tests.network.conftest import Peers
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import NUM_EXPERTS, tiny_run
@@ -180,7 +180,9 @@ def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
     giver.exchange.keep(1, 0, moments_blob(0.125, 1))  # for a backup, a round before
-    taker.exchange.take_up([1], swarm.tip, after)  # before the giver has put the newest out
+    taker.exchange.take_up(
+        Search((1,), swarm.tip, after)
+    )  # before the giver has put the newest out
     with pytest.raises(queue.Empty):
         taker.exchange.arrivals.get(timeout=0.5)
     kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
@@ -201,7 +203,7 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
     unit = expert_unit(0)
     renewed = replace(swarm.tip.entries[unit], version=3)
     before = replace(swarm.tip, entries={**swarm.tip.entries, unit: renewed})
-    holder.exchange.take_up([0], before, after)
+    holder.exchange.take_up(Search((0,), before, after))
     arrival = holder.arrival()
     assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.5)
     where = "from the backup here, 2 rounds older than the weights"
@@ -215,7 +217,7 @@ def test_an_owner_whose_private_state_is_gone_gets_its_moments_back(swarm: Swarm
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.exchange.shelf.drop(kept)
     owner.store.collect(set())
-    owner.exchange.take_up([0], swarm.tip, swarm.tip)
+    owner.exchange.take_up(Search((0,), swarm.tip, swarm.tip))
     reason = f"moments of round 1 from the backup at {holder.node.peer_id}"
     assert owner.arrival().reason == reason
 
@@ -227,7 +229,7 @@ def test_a_backup_elsewhere_is_fetched_from_there(swarm: Swarm) -> None:
     kept = owner.exchange.keep(0, 1, moments_blob(0.5))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
-    third.exchange.take_up([0], swarm.tip, swarm.given_to(third, 0, number=5))
+    third.exchange.take_up(Search((0,), swarm.tip, swarm.given_to(third, 0, number=5)))
     reason = f"moments of round 1 from the backup at {holder.node.peer_id}"
     assert third.arrival().reason == reason
 
@@ -240,17 +242,58 @@ def test_a_backup_damaged_on_disk_is_not_used(swarm: Swarm) -> None:
     owner.die()
     place = holder.store._places[kept.digest]
     place.pack.write(place.offset, 0, memoryview(b"\x00\x00\x80\x7f"))
-    holder.exchange.take_up([0], swarm.tip, swarm.given_to(holder, 0, number=5))
+    holder.exchange.take_up(Search((0,), swarm.tip, swarm.given_to(holder, 0, number=5)))
     arrival = holder.arrival()
     assert arrival.moments is None
     assert arrival.reason == "zero moments: could not be fetched"
+
+
+def test_moments_that_were_fetched_outlive_a_restart_and_whoever_gave_them(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    giver = swarm.owner_of(1)
+    taker = next(side for side in swarm.sides if side is not giver)
+    after = swarm.given_to(taker, 1)
+    swarm.move_to(after)
+    kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    search = Search((1,), swarm.tip, after)
+    taker.exchange.take_up(search)
+    assert taker.arrival().moments == kept
+    giver.die()
+    taker.die()
+    again = Side(taker.node, taker.server, tmp_path / f"{swarm.sides.index(taker)}")
+    swarm.sides.append(again)
+    again.store.collect(set())
+    again.exchange.take_up(replace(search, steps=5))
+    arrival = again.arrival()
+    assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.25, 1)
+
+
+def test_a_search_that_goes_on_takes_no_copy_of_the_own_moments(swarm: Swarm) -> None:
+    giver = swarm.owner_of(1)
+    taker = next(side for side in swarm.sides if side is not giver)
+    search = Search((1,), swarm.tip, swarm.given_to(taker, 1), steps=5)
+    taker.exchange.keep(1, 2, moments_blob(0.5, 1))  # after a round with it
+    kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    taker.exchange.take_up(search)
+    assert taker.arrival().moments == kept
+
+
+def test_moments_that_come_late_do_not_take_the_place_of_newer_ones(swarm: Swarm) -> None:
+    giver = swarm.owner_of(1)
+    taker = next(side for side in swarm.sides if side is not giver)
+    newer = taker.exchange.keep(1, 2, moments_blob(0.5, 1))
+    giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    taker.exchange.take_up(Search((1,), swarm.tip, swarm.given_to(taker, 1), steps=5))
+    assert taker.arrival().moments.round == 1
+    assert taker.exchange.shelf.get(1) == newer
 
 
 def test_with_nobody_to_ask_an_expert_goes_on_with_zeros(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     taker = next(side for side in swarm.sides if side is not owner)
     owner.die()
-    taker.exchange.take_up([0], swarm.tip, swarm.given_to(taker, 0, number=5))
+    taker.exchange.take_up(Search((0,), swarm.tip, swarm.given_to(taker, 0, number=5)))
     assert taker.arrival() == Arrival(0, None, None, "zero moments: none of 2 peers has any")
 
 
@@ -269,7 +312,7 @@ def test_a_blob_that_no_honest_peer_sends_is_refused(swarm: Swarm, blob: bytes) 
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
     giver.exchange.shelf.put(Moments(1, 1, digest_of(blob), len(blob)), blob)
-    taker.exchange.take_up([1], swarm.tip, after)
+    taker.exchange.take_up(Search((1,), swarm.tip, after))
     assert taker.arrival().moments is None
     assert taker.node.traffic.refused.total() == 1
 
@@ -280,7 +323,7 @@ def test_a_blob_that_is_here_as_something_else_is_checked_too(swarm: Swarm) -> N
     after, blob = swarm.given_to(taker, 1), moments_blob(-1.0)
     swarm.move_to(after)
     giver.exchange.shelf.put(Moments(1, 1, taker.store.put(blob), len(blob)), blob)
-    taker.exchange.take_up([1], swarm.tip, after)
+    taker.exchange.take_up(Search((1,), swarm.tip, after))
     assert taker.arrival().moments is None
 
 

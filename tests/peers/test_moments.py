@@ -5,23 +5,30 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from peers.leaving import Stop
 from peers.live_model import Agreed, LiveModel, initial_blobs
 from peers.moments import MomentsKeeper
+from peers.state_directory import RunDirectory
 from peers.status import PeerStatus
+from peers.trainer import Trainer
 from swarm.codecs import encode_unit
+from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.founding import founding_manifest
 from swarm.network.moments import Arrival, MomentsExchange
+from swarm.network.round_driver import RoundDriver
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.protocol.moments import Moments, backup_holders, moments_layout
+from swarm.protocol.moments import Moments, Search, backup_holders, moments_layout
 from swarm.train.engine import ResidentEngine
 from tests.train.runs import batch, same, tiny_run
 
@@ -38,6 +45,7 @@ class Exchange:
         self.blobs: dict[str, memoryview] = {}
         self.announced: list[dict[Moments, tuple[str, ...]]] = []
         self.taken_up: list[int] = []
+        self.searches: list[Search] = []
 
     def keep(self, expert: int, number: int, blob: memoryview) -> Moments:
         moments = Moments(expert, number, digest_of(blob), len(blob))
@@ -50,8 +58,9 @@ class Exchange:
         future.set_result(tuple(wanted))
         return future
 
-    def take_up(self, experts: list[int], _: Manifest, __: Manifest) -> None:
-        self.taken_up += experts
+    def take_up(self, search: Search) -> None:
+        self.taken_up += search.experts
+        self.searches.append(search)
 
     def expire(self, _: Manifest, __: int) -> None:
         pass
@@ -65,11 +74,15 @@ class Status:
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, Moments | None, str]] = []
+        self.manifest: Manifest | None = None
 
     def took_moments(self, *told: Any) -> None:
         self.taken.append(told)
 
     def gave_moments(self, *_: Any) -> None:
+        pass
+
+    def validated(self, *_: Any) -> None:
         pass
 
 
@@ -93,10 +106,90 @@ class Side:
         self.keeper.adopted(adoption, self.at, manifest)
         self.at = manifest
 
-    def train(self, steps: int, *, lr: float = 1e-2) -> None:
-        for step in range(steps):
+    def train(self, steps: int, *, lr: float = 1e-2, done: int = 0) -> None:
+        for step in range(done, done + steps):
             self.model.engine.step(batch(RUN, step), lr=lr)
             self.keeper.on_step(skipped=False)
+
+
+class Process:
+    """A peer's trainer on its state directory; what runs the rounds knows only the tip."""
+
+    def __init__(
+        self, store: BlobStore, folder: Path, founded: Manifest, tip: Manifest, parent: Manifest
+    ) -> None:
+        self.side = Side("other", store, founded)
+        record = SimpleNamespace(parent=parent)
+        rounds = SimpleNamespace(
+            tip=tip,
+            layout=LAYOUT,
+            machine=SimpleNamespace(record=record, rules=SimpleNamespace(run="run")),
+            store_value=lambda value: (store.put(value), len(value)),
+        )
+        self.trainer = Trainer(
+            self.side.model,
+            cast(Loader, None),
+            cast(RoundDriver, rounds),
+            RunDirectory(folder),
+            data_index=0,
+            validation_BT1=batch(RUN, 0),
+            status=cast(PeerStatus, self.side.status),
+            moments=self.side.keeper,
+            stop=cast(Stop, lambda: False),
+        )
+        self.tip = tip
+
+    def save(self) -> None:
+        self.trainer._save_offer(self.tip, 1, 1)
+
+    def resume(self) -> Exchange:
+        """Returns what the keeper told the exchange of its life."""
+        self.trainer._resume()
+        return self.side.exchange
+
+
+class Machine:
+    """Where a peer runs, is killed and runs again; it has just taken an expert up."""
+
+    def __init__(self, me: Side, store: BlobStore, founded: Manifest, folder: Path) -> None:
+        self.expert, self._store, self._founded, self._folder = mine(me), store, founded, folder
+        me.train(3)
+        self.after = after_round(me, store, owner="other")
+        me.move_to(self.after)
+        self.handed = handed(me)
+        self._masters = me.model.engine.read(list(expert_shapes(RUN.model, self.expert)))
+        self.first = self.process(self.after)
+        self.first.side.move_to(self.after)
+        self.first.side.model.engine.write(self._masters)
+
+    def process(self, tip: Manifest) -> Process:
+        parent = self._founded if tip == self.after else self.after
+        return Process(self._store, self._folder, self._founded, tip, parent)
+
+    def moments(self, process: Process) -> dict[str, torch.Tensor]:
+        return process.side.model.engine.read_moments(self.expert)
+
+    def never_killed(self, steps: int) -> dict[str, torch.Tensor]:
+        """The moments if they had been there at once."""
+        side = Side("other", self._store, self._founded)
+        side.move_to(self.after)
+        side.exchange.deliver(*self.handed)
+        side.keeper.install()
+        side.model.engine.write(self._masters)  # so that the gradients are alike
+        side.train(steps, lr=0.0)
+        return side.model.engine.read_moments(self.expert)
+
+
+@pytest.fixture
+def machine(me: Side, store: BlobStore, founded: Manifest, tmp_path: Path) -> Machine:
+    return Machine(me, store, founded, tmp_path)
+
+
+def assert_near(moments: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """A few roundings of fp32, in another order, of sums that may cancel."""
+    for name, tensor in moments.items():
+        atol = 1e-6 * expected[name].abs().max().item()
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=atol)
 
 
 @pytest.fixture
@@ -193,10 +286,7 @@ def test_moments_that_come_late_end_where_they_would_have_been(
     other.exchange.deliver(*handed(me))
     other.keeper.install()
     expected = in_time.model.engine.read_moments(expert)
-    for name, tensor in other.model.engine.read_moments(expert).items():
-        # A few roundings of fp32, in another order, of sums that may cancel.
-        atol = 1e-6 * expected[name].abs().max().item()
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=atol)
+    assert_near(other.model.engine.read_moments(expert), expected)
     assert "4 steps late" in other.status.taken[0][2]
 
 
@@ -285,3 +375,85 @@ def test_a_leaver_whose_leave_is_not_decided_tells_who_would_adopt(me: Side) -> 
     assert me.keeper.all_handed_over()
     count = len(me.model.engine.owned)
     assert me.keeper.summary() == f"moments of {count} of {count} experts handed over"
+
+
+def test_a_peer_killed_while_it_looks_goes_on_looking_and_ends_where_it_would_have(
+    machine: Machine,
+) -> None:
+    machine.first.side.train(2, lr=0.0)
+    machine.first.save()
+    second = machine.process(machine.after)
+    exchange = second.resume()
+    assert [search.experts for search in exchange.searches] == [(machine.expert,)]
+    assert exchange.searches[0].previous.digest == machine.after.parent
+    second.side.train(1, lr=0.0, done=2)
+    assert any(t.any() for t in machine.moments(second).values())
+    exchange.deliver(*machine.handed)
+    exchange.deliver(*machine.handed)  # and only once, whoever else delivers them
+    second.side.keeper.install()
+    assert_near(machine.moments(second), machine.never_killed(3))
+    assert second.side.status.taken[0][2].startswith("handed over, 3 steps late")
+    second.save()
+    assert machine.process(machine.after).resume().searches == []
+
+
+def test_moments_that_were_added_but_not_saved_are_looked_for_again(machine: Machine) -> None:
+    machine.first.side.train(2, lr=0.0)
+    machine.first.save()
+    machine.first.side.exchange.deliver(*machine.handed)
+    machine.first.side.keeper.install()
+    second = machine.process(machine.after)
+    exchange = second.resume()
+    exchange.deliver(*machine.handed)
+    second.side.keeper.install()
+    assert_near(machine.moments(second), machine.never_killed(2))
+
+
+def test_a_peer_killed_before_it_saved_asks_the_owner_before(
+    machine: Machine, founded: Manifest
+) -> None:
+    machine.first = machine.process(founded)
+    machine.first.save()
+    (search,) = machine.process(machine.after).resume().searches
+    assert search == Search((machine.expert,), founded, machine.after)
+
+
+def test_a_search_outlives_the_rounds_that_were_missed_until_all_have_dropped_the_copies(
+    machine: Machine,
+) -> None:
+    machine.first.save()
+    unit = expert_unit(machine.expert)
+    for version, goes_on in ((5, True), (6, False)):  # of round 1, with a copy every 2 rounds
+        entry = replace(machine.after.entries[unit], version=version)
+        later = replace(machine.after, height=7, round=7, parent="e" * 64)
+        process = machine.process(replace(later, entries={**machine.after.entries, unit: entry}))
+        assert (process.resume().taken_up == [machine.expert]) is goes_on
+        told = [] if goes_on else [(machine.expert, None)]
+        assert [said[:2] for said in process.side.status.taken] == told
+
+
+def test_an_expert_that_went_while_its_peer_was_down_is_not_looked_for(
+    machine: Machine,
+) -> None:
+    machine.first.save()
+    owners = {**machine.after.owners, machine.expert: ("third",)}
+    later = replace(machine.after, height=2, round=2, parent=machine.after.digest, owners=owners)
+    process = machine.process(later)
+    process.resume().deliver(*machine.handed)
+    process.side.keeper.install()
+    process.save()
+    assert process.side.status.taken == []
+    assert machine.process(later).resume().searches == []
+
+
+def test_what_is_still_looked_for_is_not_copied_for_a_backup(machine: Machine) -> None:
+    keeper, exchange = machine.first.side.keeper, machine.first.side.exchange
+    machine.first.side.train(1)
+    due = replace(machine.after, round=3)
+    keeper.offered(due)
+    copied = set(exchange.blobs)
+    exchange.deliver(*machine.handed)
+    keeper.install()
+    keeper.offered(due)
+    assert machine.expert in backup_holders(due)
+    assert len(exchange.blobs) == len(copied) + 1 == len(machine.first.side.model.bases)

@@ -15,14 +15,19 @@ from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.moments import (
     Moments,
     Question,
+    Search,
     backup_holders,
+    counts_twice,
     decode_answer,
     decode_question,
+    decode_searches,
     encode_answer,
     encode_question,
+    encode_searches,
     handed_over,
     handover_round,
     is_backup_round,
+    is_in_vain,
     is_outdated,
     is_wanted,
     layout_of_size,
@@ -172,6 +177,34 @@ def test_a_copy_stays_while_its_expert_is_not_renewed_and_goes_later():
     assert not is_outdated(copy, version=16, every=3)
     assert is_outdated(copy, version=17, every=3)
     assert not is_outdated(copy, version=12, every=0) and is_outdated(copy, version=13, every=0)
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize("version", [10, 12, 13, 16, 17])
+def test_a_search_is_in_vain_once_the_newest_copy_it_is_for_would_be_dropped(version, every):
+    taken = replace(found(RULES, ["a", "b"]), round=10)
+    unit = expert_unit(0)
+    entry = replace(taken.entries[unit], version=version)
+    tip = replace(taken, round=20, entries={**taken.entries, unit: entry})
+    copy = Moments(0, taken.round, "a" * 64, 8)
+    outdated = is_outdated(copy, version, every)
+    assert is_in_vain(Search((0,), taken, taken, 5), 0, tip, every) is outdated
+
+
+def test_copies_made_since_an_expert_is_trained_here_count_twice_and_earlier_ones_do_not():
+    taken = replace(found(RULES, ["a", "b"]), round=10)
+    handed, since = (Moments(0, number, "a" * 64, 8) for number in (10, 11))
+    trained = Search((0,), taken, taken, 5)
+    assert counts_twice(trained, since) and not counts_twice(trained, handed)
+    assert not counts_twice(replace(trained, steps=0), since)  # nothing is in training yet
+
+
+def test_searches_read_back_after_a_restart():
+    before = next_round(found(RULES, ["a", "b", "c"]), RULES, ["a", "b", "c"])
+    after = next_round(before, RULES, ["a", "b", "c"], leaving=["b"])
+    searches = (Search((1, 4), before, after, 17), Search((2,), after, after))
+    assert decode_searches(encode_searches(searches)) == searches
+    assert decode_searches(encode_searches(())) == ()
 
 
 def test_a_moments_blob_is_first_moments_second_moments_and_perhaps_masters():
