@@ -7,6 +7,7 @@ The engine trains, the store holds what was agreed; this class moves values betw
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from swarm.codecs import allocate, decode_unit, encode_unit, fill
+from swarm.codecs import allocate, decode_unit, encode_unit, fill, view_unit
 from swarm.config import RunConfig
 from swarm.data.loader import held_out_sequences
 from swarm.errors import BadBlob, StateError
@@ -74,6 +75,24 @@ class Agreed:
     def expert(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
         """The tensors of an expert in an agreed value; raises like `blob`."""
         return decode_unit(self.layout.by_unit[unit], self.layout.shapes, self.blob(digest))
+
+    def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
+        """As `expert`, but where the blob lies in a file the tensors are that file, mapped.
+
+        Nobody may write to them. They stay what they are when the blob is collected; its pack is
+        on the disk for as long as one of them lives.
+        """
+        file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
+        if file is None:
+            return self.expert(digest, unit)
+        begin = file.offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            file.pack.fileno(),
+            begin + layout.num_bytes,
+            offset=file.offset - begin,
+            access=mmap.ACCESS_READ,
+        )
+        return view_unit(layout, self.layout.shapes, memoryview(mapped)[begin:])
 
 
 class LiveModel:
@@ -161,7 +180,10 @@ class LiveModel:
             expert = expert_of_unit(unit)
             if expert is None or expert in mine or self.held.get(unit) == entry.digest:
                 continue
-            self._write(manifest, unit)
+            if self.engine.borrows:
+                self.engine.lend(self.agreed.lent(entry.digest, unit))
+            else:
+                self._write(manifest, unit)
             self.held[unit] = entry.digest
         if not keep_shared:
             shared = self._shared_layouts()

@@ -130,7 +130,10 @@ def computed(folder: Path) -> list[dict[str, Any]]:
     for name, owned in PLANS:
         run = loaded(name)
         for options in levels(run, folder):
-            need = need_of(run, owned, replace(options, device="cuda", pass_micro_batches=1))
+            # As in a peer, whose blob store has the agreed values as files.
+            lent = options.frozen_folder is not None
+            used = replace(options, device="cuda", pass_micro_batches=1, frozen_lent=lent)
+            need = need_of(run, owned, used)
             rows.append({"run": name, "owned": owned, **columns(run, owned, options, need)})
     return rows
 

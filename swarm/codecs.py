@@ -92,7 +92,24 @@ def decode_unit(layout: UnitLayout, shapes: Mapping[str, Shape], blob: Buffer) -
         BadBlob: the size is not that of the layout.
     """
     _check_size(layout, blob)
-    values = _values_in(blob, layout.codec).clone()
+    return _whole_tensors(layout, shapes, _values_in(blob, layout.codec).clone())
+
+
+def view_unit(layout: UnitLayout, shapes: Mapping[str, Shape], blob: Buffer) -> dict[str, Tensor]:
+    """As `decode_unit`, but the tensors lie in the blob itself: nobody may write to them.
+
+    They keep its memory; an odd address is good enough for copies, not for kernels of all kinds.
+
+    Raises:
+        BadBlob: the size is not that of the layout.
+    """
+    _check_size(layout, blob)
+    return _whole_tensors(layout, shapes, _values_in(blob, layout.codec))
+
+
+def _whole_tensors(
+    layout: UnitLayout, shapes: Mapping[str, Shape], values: Tensor
+) -> dict[str, Tensor]:
     tensors = {}
     for offset, piece in _places(layout):
         size = math.prod(shapes[piece.name])

@@ -146,6 +146,15 @@ class Engine(Protocol):
         """Overwrites tensors by Hugging Face name; moments stay as they are."""
         ...
 
+    @property
+    def borrows(self) -> bool:
+        """Whether frozen experts stay where `lend` shows them, which should be a mapped file."""
+        ...
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """As `write`, of tensors that nobody changes as long as they live."""
+        ...
+
     def read_moments(self, expert: int) -> dict[str, Tensor]:
         """Copies of an owned expert's moments, fp32 on the CPU.
 
@@ -267,6 +276,15 @@ class ResidentEngine:
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
         self._model.write(named)
+
+    @property
+    def borrows(self) -> bool:
+        """See `Engine`."""
+        return False
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`; copies them."""
+        self.write(named)
 
     def read_moments(self, expert: int) -> dict[str, Tensor]:
         """See `Engine`."""

@@ -146,7 +146,9 @@ def _rungs(
         )
         yield last
     if wishes.folder is not None:
-        yield replace(last, frozen_folder=wishes.folder)
+        # Agreed values of another type would have to be converted each time they are read.
+        lent = run.wire.experts == last.frozen
+        yield replace(last, frozen_folder=wishes.folder, frozen_lent=lent)
 
 
 def fits(need: Need, machine: Machine) -> bool:

@@ -35,7 +35,7 @@ class Need:
         device_state: weights, gradients and, in the resident engine, moments, on the device.
         activations: the most that exists beside them on the device.
         host: masters, moments, gradients and boundaries in host memory.
-        disk: frozen experts in mapped files.
+        disk: frozen experts in mapped files of the engine's own.
     """
 
     device_state: float
@@ -153,7 +153,8 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
         host += boundaries / 2 if half else boundaries
     on_disk = options.frozen_folder is not None
     host += frozen if on_disk else frozen * layers
-    return Need(device, activations, host, frozen * layers if on_disk else 0.0)
+    copied = on_disk and not options.frozen_lent
+    return Need(device, activations, host, frozen * layers if copied else 0.0)
 
 
 class _Micro:

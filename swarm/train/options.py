@@ -45,6 +45,7 @@ class EngineOptions:
         boundaries: where the streaming engine keeps the inputs of layers.
         frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
             in memory.
+        frozen_lent: whether they lie on disk already, as agreed values, and will be lent to it.
         pass_micro_batches: the streaming engine takes so many micro-batches through all layers
             together, and adds up the gradients of several such passes on the host; 0 takes all.
         gradient_buffers: host memory for gradients of so many layers, which takes clipping by
@@ -61,6 +62,7 @@ class EngineOptions:
     resident_layers: int | None = 0
     boundaries: Boundaries = Boundaries.DEVICE
     frozen_folder: Path | None = None
+    frozen_lent: bool = False
     pass_micro_batches: int = 0
     gradient_buffers: int = 0
     host_threads: int = 1

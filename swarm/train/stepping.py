@@ -94,6 +94,15 @@ class SteppingEngine:
         """See `Engine`."""
         self._now.write(named)
 
+    @property
+    def borrows(self) -> bool:
+        """See `Engine`."""
+        return self._now.borrows
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`; after a step down there are copies until the next ones are lent."""
+        self._now.lend(named)
+
     def read_moments(self, expert: int) -> dict[str, Tensor]:
         """See `Engine`."""
         return self._ask(lambda engine: engine.read_moments(expert))

@@ -1,6 +1,7 @@
 """Moving a live engine to an agreed state whose blobs may be collected meanwhile."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.train.engine import ResidentEngine
-from swarm.train.options import EngineOptions
-from tests.train.runs import NUM_EXPERTS, all_names, same, tiny_run
+from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.stepping import SteppingEngine
+from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
 
 RUN = tiny_run()
 LAYOUT = layout_of(RUN)
@@ -138,3 +140,37 @@ def test_of_late_work_only_those_experts_are_offered(model: LiveModel, founded: 
         expert_unit(EXPERT)
     ]
     assert list(model.offered_values(founded, late=set())) == []
+
+
+def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collected(
+    tmp_path: Path,
+) -> None:
+    """An odd offset in its pack, no byte of it in the engine's own files, no bit of difference."""
+    store = BlobStore(tmp_path)
+    store.put(b"odd")
+    initial = {unit: (store.put(value), len(value)) for unit, value in initial_blobs(RUN, LAYOUT)}
+    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
+    peers = {"me": 1.0, "other": 1.0}
+    founded = founding_manifest(founding, RUN, LAYOUT, initial, peers)
+    files = tmp_path / "frozen"
+    kinds = {"kind": EngineKind.STREAMING, "frozen_folder": files, "frozen_lent": True}
+    options = replace(EngineOptions.of(RUN), **kinds)
+    engines = [ResidentEngine(RUN), SteppingEngine(RUN, options)]
+    lives = [LiveModel("other", RUN, engine, Agreed(store, LAYOUT)) for engine in engines]
+    second, value = successor(founded, store, kind=Kind.QUORUM)
+    if "other" in founded.owners[EXPERT]:
+        second = replace(second, owners={**founded.owners, EXPERT: ("me",)})
+    for live in lives:
+        live.adopt(founded, previous="")
+        live.adopt(second, previous=founded.digest)
+    store.collect(set())
+    assert not list((tmp_path / "packs").iterdir())
+    for step in range(2):
+        resident, streaming = (engine.step(batch(RUN, step), lr=1e-2) for engine in engines)
+        assert resident == streaming
+    resident_values, values = (engine.read(all_names(RUN)) for engine in engines)
+    assert same(resident_values, values)
+    assert torch.equal(values[NAMES[0]], value)
+    for file in map(Path.stat, files.iterdir()):
+        assert file.st_blocks * 512 <= file.st_blksize  # of its last byte
+    engines[1].close()

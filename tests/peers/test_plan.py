@@ -79,7 +79,10 @@ def test_a_described_machine_gets_its_own_engine() -> None:
     assert small["fits"]
     assert small["device_peak_bytes"] < 8e9
     assert small["host_peak_bytes"] < 16e9
-    assert small["engine_disk_bytes"] > 0
+    assert small["engine_disk_bytes"] == 0  # frozen experts are mapped from the agreed blobs
+    other = plan("spes_2b", "--gpu", "8GB", "--host", "16GB", "--set", "wire.experts=fp32")
+    assert other["level"] == small["level"]
+    assert other["engine_disk_bytes"] > 0  # these are fp32, frozen ones bf16: copies
     assert small["experts_that_fit"] < large["experts_that_fit"] == 16
     asked = plan("spes_2b", "--gpu", "80GB", "--host", "128GB", "--engine", "streaming")
     assert asked["engine"] == "streaming"

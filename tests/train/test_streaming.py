@@ -1,5 +1,6 @@
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +78,56 @@ def test_frozen_experts_in_a_mapped_file_change_no_bit(engines, tmp_path):
     on_disk = sum(file.stat().st_size for file in tmp_path.iterdir())
     matrices = 2 * sum(16 * 16 for _ in expert_shapes(run.model, 0))
     assert on_disk == 4 * matrices
+
+
+def is_empty(folder):
+    """Whether files hold nothing: each has one block, that of its last byte."""
+    return all(f.st_blocks * 512 <= f.st_blksize for f in map(Path.stat, folder.iterdir()))
+
+
+def test_lent_experts_stay_where_they_are_through_changes_of_owners_and_are_never_written(
+    engines, tmp_path
+):
+    run = tiny_run()
+    resident, borrower = new_engine(run, OWNED), engines(run, OWNED, frozen_folder=tmp_path)
+    assert not is_empty(tmp_path)
+    lent = {
+        n: t + 0.5 for n, t in resident.read(all_names(run)).items() if expert_of(n) is not None
+    }
+    kept = {name: tensor.clone() for name, tensor in lent.items()}
+    for owned in (OWNED, [0, 1], [2], OWNED):
+        resident.own(owned)
+        borrower.own(owned)
+        assert same(resident.read(all_names(run)), borrower.read(all_names(run)))
+        frozen = {name: tensor for name, tensor in lent.items() if expert_of(name) not in owned}
+        resident.lend(frozen)
+        borrower.lend(frozen)
+        assert is_empty(tmp_path)
+        assert_equal_for_steps(run, resident, borrower, steps=2)
+        name = next(iter(frozen))
+        for engine in (resident, borrower):
+            engine.write({name: frozen[name] * 2})
+        assert_equal_for_steps(run, resident, borrower, steps=1)
+    for shift in (1.0, 2.0):
+        newer = {name: tensor + shift for name, tensor in frozen.items()}
+        resident.lend(newer)
+        borrower.lend(newer)
+        assert_equal_for_steps(run, resident, borrower, steps=1)
+    assert same(lent, kept)
+
+
+def test_lent_experts_of_another_type_are_copied(engines, tmp_path):
+    run = tiny_run()
+    common = {"frozen": "int8"}
+    resident = new_engine(run, OWNED, **common)
+    borrower = engines(run, OWNED, frozen_folder=tmp_path, **common)
+    lent = {n: t + 0.5 for n, t in resident.read(all_names(run)).items() if expert_of(n) == 0}
+    assert expert_of(next(iter(lent))) not in OWNED
+    for engine in (resident, borrower):
+        engine.lend(lent)
+    for tensor in lent.values():
+        tensor.zero_()
+    assert_equal_for_steps(run, resident, borrower, steps=2)
 
 
 def test_a_folder_that_cannot_be_written_is_a_state_error(tmp_path):

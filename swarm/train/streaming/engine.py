@@ -110,6 +110,16 @@ class StreamingEngine:
         self._drain()
         self._store.write(named)
 
+    @property
+    def borrows(self) -> bool:
+        """See `Engine`."""
+        return self._options.frozen_lent
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._drain()
+        self._store.lend(named)
+
     def read_moments(self, expert: int) -> dict[str, Tensor]:
         """See `Engine`."""
         assert expert in self.owned, f"expert {expert} is not trained here"

@@ -183,18 +183,18 @@ class Places:
             mark = self._bus.fetch(place.trained, source.trained, place.free)
         if frozen and source.frozen is not None and source.frozen.buffer.nbytes:
             if source.frozen.on_disk:
-                mark = self._stage(place, source.frozen.buffer)
+                mark = self._stage(place, source.frozen)
             else:
                 mark = self._bus.fetch(place.frozen, source.frozen.buffer, place.free)
         return mark
 
-    def _stage(self, place: Place, mapped: Tensor) -> Mark:
-        """Reads a mapped file into pinned memory first: a copy engine cannot wait for a disk."""
+    def _stage(self, place: Place, mapped: FrozenUnit) -> Mark:
+        """Reads mapped files into pinned memory first: a copy engine cannot wait for a disk."""
         pinned = self._bus.device.type == "cuda"
         if not self._staging:
-            self._staging.append(Arena(mapped.nbytes, pinned=pinned))
+            self._staging.append(Arena(mapped.buffer.nbytes, pinned=pinned))
         staging = self._staging[0].buffer
-        staging.copy_(mapped)
+        mapped.fill(staging)
         mark = self._bus.fetch(place.frozen, staging, place.free)
         mark.wait()  # before the next layer overwrites the staging memory
         return mark

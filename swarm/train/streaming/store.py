@@ -102,12 +102,7 @@ class HostStore:
         Raises:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
         """
-        for name, tensor in named.items():
-            if name not in self._shapes:
-                raise BadBlob("name", f"the model has no tensor {name}")
-            if tuple(tensor.shape) != self._shapes[name]:
-                shape = (*tensor.shape,)
-                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
+        self._check(named)
         masters, changed = self._masters(), []
         for name, tensor in named.items():
             if name in masters:
@@ -118,6 +113,26 @@ class HostStore:
                 self.frozen[layer].put(expert, projection, tensor)
         for unit in dict.fromkeys(changed):
             self.units[unit].refresh()
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """As `write`, but frozen experts on disk stay where these tensors lie, if of their type."""
+        self._check(named)
+        masters, copied = self._masters(), {}
+        for name, tensor in named.items():
+            if name in masters or not self.frozen[self._places[name][0]].may_keep(tensor):
+                copied[name] = tensor
+                continue
+            layer, expert, projection = self._places[name]
+            self.frozen[layer].keep(expert, projection, tensor)
+        self.write(copied)
+
+    def _check(self, named: Mapping[str, Tensor]) -> None:
+        for name, tensor in named.items():
+            if name not in self._shapes:
+                raise BadBlob("name", f"the model has no tensor {name}")
+            if tuple(tensor.shape) != self._shapes[name]:
+                shape = (*tensor.shape,)
+                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """See `OwnedAdamW.read_moments`."""

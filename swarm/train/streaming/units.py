@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from swarm.config import RunConfig
 from swarm.experts import Shape, expert_tensor, owned_stack
-from swarm.model.frozen import FrozenFormat, FrozenStack, stack_of, stack_parts
+from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
 from swarm.train.moments import MomentsFormat, Piece, Update
 from swarm.train.optimizer import OwnedAdamW
@@ -154,11 +154,14 @@ class HostUnit:
 
 
 class FrozenUnit:
-    """The frozen experts of one layer, in host memory or in a memory-mapped file.
+    """The frozen experts of one layer, in host memory or in memory-mapped files.
+
+    On disk those that were lent stay where they lie; the unit's own file is for the others, and
+    takes no room (but one block) for what was never written to it.
 
     Attributes:
         packing: of the stacks' parts.
-        buffer: what travels.
+        buffer: what travels; on disk `fill` says what does.
         version: rises with every change.
     """
 
@@ -176,30 +179,43 @@ class FrozenUnit:
         self._arena: Arena | None = None
         self._stacks: dict[str, FrozenStack] = {}
         self._row_of: dict[int, int] = {}
+        self._lent: dict[tuple[int, str], Tensor] = {}
+        self._written = False
+        """Whether the own file takes room."""
 
     def own(self, owned: Sequence[int], masters: Mapping[str, Tensor]) -> None:
         """Holds all experts but the owned ones; `masters` gives those that freeze now."""
         experts = [e for e in range(self._run.model.num_experts) if e not in owned]
         if self._arena is not None and experts == list(self._row_of):
             return
-        self.packing = frozen_packing(self._run, self._form, len(experts))
-        file = None
-        if self._folder is not None:
-            # The old file is only unlinked: what is mapped of it can still be read.
-            file = self._folder / f"frozen-{self.layer}"
-        arena = Arena(self.packing.num_bytes, pinned=self._pinned, file=file)
-        stacks = stacks_of(self._form, self.packing.views(arena.buffer))
+        arena, stacks = self._new_arena(len(experts))
+        self._lent = {key: lent for key, lent in self._lent.items() if key[0] in experts}
+        written = False
         for row, expert in enumerate(experts):
             for projection in PROJECTIONS:
                 name = expert_tensor(self.layer, expert, projection.removesuffix("_proj"))
                 if name in masters:
                     stacks[projection].put(row, masters[name])
-                elif expert in self._row_of:
+                    written = True
+                elif expert in self._row_of and (expert, projection) not in self._lent:
                     stacks[projection].put(row, self.get(expert, projection))
+                    written = True
+        self._row_of = {expert: row for row, expert in enumerate(experts)}
+        self._use(arena, stacks, written=written)
+
+    def _new_arena(self, num_frozen: int) -> tuple[Arena, dict[str, FrozenStack]]:
+        self.packing = frozen_packing(self._run, self._form, num_frozen)
+        file = None
+        if self._folder is not None:
+            # The old file is only unlinked: what is mapped of it can still be read.
+            file = self._folder / f"frozen-{self.layer}"
+        arena = Arena(self.packing.num_bytes, pinned=self._pinned, file=file)
+        return arena, stacks_of(self._form, self.packing.views(arena.buffer))
+
+    def _use(self, arena: Arena, stacks: dict[str, FrozenStack], *, written: bool) -> None:
         if self._arena is not None:
             self._arena.close()
-        self._arena, self._stacks = arena, stacks
-        self._row_of = {expert: row for row, expert in enumerate(experts)}
+        self._arena, self._stacks, self._written = arena, stacks, written
         self.buffer, self.version = arena.buffer, self.version + 1
 
     def close(self) -> None:
@@ -213,13 +229,36 @@ class FrozenUnit:
         return self._folder is not None
 
     def get(self, expert: int, projection: str) -> Tensor:
-        """One matrix, as `FrozenStack.get` has it."""
-        return self._stacks[projection].get(self._row_of[expert])
+        """One matrix, as `FrozenStack.get` has it; not to be written to."""
+        lent = self._lent.get((expert, projection))
+        return self._stacks[projection].get(self._row_of[expert]) if lent is None else lent
 
     def put(self, expert: int, projection: str, matrix: Tensor) -> None:
         """Overwrites one matrix."""
         self._stacks[projection].put(self._row_of[expert], matrix)
+        self._lent.pop((expert, projection), None)
+        self._written = True
         self.version += 1
+
+    def may_keep(self, matrix: Tensor) -> bool:
+        """Whether a matrix that is lent is as good as a copy on disk."""
+        return self.on_disk and matrix.dtype is DENSE_TYPES.get(self._form)
+
+    def keep(self, expert: int, projection: str, matrix: Tensor) -> None:
+        """Uses a lent matrix from now on; once all are lent the own file is empty again."""
+        self._lent[expert, projection] = matrix
+        self.version += 1
+        if self._written and len(self._lent) == len(PROJECTIONS) * len(self._row_of):
+            self._use(*self._new_arena(len(self._row_of)), written=False)
+
+    def fill(self, target: Tensor) -> None:
+        """Reads everything into memory that is laid out as `buffer`."""
+        if not self._lent:
+            target.copy_(self.buffer)
+            return
+        for projection, stack in stacks_of(self._form, self.packing.views(target)).items():
+            for expert, row in self._row_of.items():
+                stack.put(row, self.get(expert, projection))
 
 
 def frozen_packing(run: RunConfig, form: FrozenFormat, num_frozen: int) -> Packing:
