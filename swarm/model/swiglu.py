@@ -30,8 +30,8 @@ from swarm.model.rows import (
 )
 
 PAD_ROWS_BF16 = 32
-"""On a CPU every new number of rows costs a bf16 product its primitive, some 0.7 ms once. Padding to
-64 costs more than that: 3 % of a step of the same tokens, 6 % with others each step."""
+"""On a CPU every new number of rows costs a bf16 product its primitive, some 0.7 ms once. Padding
+to 64 costs more than that: 3 % of a step of the same tokens, 6 % with others each step."""
 
 
 class Stack(Protocol):
