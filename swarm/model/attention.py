@@ -1,7 +1,7 @@
 """Causal attention with rotary positions, grouped keys and normalised queries and keys.
 
 Shapes: B sequences, T tokens of a sequence, D hidden size, H query heads, G key/value heads,
-C size of a head.
+C size of a head; X = B * G, and R rows: the queries of a block of tokens that share a key.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 
-SHORT_TOKENS = 256
-"""Up to here bf16 attention on a CPU is faster in plain products than in torch's fused kernel:
-17 against 30 ms forward and backward for 8 x 256 tokens and 4 heads, 1.5 against 5.6 ms for
-8 x 64 (one thread); 223 against 234 ms for 4 x 512 and more memory. In fp32 the kernel wins."""
+SHORT_TOKENS = 512
+"""Up to here bf16 attention on a CPU is done in plain products, which keep T * T / 2 weights, since
+they are faster than torch's fused kernel: 11 against 31 ms forward and backward for 8 x 256 tokens
+and 4 heads, 1.9 against 6.3 ms for 8 x 64, 19 against 64 ms for 4 x 512 (one thread)."""
+BLOCK_TOKENS = 64
 
 
 class RMSNorm(nn.Module):
@@ -116,21 +117,65 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
     """Causal softmax attention, [B, H, T, C]; each key serves H / G consecutive queries."""
     short = q_BHTC.shape[2] <= SHORT_TOKENS
     if short and q_BHTC.dtype is torch.bfloat16 and q_BHTC.device.type == "cpu":
-        return _attend_short(q_BHTC, k_BGTC, v_BGTC)
+        attended: Tensor = _Short.apply(q_BHTC, k_BGTC, v_BGTC)  # type: ignore[no-untyped-call]
+        return attended
     shared = q_BHTC.shape[1] > k_BGTC.shape[1]
     return F.scaled_dot_product_attention(q_BHTC, k_BGTC, v_BGTC, is_causal=True, enable_gqa=shared)
 
 
-def _attend_short(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
-    """With all T * T scores in memory, each group's queries stacked into one product."""
-    num_keys, num_tokens = k_BGTC.shape[1:3]
-    queries = q_BHTC.unflatten(1, (num_keys, -1)).flatten(2, 3) * q_BHTC.shape[-1] ** -0.5
-    scores = (queries @ k_BGTC.mT).unflatten(2, (-1, num_tokens))
-    future_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=scores.device).triu(1)
-    weights = scores.masked_fill(future_TT, -torch.inf).softmax(-1, dtype=torch.float32)
-    out = weights.to(v_BGTC.dtype).flatten(2, 3) @ v_BGTC
-    out_BHTC: Tensor = out.unflatten(2, (-1, num_tokens)).flatten(1, 2)
-    return out_BHTC
+class _Short(torch.autograd.Function):
+    """One block of queries after the other, each with the keys up to its last token only."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
+        groups, num_tokens = k_BGTC.shape[1:3]
+        q_BHTC = q_BHTC * q_BHTC.shape[-1] ** -0.5
+        k_XTC, v_XTC = k_BGTC.flatten(0, 1), v_BGTC.flatten(0, 1)
+        out_BHTC = torch.empty_like(q_BHTC)
+        future_TT = q_BHTC.new_full((BLOCK_TOKENS, BLOCK_TOKENS), -torch.inf).triu_(1)
+        weights = []
+        for start in range(0, num_tokens, BLOCK_TOKENS):
+            end = min(start + BLOCK_TOKENS, num_tokens)
+            block, size = slice(start, end), end - start
+            scores_XRT = torch.bmm(_rows(q_BHTC, groups, block), k_XTC[:, :end].mT)
+            newest = scores_XRT.unflatten(1, (-1, size))[..., block]
+            newest.add_(future_TT[:size, :size])
+            # In fp32 within, rounded once.
+            weights.append(scores_XRT.softmax(-1))
+            _write_rows(torch.bmm(weights[-1], v_XTC[:, :end]), out_BHTC, groups, block)
+        ctx.save_for_backward(q_BHTC, k_XTC, v_XTC, *weights)
+        return out_BHTC
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_BHTC, k_XTC, v_XTC, *weights = ctx.saved_tensors
+        groups = len(k_XTC) // len(q_BHTC)
+        dq_BHTC, dk_XTC, dv_XTC = (torch.zeros_like(each) for each in (q_BHTC, k_XTC, v_XTC))
+        for index, weight_XRT in enumerate(weights):
+            end = weight_XRT.shape[2]
+            block = slice(index * BLOCK_TOKENS, end)
+            dout_XRC = _rows(gradients[0], groups, block)
+            dweight_XRT = torch.bmm(dout_XRC, v_XTC[:, :end].mT)
+            dscore_XRT = torch.ops.aten._softmax_backward_data(
+                dweight_XRT, weight_XRT, -1, weight_XRT.dtype
+            )
+            _write_rows(torch.bmm(dscore_XRT, k_XTC[:, :end]), dq_BHTC, groups, block)
+            dk_XTC[:, :end].baddbmm_(dscore_XRT.mT, _rows(q_BHTC, groups, block))
+            dv_XTC[:, :end].baddbmm_(weight_XRT.mT, dout_XRC)
+        dq_BHTC.mul_(q_BHTC.shape[-1] ** -0.5)
+        return dq_BHTC, dk_XTC.unflatten(0, (-1, groups)), dv_XTC.unflatten(0, (-1, groups))
+
+
+def _rows(x_BHTC: Tensor, groups: int, block: slice) -> Tensor:
+    """The block's tokens of all heads that share a key, one head after the other: [X, R, C]."""
+    rows_XRC: Tensor = x_BHTC.unflatten(1, (groups, -1))[:, :, :, block].flatten(2, 3).flatten(0, 1)
+    return rows_XRC
+
+
+def _write_rows(rows_XRC: Tensor, out_BHTC: Tensor, groups: int, block: slice) -> None:
+    """Puts what `_rows` would read there."""
+    target = out_BHTC.unflatten(1, (groups, -1))[:, :, :, block]
+    target.copy_(rows_XRC.view(target.shape))
 
 
 class Attention(nn.Module):

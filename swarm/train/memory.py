@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Shape, shared_shapes
-from swarm.model.attention import SHORT_TOKENS
+from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
 from swarm.model.cost import parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
@@ -194,11 +194,12 @@ class _Micro:
         return rows + (PAD_ROWS_BF16 / 2 * self.model.num_experts if padded else 0)
 
     def scores(self) -> float:
-        """Softmax of short sequences, which bf16 attention on a CPU keeps, in fp32 and bf16."""
+        """Softmax of short sequences, which bf16 attention on a CPU keeps, without the future."""
         length = self.run.data.sequence_length
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
-        return 6.0 * self.tokens * length * self.model.num_attention_heads
+        keys = (length + min(length, BLOCK_TOKENS)) / 2
+        return self.compute * self.tokens * keys * self.model.num_attention_heads
 
     def cast_matrices(self, sizes: Sizes) -> float:
         """Attention matrices in the compute type, which the graph keeps beside their masters."""

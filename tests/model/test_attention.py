@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarm.model.attention import SHORT_TOKENS, RMSNorm, attend, rotary_tables, rotate
+from swarm.model.attention import (
+    BLOCK_TOKENS,
+    SHORT_TOKENS,
+    RMSNorm,
+    attend,
+    rotary_tables,
+    rotate,
+)
 from tests.model.samples import Spy
 
 
@@ -51,10 +58,11 @@ def test_rotation_turns_pairs_and_its_gradient_turns_them_back() -> None:
     assert torch.allclose(gradient, x, atol=1e-5)
 
 
-def test_short_attention_in_bf16_equals_the_fused_kernel() -> None:
-    q, k, v = (normal(2, heads, 40, 16, seed=heads + 1) for heads in (4, 2, 2))
+@pytest.mark.parametrize("num_tokens", [40, BLOCK_TOKENS, 2 * BLOCK_TOKENS + 9])
+def test_short_attention_in_bf16_equals_the_fused_kernel(num_tokens: int) -> None:
+    q, k, v = (normal(2, heads, num_tokens, 16, seed=heads + 1) for heads in (4, 2, 2))
     k, v = k * 2, v * 0.5
-    upstream = normal(2, 4, 40, 16, seed=9)
+    upstream = normal(2, 4, num_tokens, 16, seed=9)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     expected_gradients = torch.autograd.grad(expected, (q, k, v), upstream)
     with Spy() as spy:
@@ -80,7 +88,7 @@ def test_no_position_sees_a_later_one(num_tokens: int, dtype: torch.dtype) -> No
 
 
 def test_long_sequences_never_hold_all_scores() -> None:
-    q, k, v = (normal(1, heads, 512, 8, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    q, k, v = (normal(1, heads, 1024, 8, dtype=torch.bfloat16) for heads in (2, 1, 1))
     with Spy() as spy:
         attend(q, k, v)
-    assert not [shape for _, shape, _ in spy.seen if shape[-2:] == (512, 512)]
+    assert not [shape for _, shape, _ in spy.seen if shape[-2:] == (1024, 1024)]

@@ -99,6 +99,7 @@ slow = pytest.mark.exhaustive
         (STREAMING, {}, BF16, {}),
         (STREAMING, {"resident_layers": None, "boundaries": Boundaries.HOST}, {}, {}),
         pytest.param(RESIDENT, {}, {}, {"length": 300}, marks=slow),
+        pytest.param(RESIDENT, {}, BF16, {"length": 300}, marks=slow),
         pytest.param(RESIDENT, {}, BF16, {"vocab": 20_000, "layers": 2}, marks=slow),
         pytest.param(RESIDENT, {"moments": "int8", "frozen": "int8"}, BF16, {}, marks=slow),
         pytest.param(STREAMING, {}, {}, {"length": 300}, marks=slow),
