@@ -40,11 +40,11 @@ MODEL = settings(
     "merging.interval_steps=600000",
     "wire.part_bytes=1048576",
 )
-STEP_S = 2.5
-"""A local step as a timed wait; six make a round."""
+STEP_S = 7.5
+"""A local step as a timed wait; six make a round, of which averaging then takes about a sixth."""
 QUIET_ROUNDS = 4
-START_S = 180.0
-JOIN_S = 240.0
+START_S = 400.0
+JOIN_S = 400.0
 ALLOWED_START_S = 15.0
 ALLOWED_FACTOR = 1.2
 
