@@ -10,9 +10,10 @@ A step is forward, backward, clipping and AdamW. Three variants, whose first los
   stock  Transformers as it comes: grouped_mm, every expert trained, default AdamW
 
 Time is CPU time of the process with one thread, so that other programs count less, and wall time
-with more. Ratios are medians over repeats in which the variants take turns, each repeat in
-another order. Memory is the training state after a step (weights, gradients, moments) and, from
-a process per variant, how far its resident memory rose above that of the libraries.
+with more. Each variant has a process of its own, as in life: in one heap they pay for the pages
+that others gave back. Ratios are medians over repeats in which the variants take turns, each repeat
+in another order. Memory is the training state after a step (weights, gradients, moments), and how
+far the resident memory of a process that does nothing else rose above that of the libraries.
 
     .venv/bin/python scripts/bench_step.py --dtype bf16 --vocab 32k --repeats 10
 """
@@ -192,28 +193,54 @@ def batches(run: RunConfig, count: int) -> list[Tensor]:
     return [torch.randint(0, run.model.vocab_size, shape, generator=generator)] * count
 
 
-def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each variant's step in each repeat."""
+def steps_of(name: str, args: argparse.Namespace) -> None:
+    """Makes a step for each line of stdin, and prints its loss and seconds."""
     run = run_of(args.vocab)
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    weights = weights_of(run)
-    variants = {name: Variant(name, args.dtype, run, weights) for name in args.variants}
-    del weights
-    tokens = batches(run, WARM_UP + args.repeats)
-    first = {name: variant.step(tokens[0]) for name, variant in variants.items()}
-    # bf16 rounds each product to 8 bits, in another order in each variant.
-    tolerance = 1e-5 if args.dtype == "fp32" else 5e-3
-    if max(first.values()) - min(first.values()) > tolerance * max(first.values()):
-        raise SystemExit(f"bench_step: the variants do not compute the same: {first}")
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for repeat, batch in enumerate(tokens[1:]):
-        turn = repeat % len(args.variants)
-        for name in [*args.variants[turn:], *args.variants[:turn]]:
-            start = clock()
-            variants[name].step(batch)
-            if repeat >= WARM_UP - 1:
-                seconds[name].append(clock() - start)
-    return seconds
+    variant = Variant(name, args.dtype, run, weights_of(run))
+    for batch, _ in zip(batches(run, WARM_UP + args.repeats), sys.stdin, strict=False):
+        start = clock()
+        loss = variant.step(batch)
+        print(loss, clock() - start, flush=True)
+
+
+class Stepper:
+    """A process that makes steps of one variant when it is asked."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        command = own_command("--steps-of", name, args)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Loss and seconds of the next step."""
+        process = self.process
+        assert process.stdin and process.stdout
+        print("step", file=process.stdin, flush=True)
+        loss, seconds = process.stdout.readline().split()
+        return float(loss), float(seconds)
+
+
+def measure_time(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each variant's step in each repeat."""
+    steppers = {name: Stepper(name, args) for name in args.variants}
+    try:
+        first = {name: stepper.step()[0] for name, stepper in steppers.items()}
+        # bf16 rounds each product to 8 bits, in another order in each variant.
+        tolerance = 1e-5 if args.dtype == "fp32" else 5e-3
+        if max(first.values()) - min(first.values()) > tolerance * max(first.values()):
+            raise SystemExit(f"bench_step: the variants do not compute the same: {first}")
+        seconds: dict[str, list[float]] = {name: [] for name in steppers}
+        for repeat in range(WARM_UP - 1 + args.repeats):
+            turn = repeat % len(args.variants)
+            for name in [*args.variants[turn:], *args.variants[:turn]]:
+                seconds[name].append(steppers[name].step()[1])
+    finally:
+        for stepper in steppers.values():
+            stepper.process.kill()
+            stepper.process.wait()
+    return {name: several[WARM_UP - 1 :] for name, several in seconds.items()}
 
 
 def measure_memory(name: str, args: argparse.Namespace) -> dict[str, int]:
@@ -231,9 +258,14 @@ def resident_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 
+def own_command(what: str, name: str, args: argparse.Namespace) -> list[str]:
+    """This script again, for one variant."""
+    command = [sys.executable, __file__, what, name, "--dtype", args.dtype, "--vocab", args.vocab]
+    return [*command, "--threads", str(args.threads), "--repeats", str(args.repeats)]
+
+
 def in_own_process(name: str, args: argparse.Namespace) -> dict[str, int]:
-    command = [sys.executable, __file__, "--memory-of", name, "--dtype", args.dtype]
-    command += ["--vocab", args.vocab, "--threads", str(args.threads)]
+    command = own_command("--memory-of", name, args)
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return measured
@@ -268,6 +300,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
     parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps-of", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.variants[:1] != ["ours"] or not set(args.variants) <= set(VARIANTS):
         parser.error(f"--variants: ours first, then any of {', '.join(VARIANTS[1:])}")
@@ -280,6 +313,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.memory_of:
         print(json.dumps(measure_memory(args.memory_of, args)))
+    elif args.steps_of:
+        steps_of(args.steps_of, args)
     else:
         report(args)
 
