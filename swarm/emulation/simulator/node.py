@@ -46,6 +46,8 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.pace import Pace, brings_offer
 from swarm.protocol.rounds import Phase, RoundMachine
 
+CLOCKS_DIFFER_S = 1e-6
+"""A peer's clock has another beginning than the simulation's, so sums are rounded elsewhere."""
 LINGER_S = 10.0
 """A peer that has left hands over for so long."""
 
@@ -287,7 +289,7 @@ class Node(Ports):
         world.invariants.persisted(self.me, before, world.disks, world.now)
         may_vote = before.tip.height >= before.abstain_until_height
         if new.generation != before.tip.generation and may_vote and not self._is_listening:
-            since = world.now - world.timers.reform_s
+            since = world.now - world.timers.reform_s + CLOCKS_DIFFER_S
             heard = [peer for peer, time_s in self._heard.items() if time_s > since]
             world.invariants.reformed(self.me, before.tip, new, heard)
 
