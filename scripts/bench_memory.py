@@ -31,8 +31,8 @@ from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.stepping import make_engine
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
-PLANS = (("spes_2b", 1), ("spes_7b", 8), ("spes_7b", 2))
-"""Run file and experts owned: N = 16, N = 4, N = 16."""
+PLANS = (("spes_2b", 1), ("spes_2b", 16), ("spes_7b", 8), ("spes_7b", 2))
+"""Run file and experts owned: N = 16, R = N (everything), N = 4, N = 16."""
 
 
 def levels(run: RunConfig, folder: Path) -> list[EngineOptions]:
@@ -129,7 +129,8 @@ def computed(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for name, owned in PLANS:
         run = loaded(name)
-        for options in levels(run, folder):
+        without_frozen = 1 if owned == run.model.num_experts else None
+        for options in levels(run, folder)[:without_frozen]:
             # As in a peer, whose blob store has the agreed values as files.
             lent = options.frozen_folder is not None
             used = replace(options, device="cuda", pass_micro_batches=1, frozen_lent=lent)
