@@ -206,6 +206,7 @@ def num_bytes(peer: LocalPeer) -> int:
     return sum(sizes)
 
 
+@pytest.mark.alone
 def test_a_peer_four_times_slower_costs_the_others_nothing_and_its_experts_advance(
     tmp_path: Path,
 ) -> None:
