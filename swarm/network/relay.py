@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hivemind.p2p import P2P
 
-from swarm.errors import BadMessage, NoRoute, Unreachable
+from swarm.errors import BadMessage, NoRoute, SwarmError, Unreachable
 from swarm.network.control import Control, peer_of
 from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.identity import Identity
@@ -155,7 +155,7 @@ class Relay:
         try:
             async with asyncio.timeout(STREAM_S):
                 await self._pass_on(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, Unreachable, BadMessage) as why:
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, SwarmError) as why:
             logger.debug("stream passed on for %s ended: %s", source, why)
         finally:
             self._streams[source] -= 1

@@ -5,19 +5,24 @@ A daemon without a listen address cannot be dialled, on loopback as behind a NAT
 
 from __future__ import annotations
 
+import asyncio
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from swarm.config import NetworkSection
-from swarm.errors import BadMessage, NoRoute, Unreachable
+from swarm.errors import BadMessage, NetworkDown, NoRoute, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
+from swarm.network.relay import Relay
 from swarm.network.serve import BlobServer
+from swarm.network.traffic import Traffic
 from tests.network.conftest import LOOPBACK, Peers
 
 WAIT_S = 20.0
@@ -129,3 +134,22 @@ def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_pa
             open_sealed(bytes(broken[: rng.randrange(len(broken)) or None]), "QmB")
         with pytest.raises(BadMessage):
             open_sealed(bytes(broken), "QmB")
+
+
+def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado() -> None:
+    closed = []
+
+    def starting() -> Any:
+        raise NetworkDown("the network has not started")
+
+    async def ask() -> None:
+        names = b"destination", PROTOCOL.encode()
+        reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
+        reader.feed_data(bytes(map(len, names)) + b"".join(names))
+        relay = Relay(
+            cast(Any, None), cast(Any, None), Traffic(), frozenset({PROTOCOL}), True, starting
+        )
+        await relay._on_stream(None, reader, cast(Any, writer))
+
+    asyncio.run(ask())
+    assert closed

@@ -27,6 +27,7 @@ SETTINGS = [
     "round.roster_after_s=3.0",
     "round.reform_after_s=600.0",
     "merging.interval_steps=12",
+    "merging.decay_steps=1000000",  # merges do not end before their cells come up
 ]
 START_S = 180.0
 CELL_S = 60.0
