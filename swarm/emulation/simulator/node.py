@@ -40,7 +40,6 @@ from swarm.protocol.events import (
     Sync,
     Synced,
     Tick,
-    Undeliverable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.pace import Pace, brings_offer
@@ -240,10 +239,6 @@ class Node(Ports):
             self.fetcher.serve(source, payload)
         else:
             self.fetcher.take(source, payload)
-
-    def refused_by(self, peer: PeerId) -> None:
-        """The machine of a peer refused a message."""
-        self.tell(Undeliverable(peer))
 
     def _later(
         self, boots: int, method: Callable[..., None], arguments: tuple[object, ...]

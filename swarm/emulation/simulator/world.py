@@ -17,7 +17,7 @@ from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Record
+from swarm.protocol.events import Record, Undeliverable
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
     Entry,
@@ -148,7 +148,8 @@ class World:
         if delays and isinstance(payload, Packet):
             is_gone = not node.is_up and self.network.is_open(destination, source)
             if self.random.random() < (REFUSED if is_gone else REFUSED_IN_ERROR):
-                self.nodes[source].after(2 * delays[0], self.nodes[source].refused_by, destination)
+                sender = self.nodes[source]
+                sender.after(2 * delays[0], sender.tell, Undeliverable(destination))
 
     def reachable(self, source: PeerId, destination: PeerId) -> Node | None:
         """A peer that runs and whose links with another work in both directions."""
