@@ -17,6 +17,8 @@ SAFETY = 3.0
 """Transfers may take so many times what the measured rate says."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
 SHORTEST_ATTEMPT_S = 25.0
+ASSUMED_RATE_BYTES_PER_S = 2.5e6
+"""20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
 FIRST_ROUND_S = 1800.0
 """Bound on a round's local steps as long as none was seen."""
 
@@ -156,12 +158,13 @@ def production_timers(
 def _transfer_s(
     what: str, num_bytes: int, measured: Measured, floor_s: float, reasons: list[str]
 ) -> float:
-    if measured.rate_bytes_per_s <= 0:
-        return floor_s
-    seconds = max(floor_s, SAFETY * num_bytes / measured.rate_bytes_per_s)
+    known, rate = "", measured.rate_bytes_per_s
+    if rate <= 0:
+        known, rate = "an assumed ", ASSUMED_RATE_BYTES_PER_S
+    seconds = max(floor_s, SAFETY * num_bytes / rate)
     reasons.append(
         f"{what} may take {seconds:.1f} s: {SAFETY:g} x {num_bytes / 1e6:.1f} MB at "
-        f"{measured.rate_bytes_per_s / 1e6:.1f} MB/s, at least {floor_s:.1f}"
+        f"{known}{rate / 1e6:.1f} MB/s, at least {floor_s:.1f}"
     )
     return seconds
 

@@ -48,6 +48,13 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
     assert "3 x 1000.0 MB at 10.0 MB/s" in adapted.reasons[0]
 
 
+def test_until_a_rate_is_known_links_count_as_slow() -> None:
+    unmeasured = Measured(reduce_bytes=10**7, proposal_bytes=10**8, rate_bytes_per_s=0.0)
+    adapted = production_timers(unmeasured, roster_after_s=6.0, reform_after_s=None)
+    assert (adapted.timers.reduce_s, adapted.timers.vote_s) == (12.0, 120.0)
+    assert "an assumed 2.5 MB/s" in adapted.reasons[0]
+
+
 def test_a_roster_waits_one_and_a_half_times_the_median_and_never_under_six_seconds() -> None:
     slow = Measured(0, 0, 0.0, ready_s=(40.0, 60.0, 90.0), round_s=(100.0,))
     timers = production_timers(slow, roster_after_s=6.0, reform_after_s=None).timers
