@@ -80,6 +80,7 @@ class Peer:
         self.prober = Prober()
         self.server = BlobServer(
             on_ask=self._on_ask,
+            is_member=self._is_member,
             is_control=lambda digest: self.driver is not None and digest in self.driver.outbound,
             is_moments=lambda digest: (
                 self.exchange is not None and self.exchange.shelf.holds(digest)
@@ -120,6 +121,9 @@ class Peer:
     def _on_ask(self, source: PeerId, digest: Digest) -> None:
         if self.driver:
             self.driver.asked_for(source, digest)
+
+    def _is_member(self, peer: PeerId) -> bool:
+        return self.driver is not None and peer in self.driver.tip.members
 
     async def _on_message(self, source: PeerId, payload: bytes) -> None:
         if self.driver:

@@ -155,7 +155,7 @@ def main() -> int:
         "state_megabytes": round(num_bytes / 1e6, 1),
         "join_s": [round(found.seconds, 1) for found in joins],
         "bound_s": [round(found.bound_s, 1) for found in joins],
-        "quiet_round_s": round(usual_s, 2),
+        "quiet_round_s": [round(seconds, 2) for seconds in sorted(quiet)],
         "round_s_while_joining": [round(seconds, 2) for seconds in during],
         "round_ratio": round(statistics.median(during) / usual_s, 3),
     }

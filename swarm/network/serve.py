@@ -1,17 +1,19 @@
-"""Serves blobs to whoever asks: any peer serves any blob that it has."""
+"""Serves blobs to whoever asks: any peer serves any blob that it has, to members first."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import BinaryIO, cast
 
 from swarm.errors import StateError
 from swarm.network.blobs import BlobFile, BlobStore
 from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
 from swarm.network.traffic import Traffic
+from swarm.network.turns import Turns
 from swarm.protocol.digests import num_pieces
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class BlobServer:
         self,
         *,
         on_ask: Callable[[str, str], None] | None = None,
+        is_member: Callable[[str], bool] | None = None,
         is_control: Callable[[str], bool] | None = None,
         is_moments: Callable[[str], bool] | None = None,
     ) -> None:
@@ -41,6 +44,7 @@ class BlobServer:
 
         Args:
             on_ask: told peer id and digest of every ask, for leases.
+            is_member: whether a peer is of the run, so that others wait for it.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
             is_moments: whether it is a backup or hand-over of moments, whose bytes count apart.
@@ -50,6 +54,7 @@ class BlobServer:
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._flows: Counter[str] = Counter()
+        self._turns = Turns(is_member or (lambda _: True))
 
     def attach(self, store: BlobStore) -> None:
         """Serves this store's blobs too, from now on."""
@@ -78,6 +83,8 @@ class BlobServer:
         finally:
             self._flows[source] -= 1
             self._flows = +self._flows
+            if source not in self._flows:
+                self._turns.forget(source)
 
     async def _answer_all(
         self,
@@ -93,12 +100,14 @@ class BlobServer:
             ask = Ask.decode(encoded)
             if self._on_ask:
                 self._on_ask(source, ask.digest)
-            if not await self._answer(ask, traffic, writer):
+            if not await self._answer(ask, traffic, source, writer):
                 traffic.refuse("bad_ask")
                 await _refuse(Status.BAD, reader, writer)
                 return
 
-    async def _answer(self, ask: Ask, traffic: Traffic, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(
+        self, ask: Ask, traffic: Traffic, source: str, writer: asyncio.StreamWriter
+    ) -> bool:
         """Sends one answer; returns False for an ask beyond the blob's end."""
         store = next((store for store in self._stores if store.has(ask.digest)), None)
         size = store.size(ask.digest) if store else None
@@ -111,30 +120,39 @@ class BlobServer:
         head = Head(Status.HERE, size, len(index)).encode() + index
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
-        num_bytes = min(size - ask.offset, ask.length)
-        async for sent in _send_content(store, ask.digest, ask.offset, num_bytes, writer):
-            if self._is_control(ask.digest):
-                traffic.control_bytes_sent += sent
-            elif self._is_moments(ask.digest):
-                traffic.moments_bytes_sent += sent
-            else:
-                traffic.blob_bytes_sent += sent
+        span = range(ask.offset, min(size, ask.offset + ask.length))
+        with self._turns.serving(source):
+            turn = partial(self._turns.wait, source)
+            async for sent in _send_content(store, ask.digest, span, writer, turn):
+                self._count(ask.digest, sent, traffic)
         return True
+
+    def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
+        if self._is_control(digest):
+            traffic.control_bytes_sent += num_bytes
+        elif self._is_moments(digest):
+            traffic.moments_bytes_sent += num_bytes
+        else:
+            traffic.blob_bytes_sent += num_bytes
 
 
 async def _send_content(
-    store: BlobStore, digest: str, offset: int, num_bytes: int, writer: asyncio.StreamWriter
+    store: BlobStore,
+    digest: str,
+    span: range,
+    writer: asyncio.StreamWriter,
+    turn: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[int]:
-    """Sends a range of a blob; yields how much after each part.
+    """Sends a range of a blob, each part in its turn; yields how much after each.
 
     Raises:
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
-    end = offset + num_bytes
-    file = store.file_of(digest) if num_bytes > SMALL_BYTES else None
+    file = store.file_of(digest) if len(span) > SMALL_BYTES else None
     size = FILE_PART_BYTES if file else PART_BYTES
-    for start in range(offset, end, size):
-        part_bytes = min(size, end - start)
+    for start in span[::size]:
+        part_bytes = min(size, span.stop - start)
+        await turn()
         if file:
             await _send_file(file, start, part_bytes, writer)
         else:
@@ -149,11 +167,14 @@ async def _send_file(
     file: BlobFile, start: int, num_bytes: int, writer: asyncio.StreamWriter
 ) -> None:
     """The kernel moves the bytes: 6 % less CPU time for a round (scripts/bench_averaging.py)."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(IDLE_S):
-        sent = await loop.sendfile(
-            writer.transport, cast(BinaryIO, file.pack), file.offset + start, num_bytes
-        )
+    send = asyncio.get_running_loop().sendfile
+    pack, offset = cast(BinaryIO, file.pack), file.offset + start
+    try:
+        async with asyncio.timeout(IDLE_S):
+            sent = await send(writer.transport, pack, offset, num_bytes, fallback=False)
+    except asyncio.SendfileNotAvailableError:  # this file system's, or the stream has just ended
+        await _send(file.pack.read(offset, 0, num_bytes), writer)
+        return
     if sent < num_bytes:
         raise ConnectionError(f"{file.pack.path} ends early")
 

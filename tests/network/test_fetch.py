@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -369,3 +372,49 @@ def test_asks_are_told_so_that_manifests_can_be_leased(peers):
     server.detach(store)
     with pytest.raises(NobodyReachable, match="missing"):
         client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=0.3), WAIT_S)
+
+
+def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, monkeypatch):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "this file system cannot")
+
+    monkeypatch.setattr(os, "sendfile", refuse)
+    source = BlobStore(tmp_path)
+    blob = content(7, 2 * MIB)
+    want = Want(source.put(blob), len(blob), (peers.serving(source).peer_id,))
+    client = peers.node()
+    fetched = client.run(Downloads(client, BlobStore()).fetch_one(want, timeout_s=10), WAIT_S)
+    assert fetched == blob
+
+
+def test_members_have_their_bytes_before_strangers_have_theirs(peers, tmp_path):
+    """The stranger asks first, for as much, and through as many streams."""
+    names = {}
+    server = BlobServer(is_member=lambda peer: peer == names["member"])
+    source = BlobStore(tmp_path)
+    server.attach(source)
+    node = peers.node(Handlers(streams={PROTOCOL: server.serve}))
+    stranger, member = peers.node(), peers.node()
+    names["member"] = member.peer_id
+    wants = []
+    for seed in range(24):
+        blob = content(seed, 4 * MIB)
+        wants.append(Want(source.put(blob), len(blob), (node.peer_id,)))
+    ended = {}
+
+    def download(client) -> None:
+        client.run(Fetched().fetch(Downloads(client, BlobStore()), wants), WAIT_S)
+        ended[client.peer_id] = server_bytes(node)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(download, stranger)
+        while server_bytes(node) == 0:
+            time.sleep(0.001)
+        pool.submit(download, member).result(WAIT_S)
+        first.result(WAIT_S)
+    total = sum(want.num_bytes for want in wants)
+    assert ended[member.peer_id] < 1.5 * total
+
+
+def server_bytes(node) -> int:
+    return node.traffic.blob_bytes_sent
