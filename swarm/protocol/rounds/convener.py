@@ -83,17 +83,18 @@ class Convener(Collector):
         What is held up by peers that are gone is not waited for so long.
         """
         age_s = self._now - campaign.stage_at
-        if age_s < self.timers.reduce_s * (1 + campaign.extensions):
-            if age_s >= self.timers.grace_s:
-                self._exclude(campaign, self._gone_that_are_missed(campaign))
+        limit_s, grace_s = self.timers.reduce_s * (1 + campaign.extensions), self.timers.grace_s
+        if age_s < limit_s:
+            if age_s >= grace_s:
+                self._exclude(campaign, self._gone_that_are_missed(campaign), grace_s)
             return
         bad = self._whom_to_exclude(campaign)
         if bad:
-            self._exclude(campaign, bad)
+            self._exclude(campaign, bad, limit_s)
         elif not self._relieve(campaign):
             campaign.extensions += 1
 
-    def _exclude(self, campaign: Campaign, bad: dict[PeerId, str]) -> None:
+    def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
         """Begins a new roster without these peers; goes on as before if there are none."""
         if not bad:
             return
@@ -102,8 +103,7 @@ class Convener(Collector):
         for peer, why in bad.items():
             self._explain(
                 Topic.ROUND,
-                f"peer {peer} left out after {age_s:.1f} s (limit {self.timers.reduce_s:.1f}): "
-                f"{why}",
+                f"peer {peer} left out after {age_s:.1f} s (limit {limit_s:.1f}): {why}",
             )
         campaign.enter(Stage.COLLECT, self._now)
         self._advance_campaign()
