@@ -6,6 +6,7 @@ from math import inf
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
+    CancelFetch,
     Discovered,
     Fetch,
     Keep,
@@ -339,6 +340,20 @@ def test_a_fetch_that_brings_nothing_is_dropped_with_the_reason() -> None:
         pump.kill(peer)  # so that nobody sends the COMMIT again
     pump.run(pump.now + REFORM_S / 2 + 2)
     assert "gave up fetching height 3" in pump.nodes[late].said(Topic.ROUND)
+
+
+def test_a_fetch_does_not_age_while_its_process_stands_still() -> None:
+    pump = start_swarm("ABCD")
+    pump.run_to_height(2)
+    late = pump.nodes["A"].machine.tip.order[-1]
+    others = "".join(peer for peer in "ABCD" if peer != late)
+    pump.refuse_fetch = lambda peer, source, unit: peer == late
+    pump.run_to_height(3, others)
+    machine = pump.nodes[late].machine
+    pump.run(pump.now + 1, lambda: machine.phase is Phase.CATCHING_UP)
+    effects = machine.handle(Tick(), pump.now + 2 * REFORM_S)
+    assert machine.phase is Phase.LISTENING
+    assert not any(isinstance(effect, CancelFetch) for effect in effects)
 
 
 def test_a_blob_that_the_shell_lost_is_fetched_again_before_the_vote() -> None:

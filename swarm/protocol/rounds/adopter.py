@@ -59,7 +59,6 @@ class Adopter(MachineState):
             # A newer target is no progress: only blobs are [X2].
             progress_at=replaced.progress_at if replaced else self._now,
             commit=commit,
-            was_listening=self._is_listening,
         )
         if self._proposal and self._proposal.manifest.digest == manifest.digest:
             self._cancel_fetch(Purpose.PROPOSAL, self._proposal)

@@ -28,6 +28,8 @@ class Forks(Adopter):
         self._may_listen_on = True
         self._campaign = None
         self._heard.clear()
+        if self._catch_up:
+            self._catch_up.progress_at = self._now  # it stood still with this process [X2]
         self._next_hello = self._now
         self._tick_listening()
 
@@ -152,7 +154,6 @@ class Forks(Adopter):
         pursuit = self._catch_up
         if (
             pursuit is None
-            or pursuit.was_listening
             or not self._leaves_my_generation(pursuit.manifest)
             or self._may_leave_generation()
         ):

@@ -82,8 +82,6 @@ class CatchUp(Pursuit):
     """A decided manifest on its way to being applied [X1]."""
 
     commit: Commit
-    was_listening: bool = False
-    """Whether it was taken up while listening, when no guard holds [B1]."""
 
 
 class MachineState(ABC):
