@@ -43,7 +43,7 @@ CAUGHT = {
     "timers_not_adapted": "J:8",
     "backup_ignored": "K:12",
     "only_owners_asked": "L:9",
-    "hand_over_not_awaited": "L:1",
+    "hand_over_not_awaited": "K:27",
     "first_answer_taken": "K:1",
     "waits_for_moments": "K:1",
 }
