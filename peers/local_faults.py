@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import resource
 
-import torch
-
 from swarm.errors import OutOfMemory, StateError, SwarmError
-from swarm.network.patience import MENDED_BY
+from swarm.network.patience import MENDED_BY, is_memory
 
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 _REMEDY = "start it again with less beside it, a smaller --capacity, or a smaller micro batch"
 
 
 def named_fault(error: BaseException) -> SwarmError | None:
     """The typed error for a fault of this machine; None for what is our own bug."""
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if is_memory or (isinstance(error, RuntimeError) and _says_memory(error)):
+    if is_memory(error):
         return OutOfMemory("no memory is left", hint=_REMEDY)
     if isinstance(error, OSError) and error.errno in MENDED_BY:
         where = f"{error.filename}: " if error.filename else ""
         return StateError(f"{where}{error.strerror}", hint=MENDED_BY[error.errno])
     return None
-
-
-def _says_memory(error: RuntimeError) -> bool:
-    """Torch's allocator on the CPU raises no type of its own."""
-    return any(words in str(error) for words in _MEMORY_WORDS)
 
 
 def raise_file_limit() -> None:

@@ -1,5 +1,7 @@
 """A disk that is full, read-only or out of descriptors is waited for: a person can mend it.
 
+Memory that is short is waited for too, but not for long: the next thing to fail may be anything.
+
 A peer that waits says nothing in the rounds, as if it were paused; the others go on, and nothing
 that it has not made durable was ever promised.
 """
@@ -15,11 +17,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swarm.errors import CorruptState, StateError
+from swarm.errors import CorruptState, OutOfMemory, StateError
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1800.0
+MEMORY_PATIENCE_S = 60.0
 LONGEST_PAUSE_S = 10.0
 MENDED_BY = {
     errno.ENOSPC: "free some space",
@@ -32,6 +35,13 @@ MENDED_BY = {
     errno.ENOMEM: "stop other programs",
 }
 """What may pass, and what a person does about it."""
+_MEMORY_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "can't start new thread",
+)
+_MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
 Result = TypeVar("Result")
 
@@ -49,8 +59,15 @@ class Pause:
     reason: str
 
 
-def after_failure(error: OSError | StateError, attempt: int, waited_s: float) -> Pause:
-    """Whether a failed write is tried again.
+def is_memory(error: BaseException) -> bool:
+    """Whether memory was short; torch's allocators and threads raise no type of their own."""
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in _MEMORY_WORDS)
+    return isinstance(error, MemoryError)
+
+
+def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
+    """Whether what failed is tried again.
 
     Args:
         error: with which it failed.
@@ -63,7 +80,7 @@ def after_failure(error: OSError | StateError, attempt: int, waited_s: float) ->
     reason = f"{error if isinstance(error, StateError) else os.strerror(number)}"
     mended_by = MENDED_BY[number]
     reason = reason if mended_by in reason else f"{reason} ({mended_by})"
-    if waited_s >= PATIENCE_S:
+    if waited_s >= (MEMORY_PATIENCE_S if number == errno.ENOMEM else PATIENCE_S):
         return Pause(None, f"{reason}; gave up after {waited_s:.0f} s")
     return Pause(min(0.5 * 2.0 ** min(attempt, 10), LONGEST_PAUSE_S), reason)
 
@@ -72,27 +89,30 @@ def _number(error: BaseException) -> int:
     """The system's number of an error, or of what caused it; 0 if there is none."""
     if isinstance(error, OSError):
         return error.errno or 0
+    if is_memory(error):
+        return errno.ENOMEM
     return _number(error.__cause__) if error.__cause__ else 0
 
 
 def patiently(
     write: Callable[[], Result], what: str, sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """Writes, again and again while the disk does not let it; what is written must not change.
+    """Writes, again and again while the machine does not let it; what is written must not change.
 
     Args:
-        write: may raise OSError or StateError, and may be called again then.
+        write: may fail for want of disk, descriptors or memory, and may be called again then.
         what: for the log.
         sleep: waits; may raise to end it.
 
     Raises:
         StateError: it does not pass by itself, or not in half an hour.
+        OutOfMemory: memory stays short for a minute.
     """
     attempt, began_s = 0, time.monotonic()
     while True:
         try:
             return write()
-        except (OSError, StateError) as error:
+        except _MAY_PASS as error:
             pause_s = _told(error, what, attempt, time.monotonic() - began_s)
         sleep(pause_s)
         attempt += 1
@@ -104,15 +124,18 @@ async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> 
     while True:
         try:
             return await write()
-        except (OSError, StateError) as error:
+        except _MAY_PASS as error:
             pause_s = _told(error, what, attempt, time.monotonic() - began_s)
         await asyncio.sleep(pause_s)
         attempt += 1
 
 
-def _told(error: OSError | StateError, what: str, attempt: int, waited_s: float) -> float:
+def _told(error: Exception, what: str, attempt: int, waited_s: float) -> float:
+    if isinstance(error, RuntimeError) and not is_memory(error):
+        raise error  # a bug
     pause = after_failure(error, attempt, waited_s)
     if pause.seconds is None:
-        raise StateError(f"{what}: {pause.reason}") from error
+        kind = OutOfMemory if is_memory(error) else StateError
+        raise kind(f"{what}: {pause.reason}") from error
     logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
     return pause.seconds

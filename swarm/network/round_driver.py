@@ -19,12 +19,12 @@ from typing import Any
 
 from swarm.codecs import mean
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, NoRoute, StateError, SwarmError
+from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmError
 from swarm.network.blobs import BlobStore
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
-from swarm.network.patience import patiently_async
+from swarm.network.patience import is_memory, patiently_async
 from swarm.network.record_file import RecordFile
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
@@ -106,15 +106,16 @@ class RoundDriver:
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings = settings
         self.refused: Counter[str] = Counter()
-        self.transfers = Transfers(node, store, layout, self._inbox_put)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            store, self.downloads, machine.rules.run, self._inbox_put, self.refused
+            store, self.downloads, machine.rules.run, self._inbox.put_nowait, self.refused
         )
         self.outbound = Outbound(store)
         self.reasons: deque[Reason] = deque(maxlen=64)
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._tasks = Tasks("the round driver")
+        self._actor = Tasks("the round driver", on_failure=self._fail)
+        self._work = Tasks("the round driver's work", on_failure=self._work_failed)
         self._tip_changed = threading.Condition()
         self._base_timers = machine.timers
         self._adapt_timers()
@@ -194,13 +195,15 @@ class RoundDriver:
     def _raise_failure(self) -> None:
         if isinstance(self._failure, SwarmError):
             raise self._failure
+        if self._failure and is_memory(self._failure):
+            raise OutOfMemory("no memory is left for rounds") from self._failure
         if self._failure:
             raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
         if not self.node.alive:
             raise NetworkDown(f"{self.node.failure}", hint="start this peer again")
 
     def _send_in(self, event: Event) -> None:
-        self.node.loop.call_soon_threadsafe(self._inbox_put, event)
+        self.node.loop.call_soon_threadsafe(self._inbox.put_nowait, event)
 
     # ------------------------------------------------ the actor
 
@@ -209,50 +212,56 @@ class RoundDriver:
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
-        self._tasks.spawn(self._run())
-        self._tasks.spawn(self._tick())
+        self._actor.spawn(self._run())
+        self._actor.spawn(self._tick())
 
     async def stop(self) -> None:
         """Ends all work of the driver; runs in the node's loop."""
-        await self._tasks.stop()
+        await self._actor.stop()
+        await self._work.stop()
         await self.inbound.stop()
         await self.transfers.stop()
 
-    def _inbox_put(self, event: Event) -> None:
-        self._inbox.put_nowait(event)
-
     async def _run(self) -> None:
-        try:
-            await self._carry_out(self.machine.start(passed_s()))
-            while True:
-                event = await self._inbox.get()
-                if brings_offer(event):
-                    self.transfers.pace.offered(time.monotonic())
-                effects = self.machine.handle(event, passed_s())
-                if isinstance(event, Stored):
-                    # The machine knows of it now, and decides how long it is kept.
-                    self.store.unpin([event.digest])
-                await self._carry_out(effects)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # whatever it is, the trainer has to hear of it
-            logger.exception("the round driver stopped")
-            with self._tip_changed:
-                self._failure = error
-                self._tip_changed.notify_all()
+        await self._carry_out(self.machine.start(passed_s()))
+        while True:
+            event = await self._inbox.get()
+            if brings_offer(event):
+                self.transfers.pace.offered(time.monotonic())
+            effects = self.machine.handle(event, passed_s())
+            if isinstance(event, Stored):
+                # The machine knows of it now, and decides how long it is kept.
+                self.store.unpin([event.digest])
+            await self._carry_out(effects)
+
+    def _work_failed(self, error: BaseException) -> None:
+        """Costs a round at worst; but without memory nothing would get better."""
+        if isinstance(error, OutOfMemory):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Whatever it is, the trainer has to hear of it."""
+        with self._tip_changed:
+            self._failure = error
+            self._tip_changed.notify_all()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.machine.timers.tick_s)
             if self._inbox.empty():
-                self._inbox_put(Tick())
+                self._inbox.put_nowait(Tick())
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             await self._actions[type(effect)](self, effect)
 
+    async def _patiently(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs something in another thread; a disk that is full, say, is waited for."""
+        work = partial(function, *arguments)
+        return await patiently_async(lambda: self.node.loop.run_in_executor(None, work), what)
+
     async def _persist(self, effect: Persist) -> None:
-        await self._to_disk("record", self.record_file.write, effect.record)
+        await self._patiently("record", self.record_file.write, effect.record)
 
     async def _send(self, effect: Send) -> None:
         try:
@@ -260,7 +269,7 @@ class RoundDriver:
         except StateError as error:  # as good as lost on the way
             logger.error("a message was not sent: %s", error)
             return
-        self._tasks.spawn(self._post(effect.destination, payload))
+        self._work.spawn(self._post(effect.destination, payload))
 
     async def _post(self, destination: PeerId, payload: bytes) -> None:
         try:
@@ -268,7 +277,7 @@ class RoundDriver:
         except (Unreachable, NetworkDown) as error:  # the machine repeats what matters
             logger.debug("to=%s lost: %s", destination[-6:], error)
             if isinstance(error, NoRoute):
-                self._inbox_put(Undeliverable(destination))
+                self._inbox.put_nowait(Undeliverable(destination))
 
     async def _fetch(self, effect: Fetch) -> None:
         await self.transfers.start(effect)
@@ -277,23 +286,23 @@ class RoundDriver:
         await self.transfers.cancel(effect.purpose)
 
     async def _sync(self, effect: Sync) -> None:
-        self._tasks.spawn(self._sync_blobs(effect.manifest))
+        self._work.spawn(self._sync_blobs(effect.manifest))
 
     async def _sync_blobs(self, manifest: Manifest) -> None:
-        await self._to_disk("manifest", self.store.put, manifest.encoded, manifest.digest)
+        await self._patiently("manifest", self.store.put, manifest.encoded, manifest.digest)
         digests = [manifest.digest, *(entry.digest for entry in manifest.entries.values())]
         founding = manifest.founding
         held = [*digests, founding.config, founding.validation]
-        await self._to_disk("blobs", self.store.sync, held)
-        self._inbox_put(Synced(manifest.digest))
+        await self._patiently("blobs", self.store.sync, held)
+        self._inbox.put_nowait(Synced(manifest.digest))
 
     async def _reduce(self, effect: Reduce) -> None:
-        self._tasks.spawn(self._reduce_unit(effect))
+        self._work.spawn(self._reduce_unit(effect))
 
     async def _reduce_unit(self, effect: Reduce) -> None:
-        result = await self._to_disk("mean", self._store_mean, effect)
+        result = await self._patiently("mean", self._store_mean, effect)
         if result:
-            self._inbox_put(UnitReduced(effect.roster_id, effect.unit, result))
+            self._inbox.put_nowait(UnitReduced(effect.roster_id, effect.unit, result))
 
     def _store_mean(self, effect: Reduce) -> ReducedUnit | None:
         blobs = []
@@ -307,15 +316,15 @@ class RoundDriver:
         return ReducedUnit(*self.store_value(value))
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
-        self._tasks.spawn(self._merge(effect.tip))
+        self._work.spawn(self._merge(effect.tip))
 
     async def _merge(self, tip: Manifest) -> None:
-        merged = await self._in_thread(self.merger, tip)
+        merged = await self._patiently("merge", self.merger, tip)
         units = {}
         for unit, value in merged.items():
-            digest, num_bytes = await self._to_disk("merged expert", self.store_value, value)
+            digest, num_bytes = await self._patiently("merged expert", self.store_value, value)
             units[unit] = ReducedUnit(digest, num_bytes)
-        self._inbox_put(MergeComputed(tip.digest, units))
+        self._inbox.put_nowait(MergeComputed(tip.digest, units))
 
     async def _apply(self, effect: Apply) -> None:
         self.transfers.pace.applied(time.monotonic())
@@ -337,7 +346,7 @@ class RoundDriver:
             logger.debug("%s", reason)
 
     async def _keep(self, effect: Keep) -> None:
-        await self._to_disk("blobs", self.store.collect, effect.digests, time.monotonic())
+        await self._patiently("blobs", self.store.collect, effect.digests, time.monotonic())
 
     async def _leave(self, effect: Left) -> None:
         with self._tip_changed:
@@ -387,12 +396,3 @@ class RoundDriver:
             if manifest and digest in blobs:
                 self.store.lease(manifest.digest, {manifest.digest, *blobs}, time.monotonic())
                 return
-
-    # ------------------------------------------------ plumbing
-
-    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await self.node.loop.run_in_executor(None, partial(function, *arguments))
-
-    async def _to_disk(self, what: str, write: Callable[..., Any], *arguments: Any) -> Any:
-        """Waits as long as the disk does not let it; see `patience`."""
-        return await patiently_async(lambda: self._in_thread(write, *arguments), what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -16,9 +16,12 @@ class Tasks:
     Only the loop's thread may call this.
     """
 
-    def __init__(self, owner: str) -> None:
-        """Starts with none; `owner` is named in the log when a task fails."""
+    def __init__(
+        self, owner: str, on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Starts with none; `owner` is named in the log when a task fails, then it is told."""
         self._owner = owner
+        self._on_failure = on_failure
         self._running: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
@@ -30,14 +33,18 @@ class Tasks:
         task.add_done_callback(self._running.discard)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs it; nobody waits for it, so a failure is logged."""
+        """Runs it; nobody waits for it, so a failure is logged and told."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.add(task)
-        task.add_done_callback(self._log_failure)
+        task.add_done_callback(self._failed)
 
-    def _log_failure(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception():
-            logger.error("a task of %s failed", self._owner, exc_info=task.exception())
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        logger.error("a task of %s failed", self._owner, exc_info=error)
+        if self._on_failure:
+            self._on_failure(error)
 
     async def stop(self) -> None:
         """Cancels all and returns once they have ended."""

@@ -10,6 +10,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.network.packs import _state_error
 from swarm.network.patience import (
     LONGEST_PAUSE_S,
+    MEMORY_PATIENCE_S,
     MENDED_BY,
     PATIENCE_S,
     after_failure,
@@ -43,6 +44,31 @@ def test_the_cause_behind_a_state_error_counts(tmp_path) -> None:
         pause = after_failure(error, 0, 0.0)
     assert pause.seconds is not None
     assert pause.reason.count("free some space") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("out of memory")]
+)
+def test_memory_is_waited_for_only_a_minute(error: Exception) -> None:
+    assert after_failure(error, 0, 0.0).seconds == 0.5
+    assert after_failure(error, 9, MEMORY_PATIENCE_S).seconds is None
+
+    def write() -> None:
+        raise error
+
+    def pause(_: float) -> None:
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        patiently(write, "record", pause)
+
+
+def test_a_bug_keeps_its_type() -> None:
+    def write() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        patiently(write, "record")
 
 
 def test_pauses_grow_to_a_limit_and_patience_ends() -> None:

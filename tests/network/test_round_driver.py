@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, StateError, SwarmError, Unreachable
+from swarm.errors import NetworkDown, OutOfMemory, StateError, SwarmError, Unreachable
 from swarm.experts import Slice, UnitLayout
+from swarm.network import patience
 from swarm.network.blobs import BlobStore
 from swarm.network.loop_thread import LoopThread
 from swarm.network.node import Node
@@ -170,7 +171,7 @@ class Bench:
 
     def stop(self) -> None:
         self.node.thread.run(self.driver.stop(), WAIT_S)
-        assert not self.driver._tasks
+        assert not self.driver._actor and not self.driver._work
         self.node.thread.stop(WAIT_S)
 
 
@@ -336,7 +337,7 @@ def test_a_machine_that_fails_is_told_to_the_trainer_not_waited_for(bench: Bench
     with pytest.raises(SwarmError, match="a bug"):
         bench.driver.wait_for_tip(TIP.digest, WAIT_S)
     assert time.monotonic() - began_s < WAIT_S / 2
-    assert "the round driver stopped" in caplog.text
+    assert "a task of the round driver failed" in caplog.text
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_said_before_the_record_is_durable(
@@ -364,10 +365,35 @@ def test_a_dead_network_is_told_to_the_trainer(bench: Bench) -> None:
         bench.driver.wait_for_tip(TIP.digest, WAIT_S)
 
 
+def test_work_that_lacks_memory_is_tried_again(bench: Bench, caplog) -> None:
+    failures = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+    def merge(_: Manifest) -> dict[str, memoryview]:
+        if failures:
+            raise failures.pop(0)
+        return {"expert.0": memoryview(b"merged")}
+
+    bench.driver.merger = merge
+    bench.start(ComputeMerge(TIP))
+    assert bench.machine.wait_for(MergeComputed)
+    assert caplog.text.count("merge: Cannot allocate memory (stop other programs)") == 2
+
+
+def test_memory_that_stays_away_ends_the_peer(bench: Bench, monkeypatch) -> None:
+    def merge(_: Manifest) -> dict[str, memoryview]:
+        raise MemoryError
+
+    monkeypatch.setattr(patience, "MEMORY_PATIENCE_S", 0.0)
+    bench.driver.merger = merge
+    bench.start(ComputeMerge(TIP))
+    with pytest.raises(OutOfMemory, match="gave up"):
+        bench.driver.wait_for_tip(TIP.digest, WAIT_S)
+
+
 def test_a_failed_task_is_logged_and_the_rounds_go_on(bench: Bench, caplog) -> None:
     bench.driver.merger = lambda _: 1 // 0
     bench.start(ComputeMerge(TIP))
-    assert wait_until(lambda: "a task of the round driver failed" in caplog.text)
+    assert wait_until(lambda: "a task of the round driver's work failed" in caplog.text)
     bench.machine.events.clear()
     bench.machine.wait_for(Tick)
 

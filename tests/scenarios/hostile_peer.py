@@ -116,7 +116,7 @@ def lie_about_decisions() -> None:
         header = Header(forged.code, forged.digest, forged.generation)
         payload = self.outbound.encode(header, Commit(forged, None, tip))
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
-            self._tasks.spawn(self._post(peer, payload))
+            self._work.spawn(self._post(peer, payload))
 
     RoundDriver._actions = {**RoundDriver._actions, Apply: lying}
 

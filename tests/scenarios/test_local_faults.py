@@ -1,6 +1,7 @@
 """Faults of one machine: its peer says what is wrong, spoils nothing, and is back by itself."""
 
 import os
+import re
 import resource
 import signal
 import time
@@ -60,13 +61,14 @@ def is_back(swarm: LocalSwarm, peer: LocalPeer) -> None:
     swarm.wait_until(contributes(peer), what="its return", timeout_s=2 * ROUND_S)
 
 
-def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int) -> None:
-    """Lets the peer run under a limit of the system for a while."""
+def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int, says: str = "") -> None:
+    """Lets the peer run under a limit of the system for a while, and until it says something."""
     assert peer.process is not None
     pid = peer.process.pid
     before = resource.prlimit(pid, kind, (limit, resource.prlimit(pid, kind)[1]))
     try:
         time.sleep(FAULT_S)
+        swarm.wait_until(lambda _: says in peer.output(), what=says, timeout_s=ROUND_S)
     finally:
         resource.prlimit(pid, kind, before)
     assert peer.alive, peer.output()[-2000:]
@@ -85,10 +87,22 @@ def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
     """A limit on the size of files stands for a full disk; the log is to fit, a blob is not."""
     victim = swarm.peers[2]
     known = rounds(swarm.peers[0])[-1]["round"]
-    limited(swarm, victim, resource.RLIMIT_FSIZE, victim.log_path.stat().st_size + LOG_BYTES)
-    assert "raise the limit of file sizes" in victim.output()
+    fits = victim.log_path.stat().st_size + LOG_BYTES
+    limited(swarm, victim, resource.RLIMIT_FSIZE, fits, says="raise the limit of file sizes")
     is_back(swarm, victim)
     assert rounds(swarm.peers[0])[-1]["round"] > known
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_gets_no_more_memory_works_on_with_what_it_has(swarm: LocalSwarm) -> None:
+    victim = swarm.peers[2]
+    assert victim.process is not None
+    known = rounds(victim)[-1]["round"]
+    status = Path(f"/proc/{victim.process.pid}/status").read_text()
+    (kilobytes,) = re.findall(r"VmSize:\s+(\d+) kB", status)
+    limited(swarm, victim, resource.RLIMIT_AS, int(kilobytes) * 1024)
+    assert rounds(victim)[-1]["round"] > known
+    is_back(swarm, victim)
 
 
 @pytest.mark.exhaustive
