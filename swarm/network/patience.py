@@ -135,7 +135,7 @@ def _told(error: Exception, what: str, attempt: int, waited_s: float) -> float:
         raise error  # a bug
     pause = after_failure(error, attempt, waited_s)
     if pause.seconds is None:
-        kind = OutOfMemory if is_memory(error) else StateError
+        kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
         raise kind(f"{what}: {pause.reason}") from error
     logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
     return pause.seconds

@@ -122,10 +122,14 @@ class BlobServer:
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
         with self._turns.serving(source):
-            turn = partial(self._turns.wait, source)
+            turn = partial(self._turn, source, ask.digest)
             async for sent in _send_content(store, ask.digest, span, writer, turn):
                 self._count(ask.digest, sent, traffic)
         return True
+
+    async def _turn(self, source: str, digest: str) -> None:
+        if not self._is_control(digest):  # those are small, and others decide by them
+            await self._turns.wait(source)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):
