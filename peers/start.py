@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peers.link_check import measured_rates, require_link, verdict_for
+from peers.link_check import measured_verdict, require_link
 from peers.live_model import initial_blobs
 from peers.state_directory import RunDirectory, StateDirectory
 from peers.status import NO_DIGEST, PeerStatus
@@ -218,8 +218,8 @@ class Starter:
             shown = self._wait_for(newest_tip(self.node, store, downloads, record, peers))
             tip = self._without_old_votes(shown)
             if tip is shown:  # a member that comes back has shown that its link will do
-                rates = self._wait_for(measured_rates(self.node, present))
-                require_link(verdict_for(run, tip.tip, present, rates))
+                verdict = self._wait_for(measured_verdict(self.node, run, tip.tip, present))
+                require_link(verdict)
         self._recompute_initial(tip, run, layout, store)
         sources = peers | set(tip.tip.members)
         tip = self._wait_for(

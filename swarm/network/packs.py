@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from swarm.errors import CorruptState, StateError
+from swarm.network.patience import MENDED_BY
 
 WRITEBACK_BYTES = 16 * 2**20
 """After so much has been written the disk begins with it."""
@@ -215,5 +215,4 @@ def read_index(path: Path) -> list[Placed]:
 
 
 def _state_error(path: Path, error: OSError) -> StateError:
-    hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return StateError(f"{path}: {error.strerror}", hint=hint)
+    return StateError(f"{path}: {error.strerror}", hint=MENDED_BY.get(error.errno or 0, ""))

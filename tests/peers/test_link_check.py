@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from peers import link_check
-from peers.link_check import measured_rates, require_link, verdict_for
+from peers.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.network.node import Node
@@ -79,3 +79,29 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
     assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
     assert set(asked) == {"A", "B"}
     assert asyncio.run(measured_rates(node, {"me": record()})) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("factors", "fitness", "asked"),
+    [
+        ([0.1, 0.2, 1.1], Fitness.ENOUGH, 3),
+        ([1.1], Fitness.ENOUGH, 1),
+        ([0.5], Fitness.SLOW, 1),
+        ([0.2, 0.1, 0.1, 0.1, 9.9], Fitness.HOPELESS, TRIES),
+    ],
+)
+def test_a_link_that_looks_hopeless_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, factors: list[float], fitness: Fitness, asked: int
+) -> None:
+    """Members that exchange at that moment have little left for a stranger."""
+    rates = [(NEEDED_MBIT * factor, None) for factor in factors]
+    left = len(rates) - asked
+
+    async def measure(*_: object) -> tuple[float, None]:
+        return rates.pop(0)
+
+    monkeypatch.setattr(link_check, "measured_rates", measure)
+    monkeypatch.setattr(link_check, "RETRY_S", 0.0)
+    node = cast(Node, type("Node", (), {"peer_id": "me"}))
+    verdict = asyncio.run(measured_verdict(node, RUN, TIP, {"A": record()}))
+    assert (verdict.fitness, len(rates)) == (fitness, left)
