@@ -13,10 +13,10 @@ All the while it sends COMMITs without certificate. The merge after round 2 it a
 that are none, the one after round 4 not at all, the one after round 6 when it is long over.
 """
 
-import asyncio
 import dataclasses
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,9 @@ from peers.peer import main
 from peers.publisher import Publisher
 from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
-from swarm.network.bulk import Ask, Head
+from swarm.network.bulk import Head
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
-from swarm.network.traffic import Traffic
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
@@ -77,10 +76,8 @@ def lie_in_streams() -> None:
             return encode(dataclasses.replace(self, num_bytes=self.num_bytes * 1000))
         return encode(self)
 
-    async def ending(
-        self: BlobServer, ask: Ask, traffic: Traffic, writer: asyncio.StreamWriter
-    ) -> bool:
-        answered = await answer(self, ask, traffic, writer)
+    async def ending(self: BlobServer, *arguments: Any) -> bool:
+        answered = await answer(self, *arguments)
         if rounds_done == 5:
             raise ConnectionError("ends in the middle")
         return answered
