@@ -48,8 +48,9 @@ def running(
     step_s: float = STEP_S,
     links: NamespaceLinks | None = None,
     settings: Sequence[str] = (),
+    num_rounds: int = 3,
 ) -> Iterator[tuple[LocalSwarm, FaultRunner]]:
-    """A swarm that has three rounds behind it, and what tells its peers what to do."""
+    """A swarm that has some rounds behind it, and what tells its peers what to do."""
     common = [f"round.reform_after_s={reform_after_s}", "run.rounds=1000000"]
     common += ["model.num_experts=12", "round.local_steps=6"]
     run_file = write_run(folder, [*common, *settings])
@@ -58,7 +59,7 @@ def running(
     runner.prepare()
     try:
         swarm.start()
-        swarm.wait_until(has_rounds(3), what="three rounds", timeout_s=START_S)
+        swarm.wait_until(has_rounds(num_rounds), what="first rounds", timeout_s=START_S)
         yield swarm, runner
     finally:
         swarm.kill()
@@ -171,13 +172,17 @@ def tokens_of(peer: LocalPeer, generation: str) -> tuple[int, int]:
 
 @ROOT_ONLY
 def test_a_joiner_whose_sources_die_one_after_another_arrives(tmp_path: Path) -> None:
-    """Twelve seconds of download; whenever some more of it is there, another source is killed."""
+    """Twelve seconds of download; whenever some more of it is there, another source is killed.
+
+    A round of the others takes half a minute, most of it on the line.
+    """
     links = NamespaceLinks(LINKS["home-20"])
     large = [
         "model.hidden_size=256", "model.moe_intermediate_size=256", "model.num_hidden_layers=3",
         "train.batch_tokens=32", "train.micro_batch_sequences=1", "wire.part_bytes=1048576",
     ]  # fmt: skip
-    with running(tmp_path, 5, step_s=LONG_STEP_S, links=links, settings=large) as (swarm, runner):
+    slow = {"step_s": LONG_STEP_S, "links": links, "settings": large, "num_rounds": 1}
+    with running(tmp_path, 5, **slow) as (swarm, runner):
         sources, address = swarm.peers[1:4], swarm.peers[0].join_address()
         joiner = swarm.add(["--initial-peers", address])
         for number, source in enumerate(sources):
