@@ -151,7 +151,8 @@ def fault_reports(
 def rounds_without_owner(fault: Happened, histories: Histories) -> int:
     """Rounds after a fault in which experts of its victims belonged to nobody who was there.
 
-    Who is there applies a manifest before the next round ends.
+    A victim is there again once it applies a manifest before the next round ends. Of the others
+    each is taken to be there: what an adopter is met by itself is another fault's matter.
 
     Args:
         fault: that took peers away.
@@ -166,9 +167,10 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
         next_s = rounds[position + 1].ended_s if position + 1 < len(rounds) else inf
         owned = {
             expert
-            for events in histories
+            for peer, events in enumerate(histories)
             for event in applied(events, "quorum")
-            if event["round"] == found.number and event["time"] <= next_s
+            if event["round"] == found.number
+            and (peer not in fault.peers or event["time"] <= next_s)
             for expert in event["owned"]
         }
         if lost <= owned:

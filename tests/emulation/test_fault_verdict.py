@@ -116,6 +116,12 @@ def test_experts_of_the_dead_are_without_owner_until_somebody_else_has_them() ->
     assert rounds_without_owner(KILL, [owning(KILLED, 0), [*q, back]]) == 1
 
 
+def test_an_adopter_that_is_paused_itself_is_not_held_against_the_first_fault() -> None:
+    """r was given expert 1 with the seventh round, which it applies when it goes on."""
+    r = [{**applied(7, 95.0), "owned": [1]}]
+    assert rounds_without_owner(KILL, [owning(KILLED, 0), owning(STEADY, 1), r]) == 1
+
+
 def test_who_applies_a_round_only_when_the_next_has_ended_was_not_there() -> None:
     late = [{**applied(number, 95.0), "owned": [1]} for number in (6, 7, 8)]
     histories = [owning(KILLED, 0), [*owning(STEADY, 1), *late]]
