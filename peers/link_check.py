@@ -29,13 +29,15 @@ Rates = tuple[float | None, float | None]
 """Down and up, in Mbit/s; None where nobody answered."""
 
 
-async def measured_rates(node: Node, present: Mapping[PeerId, PeerRecord]) -> Rates:
+async def measured_rates(
+    node: Node, present: Mapping[PeerId, PeerRecord], known: Rates = (None, None)
+) -> Rates:
     """The best rates to a few peers that listen: what this machine's own link allows.
 
-    Moves up to 4 MiB each way and peer.
+    Moves up to 4 MiB each way and peer. Rates known from before count too.
     """
     listening = [peer for peer in sorted(present) if present[peer].addresses]
-    best: dict[bool, float | None] = {True: None, False: None}
+    best: dict[bool, float | None] = dict(zip((True, False), known, strict=True))
     for peer in [peer for peer in listening if peer != node.peer_id][:ASKED]:
         for is_down, before in best.items():
             try:
@@ -71,21 +73,13 @@ async def measured_verdict(
     """
     best: Rates = (None, None)
     for tries_left in reversed(range(TRIES)):
-        best = _better(best, await measured_rates(node, present))
+        best = await measured_rates(node, present, best)
         verdict = verdict_for(run, tip, present, best)
         if verdict.fitness is not Fitness.HOPELESS or not tries_left:
             break
         logger.info("link=hopeless, measured again in %.0f s: %s", RETRY_S, verdict.text)
         await asyncio.sleep(RETRY_S)
     return verdict
-
-
-def _better(first: Rates, second: Rates) -> Rates:
-    down, up = (
-        max((rate for rate in pair if rate is not None), default=None)
-        for pair in zip(first, second, strict=True)
-    )
-    return down, up
 
 
 def require_link(verdict: LinkVerdict) -> None:

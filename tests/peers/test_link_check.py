@@ -79,6 +79,7 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
     assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
     assert set(asked) == {"A", "B"}
     assert asyncio.run(measured_rates(node, {"me": record()})) == (None, None)
+    assert asyncio.run(measured_rates(node, present, (7.0, 4.0))) == (9.0, 4.0)
 
 
 @pytest.mark.parametrize(

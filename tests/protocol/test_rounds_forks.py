@@ -326,12 +326,17 @@ def test_a_duplicate_commit_does_not_restart_a_fetch() -> None:
     assert [type(effect).__name__ for effect in again].count("Fetch") == 0
 
 
-def test_a_fetch_that_brings_nothing_is_dropped_with_the_reason() -> None:
+def one_that_cannot_fetch() -> tuple[Pump, str, str]:
+    """Four at height 2, one of them, and the three others."""
     pump = start_swarm("ABCD")
     pump.run_to_height(2)
     late = pump.nodes["A"].machine.tip.order[-1]
-    others = "".join(peer for peer in "ABCD" if peer != late)
     pump.refuse_fetch = lambda peer, source, unit: peer == late
+    return pump, late, "".join(peer for peer in "ABCD" if peer != late)
+
+
+def test_a_fetch_that_brings_nothing_is_dropped_with_the_reason() -> None:
+    pump, late, others = one_that_cannot_fetch()
     for peer in others:
         pump.nodes[peer].train_s = 1000.0
     pump.run_to_height(3, others)
@@ -343,11 +348,7 @@ def test_a_fetch_that_brings_nothing_is_dropped_with_the_reason() -> None:
 
 
 def test_a_fetch_does_not_age_while_its_process_stands_still() -> None:
-    pump = start_swarm("ABCD")
-    pump.run_to_height(2)
-    late = pump.nodes["A"].machine.tip.order[-1]
-    others = "".join(peer for peer in "ABCD" if peer != late)
-    pump.refuse_fetch = lambda peer, source, unit: peer == late
+    pump, late, others = one_that_cannot_fetch()
     pump.run_to_height(3, others)
     machine = pump.nodes[late].machine
     pump.run(pump.now + 1, lambda: machine.phase is Phase.CATCHING_UP)
