@@ -149,3 +149,13 @@ class LinkTooSlow(SwarmError):
     """With this machine's link a peer would be one round late for ever; says the numbers."""
 
     exit_code = 10
+
+
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was short; torch's allocators raise no type of their own on CPUs."""
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in _MEMORY_WORDS)
+    return isinstance(error, MemoryError)

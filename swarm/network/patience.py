@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swarm.errors import CorruptState, OutOfMemory, StateError
+from swarm.errors import CorruptState, OutOfMemory, StateError, lacks_memory
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,7 @@ MENDED_BY = {
     errno.ENOMEM: "stop other programs",
 }
 """What may pass, and what a person does about it."""
-_MEMORY_WORDS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "can't start new thread",
-)
+_NO_THREAD = "can't start new thread"
 _MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
 Result = TypeVar("Result")
@@ -60,10 +55,8 @@ class Pause:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory was short; torch's allocators and threads raise no type of their own."""
-    if isinstance(error, RuntimeError):
-        return any(words in str(error) for words in _MEMORY_WORDS)
-    return isinstance(error, MemoryError)
+    """Whether memory was short; a thread's stack is memory too."""
+    return lacks_memory(error) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
 
 
 def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.errors import OutOfMemory
+from swarm.errors import OutOfMemory, lacks_memory
 from swarm.experts import expert_shapes
 from swarm.model.routing import Guidance
 from swarm.train.engine import Engine, EngineState, ResidentEngine, StepStats
@@ -204,8 +204,6 @@ class SteppingEngine:
 
 def _memory_error(error: BaseException) -> str:
     """What a memory error says in one line; raises any other error again."""
-    text = str(error).partition("\n")[0]
-    is_cpu = "can't allocate memory" in text or "not enough memory" in text
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu:
-        return text or type(error).__name__
-    raise error
+    if not lacks_memory(error):
+        raise error
+    return str(error).partition("\n")[0] or type(error).__name__
