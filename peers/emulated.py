@@ -210,8 +210,8 @@ def arm_trainer(emulation: Emulation) -> None:
 
 
 def arm_network(emulation: Emulation) -> None:
-    """Puts the traps into the places where this peer acts for the others."""
-    actions, start, writer = RoundDriver._actions, RoundDriver.start, BlobStore.writer
+    """Puts the traps into the places where this peer serves the others."""
+    start, writer = RoundDriver.start, BlobStore.writer
     handle, reduce_unit = RoundMachine.handle, RoundDriver._reduce_unit
 
     def noted_start(self: RoundDriver) -> None:
@@ -229,6 +229,20 @@ def arm_network(emulation: Emulation) -> None:
             emulation.reduces_on = self.tip.digest
             emulation.at("roster")
         return handle(self, event, now)
+
+    async def trapped_reduce(self: RoundDriver, effect: Reduce) -> None:
+        emulation.at("reduce")
+        await reduce_unit(self, effect)
+
+    _replace(RoundDriver, "start", noted_start)
+    _replace(RoundDriver, "_reduce_unit", trapped_reduce)
+    _replace(RoundMachine, "handle", trapped_handle)
+    _replace(BlobStore, "writer", trapped_writer)
+
+
+def arm_effects(emulation: Emulation) -> None:
+    """Puts the traps into what the round machine has done, one effect after another."""
+    actions = RoundDriver._actions
 
     async def trapped_send(self: RoundDriver, effect: Send) -> None:
         message = effect.message
@@ -274,17 +288,9 @@ def arm_network(emulation: Emulation) -> None:
             emulation.is_joiner = False
         await actions[Apply](self, effect)
 
-    async def trapped_reduce(self: RoundDriver, effect: Reduce) -> None:
-        emulation.at("reduce")
-        await reduce_unit(self, effect)
-
     trapped = {Send: trapped_send, Persist: trapped_persist, Fetch: trapped_fetch}
     trapped |= {ComputeMerge: trapped_merge, Apply: noted_apply}
     _replace(RoundDriver, "_actions", {**actions, **trapped})
-    _replace(RoundDriver, "start", noted_start)
-    _replace(RoundDriver, "_reduce_unit", trapped_reduce)
-    _replace(RoundMachine, "handle", trapped_handle)
-    _replace(BlobStore, "writer", trapped_writer)
 
 
 def _of_news(emulation: Emulation, message: Commit) -> Spot | None:
@@ -309,6 +315,7 @@ def emulate(folder: Path, peer: int) -> None:
     _replace(time, "time", emulation.clock)
     arm_trainer(emulation)
     arm_network(emulation)
+    arm_effects(emulation)
     emulation.follow()
 
 

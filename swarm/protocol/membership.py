@@ -48,20 +48,9 @@ def next_members(
         At least one member: when everybody would go and nobody joins, those that were to leave
         stay listed, since a manifest without members could never have a successor.
     """
-    members: dict[PeerId, Member] = {}
-    reasons = []
-    for peer, member in sorted(parent.members.items()):
-        is_present = peer in heard or peer in contributors
-        silent = 0 if is_present else member.silent + 1
-        if peer in leaving:
-            reasons.append(f"{peer} removed: it asked to leave")
-        elif silent > silent_limit:
-            reasons.append(f"{peer} removed: silent for {silent} rounds, more than {silent_limit}")
-        else:
-            declared = (capacities or {}).get(peer, member.capacity)
-            if declared != member.capacity:
-                reasons.append(f"{peer} has capacity {declared:g} now, had {member.capacity:g}")
-            members[peer] = Member(silent, declared)
+    members, reasons = _staying(
+        parent, {*heard, *contributors}, leaving, silent_limit, capacities or {}
+    )
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     room = max(1, len(parent.members))
@@ -78,3 +67,27 @@ def next_members(
             ("all members stay listed: nobody else would be left to continue the run",),
         )
     return Membership(dict(sorted(members.items())), tuple(reasons))
+
+
+def _staying(
+    parent: Manifest,
+    present: Collection[PeerId],
+    leaving: Collection[PeerId],
+    silent_limit: int,
+    capacities: Mapping[PeerId, float],
+) -> tuple[dict[PeerId, Member], list[str]]:
+    """The parent's members that neither left nor were silent for too long."""
+    members: dict[PeerId, Member] = {}
+    reasons = []
+    for peer, member in sorted(parent.members.items()):
+        silent = 0 if peer in present else member.silent + 1
+        if peer in leaving:
+            reasons.append(f"{peer} removed: it asked to leave")
+        elif silent > silent_limit:
+            reasons.append(f"{peer} removed: silent for {silent} rounds, more than {silent_limit}")
+        else:
+            declared = capacities.get(peer, member.capacity)
+            if declared != member.capacity:
+                reasons.append(f"{peer} has capacity {declared:g} now, had {member.capacity:g}")
+            members[peer] = Member(silent, declared)
+    return members, reasons

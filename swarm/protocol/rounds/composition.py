@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarm.experts import expert_unit
@@ -11,7 +11,7 @@ from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit
 from swarm.protocol.membership import next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
-from swarm.protocol.ownership import assign
+from swarm.protocol.ownership import Assignment, assign
 from swarm.protocol.rounds.rosters import Plan
 from swarm.protocol.rounds.rules import Rules
 
@@ -57,22 +57,7 @@ def compose_round(
         silent_limit=rules.silent_limit,
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
-    assignment = assign(
-        tip.owners,
-        _capacities(membership.members),
-        [peer for peer in contributors if peer in membership.members],
-        stale=stale_experts(entries, number, rules),
-        silent=[
-            peer
-            for peer, member in membership.members.items()
-            if member.silent > rules.owner_silent_limit
-        ],
-        owners_per_expert=rules.owners_per_expert,
-        num_experts=rules.num_experts,
-        # Ties break alike in all rounds: so who would adopt an expert is known before, and a
-        # backup of its moments lies with the right peer.
-        seed=tip.founding.nonce,
-    )
+    assignment = _assigned(tip, membership.members, contributors, entries, rules)
     return replace(
         tip,
         run=rules.run,
@@ -89,6 +74,30 @@ def compose_round(
         entries=entries,
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
+    )
+
+
+def _assigned(
+    tip: Manifest,
+    members: Mapping[PeerId, Member],
+    contributors: Sequence[PeerId],
+    entries: Mapping[Unit, Entry],
+    rules: Rules,
+) -> Assignment:
+    """Owners after an ordinary training round."""
+    return assign(
+        tip.owners,
+        _capacities(members),
+        [peer for peer in contributors if peer in members],
+        stale=stale_experts(entries, tip.round + 1, rules),
+        silent=[
+            peer for peer, member in members.items() if member.silent > rules.owner_silent_limit
+        ],
+        owners_per_expert=rules.owners_per_expert,
+        num_experts=rules.num_experts,
+        # Ties break alike in all rounds: so who would adopt an expert is known before, and a
+        # backup of its moments lies with the right peer.
+        seed=tip.founding.nonce,
     )
 
 
