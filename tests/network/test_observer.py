@@ -25,8 +25,6 @@ from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest, run_id
 from swarm.protocol.messages import Commit, Header
 from swarm.protocol.records import (
-    PeerRecord,
-    PeerState,
     RunRecord,
     RunState,
     ValidationRecord,
@@ -34,6 +32,7 @@ from swarm.protocol.records import (
     validation_key,
 )
 from swarm.protocol.wire import encode
+from tests.peer_records import peer_record
 
 WAIT_S = 20.0
 SHORT_S = 2.0
@@ -124,22 +123,6 @@ class Lonely:
 
 def _zeros(layout: Layout) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
-
-
-def peer_record(peer_id: str, height: int = 0) -> PeerRecord:
-    return PeerRecord(
-        peer_id=peer_id, name="lonely", addresses=(), state=PeerState.TRAINING, capacity=1.0,
-        generation="0", height=height, round=0, rounds_total=2, manifest_digest="0" * 64,
-        owned_experts=(0, 1), step=0, tokens=0, loss=None, val_loss=None, tokens_per_s=0.0,
-        blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
-        round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
-        steps_skipped=0, refused={}, data_index=0, reason="", version="0",
-        moments_bytes_sent=0,
-        moments_bytes_received=0,
-        zero_moments=0,
-        moments_reason="",
-        routing=None, grad_norm=None, grad_spikes=0,
-    )  # fmt: skip
 
 
 @pytest.fixture

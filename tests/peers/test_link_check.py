@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -14,7 +13,7 @@ from swarm.model.cost import cost_of
 from swarm.network.node import Node
 from swarm.protocol.fitness import Fitness
 from swarm.protocol.records import PeerRecord
-from tests.peers.test_monitor import peer_record
+from tests.peer_records import peer_record
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import tiny_run
 
@@ -28,7 +27,7 @@ NEEDED_MBIT = cost_of(RUN, 3).bytes_sent_per_peer_per_round * 8 / 1e6 / ROUND_S
 
 def record(*, listens: bool = True, tokens_per_s: float = LOCAL_TOKENS / ROUND_S) -> PeerRecord:
     address = ("/ip4/10.0.0.1/tcp/1/p2p/Qm",) if listens else ()
-    return replace(peer_record("0" * 64), addresses=address, tokens_per_s=tokens_per_s)
+    return peer_record("QmA", addresses=address, tokens_per_s=tokens_per_s)
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.joining import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
-from swarm.protocol.records import PeerRecord, PeerState, RunRecord, RunState, ValidationRecord
+from swarm.protocol.records import PeerRecord, RunRecord, RunState, ValidationRecord
+from tests.peer_records import peer_record
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
-
-
-def peer_record(digest: str, round_: int = 1) -> PeerRecord:
-    return PeerRecord(
-        peer_id="QmA", name="a", addresses=(), state=PeerState.TRAINING, capacity=1.0,
-        generation="0", height=round_, round=round_, rounds_total=8, manifest_digest=digest,
-        owned_experts=(0,), step=0, tokens=0, loss=None, val_loss=None, tokens_per_s=0.0,
-        blob_bytes_sent=0, blob_bytes_received=0, round_blob_bytes_sent=0,
-        round_blob_bytes_received=0, control_bytes_sent=0, control_bytes_received=0,
-        steps_skipped=0, refused={}, data_index=0, reason="", version="0",
-        moments_bytes_sent=0,
-        moments_bytes_received=0,
-        zero_moments=0,
-        moments_reason="",
-        routing=None, grad_norm=None, grad_spikes=0,
-    )  # fmt: skip
 
 
 def manifest(round_: int) -> Manifest:
@@ -39,6 +24,10 @@ def manifest(round_: int) -> Manifest:
         members={"QmA": Member(0, 1.0)}, contributors=("QmA",), sources={}, owners={0: ("QmA",)},
         entries={"expert.0": Entry("0" * 64, 1, round_, "QmA", "bf16")},
     )  # fmt: skip
+
+
+def record_at(tip: Manifest) -> PeerRecord:
+    return peer_record("QmA", manifest_digest=tip.digest, round=tip.round)
 
 
 def run_record(state: RunState) -> RunRecord:
@@ -55,7 +44,9 @@ class Guest:
         self.asked: list[str] = []
         self.state = RunState.RUNNING
         self.tip_now: Manifest | None = manifest(1)
-        self.seen = Seen({"QmA": peer_record(manifest(1).digest)}, {}, {})
+        self.seen = Seen(
+            {"QmA": peer_record("QmA", manifest_digest=manifest(1).digest, round=1)}, {}, {}
+        )
 
     def find(self, wanted: str | None, deadline_s: float) -> Announced:
         self.asked.append(f"find {wanted}")
@@ -74,7 +65,7 @@ class Guest:
     def show(self, round_: int) -> None:
         self.tip_now = manifest(round_)
         losses = {"QmA": ValidationRecord(round_, "0" * 64, 5.0 - round_, 64)}
-        self.seen = Seen({"QmA": peer_record(manifest(round_).digest, round_)}, {}, losses)
+        self.seen = Seen({"QmA": record_at(manifest(round_))}, {}, losses)
 
 
 @pytest.fixture

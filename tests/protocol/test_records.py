@@ -14,7 +14,6 @@ from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     MergeRecord,
     PeerRecord,
-    PeerState,
     Record,
     RoutingFigures,
     RunRecord,
@@ -23,6 +22,7 @@ from swarm.protocol.records import (
     decode_record,
     encode_record,
 )
+from tests.peer_records import peer_record
 
 HEX = "0123456789abcdef" * 4
 
@@ -38,38 +38,13 @@ RUN = RunRecord(
     state=RunState.GATHERING,
     wait_for_peers=4,
 )
-PEER = PeerRecord(
-    peer_id="QmPeer",
+PEER = peer_record(
+    "QmPeer",
     name="Zoë's laptop",
     addresses=("/ip4/10.0.0.1/tcp/4001/p2p/QmPeer",),
-    state=PeerState.TRAINING,
-    capacity=1.5,
-    generation="0",
-    height=4,
-    round=3,
-    rounds_total=8,
-    manifest_digest=HEX,
-    owned_experts=(0, 5),
-    step=170,
-    tokens=81920,
     loss=2.5,
     val_loss=None,
-    tokens_per_s=16_000.0,
-    blob_bytes_sent=10,
-    blob_bytes_received=20,
-    round_blob_bytes_sent=1,
-    round_blob_bytes_received=2,
-    control_bytes_sent=3,
-    control_bytes_received=4,
-    steps_skipped=0,
     refused={"non_finite": 1},
-    data_index=2,
-    reason="round 3 decided by 3 of 4 members",
-    version="0.1.0",
-    moments_bytes_sent=0,
-    moments_bytes_received=0,
-    zero_moments=0,
-    moments_reason="",
     routing=RoutingFigures(1.5, 0, 0.0, None),
     grad_norm=0.5,
     grad_spikes=1,
