@@ -6,18 +6,20 @@ newcomer after another joins by the printed line, works until a round has counte
 
   join_s        from its command to its first local step that a round counted
   bound_s       1.2 x (bytes of the state / rate of the link) + one round + 15 s for the start
-  round ratio   median length of the others' rounds while it joined, to that of rounds without
+  round_ratio   mean length of the others' rounds while it joined, to that of rounds without,
+                and the standard error of that: single rounds differ by 3 % (standard deviation)
 
-    .venv/bin/python scripts/bench_join.py --link home-20 --joins 3
+    .venv/bin/python scripts/bench_join.py --link home-20 --joins 6
 """
 
 import argparse
+import math
 import shutil
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
@@ -42,7 +44,7 @@ MODEL = settings(
 )
 STEP_S = 7.5
 """A local step as a timed wait; six make a round, of which averaging then takes about a sixth."""
-QUIET_ROUNDS = 4
+QUIET_ROUNDS = 2
 START_S = 400.0
 JOIN_S = 400.0
 ALLOWED_START_S = 15.0
@@ -70,9 +72,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--link", choices=list(LINKS), default="home-20")
     parser.add_argument("--peers", type=int, default=4, help="that train already (default: 4)")
-    parser.add_argument("--joins", type=int, default=3)
+    parser.add_argument("--joins", type=int, default=6)
     add_common(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.joins < 2:
+        parser.error("--joins must be 2 at least: one value has no standard error")
+    return arguments
 
 
 def wait(swarm: LocalSwarm, done: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -126,6 +131,17 @@ def rest(swarm: LocalSwarm) -> list[float]:
     return [r.seconds for r in found[-QUIET_ROUNDS:]]
 
 
+def ratio_of_means(some: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """The ratio and its standard error; both need two values at least."""
+    means = statistics.mean(some), statistics.mean(others)
+    ratio = means[0] / means[1]
+    shares = [
+        statistics.stdev(values) / mean / math.sqrt(len(values))
+        for values, mean in zip((some, others), means, strict=True)
+    ]
+    return ratio, ratio * math.hypot(*shares)
+
+
 def main() -> int:
     arguments = parse()
     folder, say = folder_of(arguments, "join"), teller()
@@ -149,7 +165,7 @@ def main() -> int:
         swarm.kill()
         links.close()
     during = [seconds for found in joins for seconds in found.round_s]
-    usual_s = statistics.median(quiet)
+    ratio, error = ratio_of_means(during, quiet)
     verdict = {
         "link": arguments.link,
         "state_megabytes": round(num_bytes / 1e6, 1),
@@ -157,7 +173,8 @@ def main() -> int:
         "bound_s": [round(found.bound_s, 1) for found in joins],
         "quiet_round_s": [round(seconds, 2) for seconds in sorted(quiet)],
         "round_s_while_joining": [round(seconds, 2) for seconds in during],
-        "round_ratio": round(statistics.median(during) / usual_s, 3),
+        "round_ratio": round(ratio, 3),
+        "round_ratio_error": round(error, 3),
     }
     report(verdict, arguments)
     return 0
