@@ -16,7 +16,6 @@ MIN_REFORM_S = 600.0
 SAFETY = 3.0
 """Transfers may take so many times what the measured rate says."""
 PATIENCE_WITHOUT_REFORM_S = 300.0
-SHORTEST_ATTEMPT_S = 25.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
 FIRST_ROUND_S = 1800.0
@@ -45,8 +44,9 @@ class Timers:
     """T_red: a reducer's results must be there."""
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
-    attempt_s: float = SHORTEST_ATTEMPT_S
-    """T_att of attempt 0; attempts 1 and 2 may take twice and three times as long."""
+    attempt_s: float = 41.0
+    """T_att of attempt 0: D2, T_red three times, T_vote twice. Attempts 1 and 2 may take twice and
+    three times as long."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
@@ -62,8 +62,7 @@ class Timers:
 
     def proposal_limit_s(self, attempt: int) -> float:
         """A proposal of which nothing new arrives for so long is in vain."""
-        once_s = max(SHORTEST_ATTEMPT_S, 3 * self.reduce_s + 2 * self.vote_s)
-        return once_s * (1 + min(attempt, 2))
+        return (3 * self.reduce_s + 2 * self.vote_s) * (1 + min(attempt, 2))
 
     @property
     def grace_s(self) -> float:

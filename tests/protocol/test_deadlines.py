@@ -20,7 +20,7 @@ def test_the_defaults_are_those_of_the_model() -> None:
     assert (timers.poll_s, timers.heartbeat_s, timers.hello_s) == (1.5, 5.0, 3.0)
     assert (timers.roster_s, timers.roster_late_s) == (6.0, 14.0)
     assert (timers.reduce_s, timers.vote_s, timers.discover_s) == (5.0, 6.0, 6.0)
-    assert [timers.attempt_limit_s(attempt) for attempt in range(4)] == [25, 50, 75, 75]
+    assert [timers.attempt_limit_s(attempt) for attempt in range(4)] == [41, 82, 123, 123]
     assert timers.patience_s == timers.reform_s / 2 == 30.0
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Offer
-from swarm.protocol.moments import Moments
+from swarm.protocol.moments import Moments, Search
 
 SURVIVAL = 0.3
 """Share of the blobs not yet synced that are there again after a crash, by luck."""
@@ -32,6 +32,10 @@ class PrivateState:
     progress: Mapping[int, Progress]
     offer: Offer | None
     """The finished offer, or None when the local steps were still to be done."""
+    lacking: frozenset[int] = frozenset()
+    """Experts that started with zero moments, which others may have."""
+    searches: tuple[Search, ...] = ()
+    """For these."""
 
 
 class Disk:

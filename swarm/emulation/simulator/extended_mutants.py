@@ -11,7 +11,7 @@ from dataclasses import replace
 from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.extended import EXTENDED
-from swarm.emulation.simulator.keeper import Found, Keeper, Search
+from swarm.emulation.simulator.keeper import Found, Keeper
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol import abstaining
@@ -19,7 +19,7 @@ from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.moments import Moments
+from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 
@@ -109,6 +109,11 @@ class _FirstAnswerTaken(Keeper):
         return found[0][1] if found else None
 
 
+class _SearchForgotten(Keeper):
+    def resume(self, searches: Iterable[Search], tip: Manifest) -> None:
+        return
+
+
 class _WaitsForMoments(Trainer):
     def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
         adoption = super().apply(manifest, previous)
@@ -173,6 +178,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "N4: what a living owner hands over is waited for", Cast(keeper=_HandOverNotAwaited)
     ),
     "first_answer_taken": Mutant("N2: the newest moments win", Cast(keeper=_FirstAnswerTaken)),
+    "search_forgotten": Mutant(
+        "N5: who starts again looks on for moments", Cast(keeper=_SearchForgotten)
+    ),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS}

@@ -8,7 +8,7 @@ cut or a peer is gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from swarm.emulation.simulator.disk import Disk
@@ -17,10 +17,13 @@ from swarm.experts import expert_unit
 from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.moments import (
     Moments,
+    Search,
     backup_holders,
+    counts_twice,
     handed_over,
     handover_round,
     is_backup_round,
+    is_in_vain,
     is_outdated,
     is_wanted,
     may_come,
@@ -66,12 +69,10 @@ Found = list[tuple[PeerId, Moments]]
 
 
 @dataclass
-class Search:
-    """Moments are looked for, of experts that were taken up together."""
+class Hunt:
+    """A search that goes on."""
 
-    experts: list[int]
-    previous: Manifest
-    manifest: Manifest
+    search: Search
     since: float
     there: tuple[PeerId, ...] = ()
     """Peers that could be asked when this was last tried."""
@@ -88,6 +89,12 @@ class Keeper:
         """What is announced, and who has not got it yet."""
         self._unanswered: dict[PeerId, int] = {}
         self._is_announcing = False
+        self._hunts: list[Hunt] = []
+
+    @property
+    def searches(self) -> tuple[Search, ...]:
+        """What is looked for, to be saved with the moments that it will be added to."""
+        return tuple(hunt.search for hunt in self._hunts)
 
     @property
     def shelf(self) -> dict[int, Moments]:
@@ -100,8 +107,9 @@ class Keeper:
         """Copies the moments for the backups, in a round in which that is due."""
         number = tip.round + 1
         if is_backup_round(number, self.every):
-            holders = backup_holders(tip)
-            self._copies = [self._put(e, number) for e in self._mine() if e in holders]
+            holders, sought = backup_holders(tip), self._sought()
+            mine = [e for e in self._mine() if e in holders and e not in sought]
+            self._copies = [self._put(e, number) for e in mine]
 
     def before_adopt(self, previous: Manifest, manifest: Manifest) -> None:
         """Puts out the moments of experts that others own from `manifest` on."""
@@ -119,9 +127,8 @@ class Keeper:
                 if moments.expert in mine and moments.expert in holders:
                     self._announce(moments, [holders[moments.expert]])
             self._copies = []
-        new = [e for e in taken if manifest.entries[expert_unit(e)].version > 0]
-        if new:
-            self._ask(Search(new, previous, manifest, self.shell.now_s()))
+        self._look_only_for(self.shell.own_experts())
+        self._look_for(Search(tuple(taken), previous, manifest))
         for moments in list(self.shelf.values()):
             version = manifest.entries[expert_unit(moments.expert)].version
             if is_outdated(moments, version, self.every):
@@ -182,12 +189,41 @@ class Keeper:
 
     # ------------------------------------------------------------ taking up
 
-    def _ask(self, search: Search) -> None:
-        asked = self._whom(search)
-        search.there = tuple(p for p in self._able(search) if self.shell.keeper_of(p) is not None)
-        answering = tuple(peer for peer in asked if peer in search.there)
+    def resume(self, searches: Iterable[Search], tip: Manifest) -> None:
+        """Looks again for what the private state lacks, unless nobody keeps it by now."""
+        for search in searches:
+            late = {e for e in search.experts if is_in_vain(search, e, tip, self.every)}
+            for expert in sorted(late):
+                self.shell.took(expert, None)
+            left = tuple(expert for expert in search.experts if expert not in late)
+            self._look_for(replace(search, experts=left))
+
+    def stepped(self) -> None:
+        """The experts were trained: what comes from now on is added to what they have got."""
+        for hunt in self._hunts:
+            hunt.search = replace(hunt.search, steps=hunt.search.steps + 1)
+
+    def _sought(self) -> set[int]:
+        return {expert for search in self.searches for expert in search.experts}
+
+    def _look_for(self, search: Search) -> None:
+        if search.experts:
+            self._hunts.append(Hunt(search, self.shell.now_s()))
+            self._ask(self._hunts[-1])
+
+    def _look_only_for(self, experts: Collection[int]) -> None:
+        for hunt in self._hunts:
+            left = tuple(expert for expert in hunt.search.experts if expert in experts)
+            hunt.search = replace(hunt.search, experts=left)
+        self._hunts = [hunt for hunt in self._hunts if hunt.search.experts]
+
+    def _ask(self, hunt: Hunt) -> None:
+        asked = self._whom(hunt.search)
+        able = self._able(hunt.search)
+        hunt.there = tuple(peer for peer in able if self.shell.keeper_of(peer) is not None)
+        answering = tuple(peer for peer in asked if peer in hunt.there)
         delay_s = ANSWER_S if len(answering) == len(asked) else ASK_S
-        self.shell.after(delay_s, self._answered, search, answering)
+        self.shell.after(delay_s, self._answered, hunt, answering)
 
     def _whom(self, search: Search) -> list[PeerId]:
         return self._able(search)
@@ -204,24 +240,23 @@ class Keeper:
         keeper = self.shell.keeper_of(peer)
         return tuple(keeper.shelf.values()) if keeper else ()
 
-    def _answered(self, search: Search, asked: tuple[PeerId, ...]) -> None:
+    def _answered(self, hunt: Hunt, asked: tuple[PeerId, ...]) -> None:
+        search = hunt.search
         answers = {
             peer: self._held_by(peer) for peer in asked if self.shell.keeper_of(peer) is not None
         }
-        age_s = self.shell.now_s() - search.since
-        for expert in list(search.experts):
-            if expert not in self.shell.own_experts():
-                search.experts.remove(expert)  # no longer mine
-                continue
-            found = self._found(expert, answers)
+        age_s, sought = self.shell.now_s() - hunt.since, self._sought()
+        for expert in search.experts:
+            found = [f for f in self._found(expert, answers) if not counts_twice(search, f[1])]
             if age_s < HANDOVER_S and self._may_come(expert, search, answers, found):
                 continue
-            search.experts.remove(expert)
+            sought.remove(expert)
             moments = self._choose(found)
             self.shell.took(expert, moments.round if moments else None)
-            self._judge(expert, search, moments)
-        if search.experts:
-            self.shell.after(RETRY_S, self._ask, search)
+            self._judge(expert, hunt, moments)
+        self._look_only_for(sought)
+        if hunt.search.experts:
+            self.shell.after(RETRY_S, self._ask, hunt)
 
     def _found(self, expert: int, answers: Mapping[PeerId, tuple[Moments, ...]]) -> Found:
         """Who has which moments of an expert; this peer's own backup among them."""
@@ -241,19 +276,19 @@ class Keeper:
 
     # ------------------------------------------------------------ what must hold
 
-    def _judge(self, expert: int, search: Search, moments: Moments | None) -> None:
+    def _judge(self, expert: int, hunt: Hunt, moments: Moments | None) -> None:
         """The newest moments that a living peer has were found, or those still to come."""
-        me, round_ = self.shell.me, moments.round if moments else -1
-        age_s = self.shell.now_s() - search.since
-        for peer in (me, *search.there):
+        me, round_, search = self.shell.me, moments.round if moments else -1, hunt.search
+        age_s = self.shell.now_s() - hunt.since
+        for peer in (me, *hunt.there):
             keeper = self if peer == me else self.shell.keeper_of(peer)
             held = keeper.shelf.get(expert) if keeper else None
-            if held and held.round > round_:
+            if held and held.round > round_ and not counts_twice(search, held):
                 why = f"took moments of round {round_}, {peer} has those of {held.round}"
                 raise Violation("N2", f"{me}, expert {expert}: {why}")
         for owner in search.previous.owners.get(expert, ()):
             wanted = handover_round(owner, search.previous, search.manifest)
-            answers = owner in search.there and self.shell.keeper_of(owner) is not None
+            answers = owner in hunt.there and self.shell.keeper_of(owner) is not None
             if answers and wanted > round_ and age_s < HANDOVER_S:
                 why = f"did not wait for round {wanted} of {owner}, only {age_s:.1f} s"
                 raise Violation("N4", f"{me}, expert {expert}: {why}")

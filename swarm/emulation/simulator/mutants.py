@@ -173,8 +173,8 @@ class _GenerationCounted(RoundMachine):
 
 
 class _ReformAlthoughQuorum(RoundMachine):
-    def _hears_quorum(self, limit_s: float) -> bool:
-        return False
+    def _is_stalled(self, limit_s: float) -> bool:
+        return self._now - max(self._boot_at, self._applied_at) >= limit_s
 
 
 class _MostTokensWin(RoundMachine):

@@ -16,8 +16,7 @@ from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
-from swarm.emulation.simulator.trainer import Trainer
-from swarm.protocol.adoption import Action
+from swarm.emulation.simulator.trainer import Trainer, taken_up
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -142,8 +141,25 @@ class Node(Ports):
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
+            self._restore()
             self.trainer.resume()
             self.after(world.random.random() * world.timers.tick_s, self._tick)
+
+    def _restore(self) -> None:
+        record, private = self.disk.record, self.disk.private
+        adoption = self.trainer.restore()
+        if self._has_moments:
+            if private is not None:
+                self.keeper.resume(private.searches, record.tip)
+            if adoption is not None:
+                before = record.parent or record.tip
+                self.keeper.adopted(taken_up(adoption, record.tip), before, record.tip)
+            sought = {e for search in self.keeper.searches for e in search.experts}
+            if not self.trainer.lacking <= sought:
+                why = f"experts {sorted(self.trainer.lacking - sought)} keep moments of zero"
+                raise Violation("N5", f"{self.me} starts again: {why}")
+        if adoption is not None:
+            self.trainer.save_if_rebased(adoption)
 
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
@@ -345,9 +361,8 @@ class Node(Ports):
         if self.trainer.progress.keys() != owned:
             raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
         if self._has_moments:
-            actions = adoption.experts.items()
-            taken = [expert for expert, what in actions if what.action is Action.TAKE_UP]
-            self.keeper.adopted(taken, before, manifest)
+            self.keeper.adopted(taken_up(adoption, manifest), before, manifest)
+        self.trainer.save_if_rebased(adoption)
         if self.trainer.is_idle:
             raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")
 

@@ -9,6 +9,7 @@ from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.moments import Search
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 
@@ -21,6 +22,7 @@ class Ports:
     character: Character
     machine: RoundMachine
     trainer: Trainer
+    keeper: Keeper
     is_up: bool
     is_paused: bool
     lingers_until: float
@@ -54,7 +56,16 @@ class Ports:
 
     def took(self, expert: int, round_: int | None) -> None:
         """An expert that was taken up got moments of this round, or none."""
+        self.trainer.lacking.discard(expert)
         self._note(f"expert {expert} goes on with moments of round {round_}")
+
+    def searches(self) -> tuple[Search, ...]:
+        """What this peer looks for."""
+        return self.keeper.searches
+
+    def stepped(self) -> None:
+        """Its experts were trained."""
+        self.keeper.stepped()
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second that this peer sends and receives at most."""

@@ -14,6 +14,7 @@ from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.moments import Search
 from swarm.protocol.rounds import Rules
 
 
@@ -37,6 +38,12 @@ class Shell(Protocol):
 
     def next_serial(self) -> int:
         """A number that this peer never used before."""
+
+    def searches(self) -> tuple[Search, ...]:
+        """For moments that the experts lack."""
+
+    def stepped(self) -> None:
+        """Hears that the experts were trained."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +70,32 @@ class Trainer:
         self.progress: dict[int, Progress] = {}
         self.offer: Offer | None = None
         """The finished round."""
+        self.lacking: set[int] = set()
+        """Experts that were taken up with zero moments and have not got theirs."""
         self.late: frozenset[int] = frozenset()
         """Experts with progress that the rounds so far have left out [O2]."""
         self._late_offer: Offer | None = None
         self._job = 0
         self._is_training = False
 
-    def resume(self) -> None:
-        """Goes on after a start, from the private state on the disk and the record's tip [P6]."""
+    def restore(self) -> Adoption | None:
+        """Takes up the private state on the disk, at the record's tip [P6].
+
+        Returns:
+            What became of it, or None if it was of this very tip.
+        """
         self._swap(self.tip)
         private = self.shell.disk.private
-        if private is not None and private.tip == self.tip.digest:
-            self.progress = dict(private.progress)
+        if private is None:
+            return self._adopt(self.tip, self.tip.digest, [])
+        self.progress, self.lacking = dict(private.progress), set(private.lacking)
+        if private.tip == self.tip.digest:
             self.offer = private.offer
-        elif private is not None:
-            self.progress = dict(private.progress)
-            offers = [private.offer] if private.offer else []
-            self._save_if_rebased(self._adopt(self.tip, private.tip, offers))
-        else:
-            self._adopt(self.tip, self.tip.digest, [])
+            return None
+        return self._adopt(self.tip, private.tip, [private.offer] if private.offer else [])
+
+    def resume(self) -> None:
+        """Goes on after a start."""
         self._go_on()
 
     def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
@@ -104,7 +118,6 @@ class Trainer:
             self.offer = None
             self._job += 1
             self._is_training = False
-        self._save_if_rebased(adoption)
         if not self._is_training:
             self._go_on()
         return adoption
@@ -185,9 +198,15 @@ class Trainer:
             self.shell.tell(Offered(offer))
 
     def _save(self) -> None:
-        self.shell.disk.private = PrivateState(self.tip.digest, dict(self.progress), self.offer)
+        self.shell.disk.private = PrivateState(
+            self.tip.digest,
+            dict(self.progress),
+            self.offer,
+            frozenset(self.lacking),
+            self.shell.searches(),
+        )
 
-    def _save_if_rebased(self, adoption: Adoption) -> None:
+    def save_if_rebased(self, adoption: Adoption) -> None:
         """The rebased master and its new base go to the disk in one write [M10]."""
         if any(choice.action is Action.REBASE for choice in adoption.experts.values()):
             self._save()
@@ -197,6 +216,7 @@ class Trainer:
         for expert, (base, value) in sorted(self.progress.items()):
             trained = self._trained(expert_unit(expert), self._origin(base, value))
             self.progress[expert] = Progress(base, trained)
+        self.shell.stepped()
 
     def _origin(self, base: Digest, value: Digest) -> Digest:
         """The agreed value that a value really was trained from, whatever its base says."""
@@ -238,6 +258,9 @@ class Trainer:
         for expert, choice in adoption.experts.items():
             offered = [offer.units.get(expert_unit(expert)) for offer in offers]
             self._follow(expert, choice, [unit.digest for unit in offered if unit])
+        self.lacking = {e for e in self.lacking if e in self.progress} | set(
+            taken_up(adoption, manifest)
+        )
         return adoption
 
     def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
@@ -264,3 +287,12 @@ class Trainer:
         # Only a difference to the very value it was trained from makes it extend the merged one.
         extends = choice.base if choice.rebase_from in (base, *offered) else base
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
+
+
+def taken_up(adoption: Adoption, manifest: Manifest) -> list[int]:
+    """Experts that are newly this peer's and have been trained by others."""
+    return [
+        expert
+        for expert, choice in adoption.experts.items()
+        if choice.action is Action.TAKE_UP and manifest.entries[expert_unit(expert)].version > 0
+    ]

@@ -276,14 +276,14 @@ class Convener(Collector):
         campaign = self._campaign
         if campaign is None:
             return
-        deaf = self._why_deaf(campaign)
-        reason = deaf or self._why_step_down(campaign)
+        reason = self._why_deaf(campaign) or self._why_step_down(campaign)
         if reason:
-            self._was_deaf = deaf is not None
             self._step_down(reason)
             return
         if self._now >= campaign.next_poll:
-            campaign.next_poll = self._now + self.timers.poll_s
+            # From when it was due: from now on, each would come a tick later than the one before.
+            campaign.next_poll = max(campaign.next_poll, self._now - self.timers.tick_s)
+            campaign.next_poll += self.timers.poll_s
             campaign.num_polls += 1
             self._poll(campaign)
         if campaign.stage is Stage.REDUCE:

@@ -168,8 +168,6 @@ class MachineState(ABC):
         self._readies: dict[PeerId, Ready] = {}
         self._campaign: Campaign | None = None
         self._has_told_wait = False
-        self._was_deaf = False
-        """Whether the last own campaign at this height ended because it heard too few."""
         self._job: Job | None = None
         self._proposal: Proposal | None = None
 

@@ -47,15 +47,13 @@ class Takeover(Convener):
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not [K1].
 
-        In the order of members, going round, each waits longer than the one before, and a peer
-        that hears nobody does not depose a convener that others hear. One that has just failed for
-        hearing too few goes to the end until it hears a quorum: else it would be first each time.
+        In the order of members, going round, each waits longer than the one before. Only a peer
+        that hears a quorum deposes a convener: one that was cut off hears no campaign, and with a
+        higher ballot of its own it would end the one that goes on without it when it comes back.
         """
         if self._campaign or not self._may_vote() or self._has_left:
             return None
         timers, place = self.timers, self._place_after_convener()
-        if self._was_deaf and not self._hears_quorum(2 * timers.heartbeat_s):
-            place += len(self.tip.members)
         silent_s = self._now - self._convener_at
         age_s = self._now - self._top_since
         attempt = self._top.attempt if self._top else 0
@@ -67,7 +65,7 @@ class Takeover(Convener):
             return None
         if self._is_busy_catching_up():
             return None
-        if not self._hears_somebody():
+        if not self._hears_quorum(timers.heartbeat_s):
             self._tell_wait(convener, silent_s)
             return None
         if silent_s > silence_limit_s:
@@ -114,17 +112,9 @@ class Takeover(Convener):
             self._has_told_wait = True
             self._explain(
                 Topic.TAKEOVER,
-                f"waits: convener {convener} silent for {silent_s:.1f} s, and no other of the "
-                f"{len(self.tip.members)} members was heard for "
-                f"{2 * self.timers.heartbeat_s:.1f} s",
+                f"waits: convener {convener} silent for {silent_s:.1f} s, and no quorum of the "
+                f"{len(self.tip.members)} members was heard for {self.timers.heartbeat_s:.1f} s",
             )
-
-    def _hears_somebody(self) -> bool:
-        """Whether a campaign could find anybody: a member was heard, or this peer is enough."""
-        since = self._now - 2 * self.timers.heartbeat_s
-        return self._has_quorum([self.me]) or any(
-            self._heard.get(peer, since) > since for peer in self.tip.members
-        )
 
     def _is_busy_catching_up(self) -> bool:
         """Whether a decided manifest is arriving, so that this height is over anyway."""
