@@ -42,7 +42,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.pace import Pace, brings_offer
-from swarm.protocol.rounds import Phase, RoundMachine
+from swarm.protocol.rounds import RoundMachine
 
 CLOCKS_DIFFER_S = 1e-6
 """A peer's clock has another beginning than the simulation's, so sums are rounded elsewhere."""
@@ -214,7 +214,7 @@ class Node(Ports):
         """Hands an event to the machine and carries its effects out."""
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
-            self._is_listening = self.machine.phase is Phase.LISTENING
+            self._is_listening = self.machine._is_listening
             if brings_offer(event):
                 self._pace.offered(self.clock_s())
             if isinstance(event, Offered) and self._has_moments:
