@@ -168,7 +168,7 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
         owned = {
             expert
             for peer, events in enumerate(histories)
-            for event in applied(events, "quorum")
+            for event in applied(events)  # who comes back may find the round's merge at once
             if event["round"] == found.number
             and (peer not in fault.peers or event["time"] <= next_s)
             for expert in event["owned"]

@@ -116,6 +116,12 @@ def test_experts_of_the_dead_are_without_owner_until_somebody_else_has_them() ->
     assert rounds_without_owner(KILL, [owning(KILLED, 0), [*q, back]]) == 1
 
 
+def test_who_comes_back_to_the_merge_after_a_round_is_there() -> None:
+    merge = {**applied(7, 77.0), "kind": "merge", "owned": [1]}
+    histories = [owning(KILLED, 0), [*owning(STEADY, 1), merge]]
+    assert rounds_without_owner(KILL, histories) == 1
+
+
 def test_an_adopter_that_is_paused_itself_is_not_held_against_the_first_fault() -> None:
     """r was given expert 1 with the seventh round, which it applies when it goes on."""
     r = [{**applied(7, 95.0), "owned": [1]}]

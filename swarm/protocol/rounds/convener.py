@@ -340,9 +340,9 @@ class Convener(Collector):
             return None
         if campaign.stage is Stage.VOTE and self._has_quorum([self.me]):
             return None  # its own vote decides, after a grace that may be longer [C5]
+        if not self._hears_quorum(limit_s):
+            return f"no quorum was heard for {limit_s:.1f} s"
         since = self._now - limit_s
-        if not any(self._heard.get(peer, -1.0) >= since for peer in self.tip.members):
-            return f"nobody was heard for {limit_s:.1f} s"
         if campaign.stage is Stage.COLLECT and not self._answers_suffice(campaign, since):
             answered = sum(at >= since for at in campaign.answered_at.values())
             return f"only {answered} answers within {limit_s:.1f} s, no quorum"
