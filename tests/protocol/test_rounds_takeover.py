@@ -273,7 +273,24 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
     start = pump.now
     pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
     said = pump.nodes[first].said(Topic.TAKEOVER)
-    assert "answers within 10.0 s, no quorum" in said
+    assert "no quorum was heard for 10.0 s" in said
+    assert pump.now - start < pump.timers.attempt_s
+
+
+def test_a_convener_that_gets_no_votes_because_it_hears_no_quorum_steps_down() -> None:
+    pump = ready_for_round_3("ABCDE")
+    first, second, *_ = order_of(pump)
+    has_proposed = False
+
+    def lose(source: PeerId, destination: PeerId, message: Message) -> bool:
+        nonlocal has_proposed
+        has_proposed |= isinstance(message, Propose) and message.manifest.height == 3
+        return has_proposed and destination == first and source != second
+
+    pump.lose = lose
+    start = pump.now
+    pump.run_to_height(3, "".join(p for p in pump.nodes if p != first))
+    assert "no quorum was heard for 10.0 s" in pump.nodes[first].said(Topic.TAKEOVER)
     assert pump.now - start < pump.timers.attempt_s
 
 
