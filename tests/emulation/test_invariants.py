@@ -28,6 +28,7 @@ HOLES = {
     "B:100938": "a member that had been deposed, on a bad link, was the first to depose others",
     "L:375": "the survivor of two stepped down, time and again, before the grace of its vote ended",
     "B:9214814": "attempts were given up after 25 s on lines that lose a third of the messages",
+    "B:9304715": "a convener that heard one of five held its attempt while it waited for votes",
     "K:389": "an owner's older moments were taken although another owner had newer ones to come",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",
