@@ -107,7 +107,7 @@ class Keeper:
         """Copies the moments for the backups, in a round in which that is due."""
         number = tip.round + 1
         if is_backup_round(number, self.every):
-            holders, sought = backup_holders(tip), self._sought()
+            holders, sought = backup_holders(tip), self.sought()
             mine = [e for e in self._mine() if e in holders and e not in sought]
             self._copies = [self._put(e, number) for e in mine]
 
@@ -203,7 +203,8 @@ class Keeper:
         for hunt in self._hunts:
             hunt.search = replace(hunt.search, steps=hunt.search.steps + 1)
 
-    def _sought(self) -> set[int]:
+    def sought(self) -> set[int]:
+        """Experts whose moments are looked for."""
         return {expert for search in self.searches for expert in search.experts}
 
     def _look_for(self, search: Search) -> None:
@@ -245,7 +246,7 @@ class Keeper:
         answers = {
             peer: self._held_by(peer) for peer in asked if self.shell.keeper_of(peer) is not None
         }
-        age_s, sought = self.shell.now_s() - hunt.since, self._sought()
+        age_s, sought = self.shell.now_s() - hunt.since, self.sought()
         for expert in search.experts:
             found = [f for f in self._found(expert, answers) if not counts_twice(search, f[1])]
             if age_s < HANDOVER_S and self._may_come(expert, search, answers, found):

@@ -154,9 +154,9 @@ class Node(Ports):
             if adoption is not None:
                 before = record.parent or record.tip
                 self.keeper.adopted(taken_up(adoption, record.tip), before, record.tip)
-            sought = {e for search in self.keeper.searches for e in search.experts}
-            if not self.trainer.lacking <= sought:
-                why = f"experts {sorted(self.trainer.lacking - sought)} keep moments of zero"
+            forgotten = self.trainer.lacking - self.keeper.sought()
+            if forgotten:
+                why = f"experts {sorted(forgotten)} keep moments of zero"
                 raise Violation("N5", f"{self.me} starts again: {why}")
         if adoption is not None:
             self.trainer.save_if_rebased(adoption)
