@@ -18,6 +18,7 @@ from typing import Any
 from uuid import UUID
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
@@ -31,6 +32,8 @@ _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
 _ANY = ("0.0.0.0", "::")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
+_ASK_AFTER_S = (0.0, 0.5, 0.5)
+_CONNECT_S = 5.0
 P2PD = "p2pd"
 _SECURITY = ("-noise=false",)
 """TLS 1.3 alone, which every p2pd speaks. Where AES is in hardware, as nearly everywhere, it costs
@@ -132,35 +135,59 @@ async def start_daemon(
     identity_path: Path,
     listen: Sequence[str],
     initial_peers: Sequence[str],
-    check_identity: bool,
 ) -> P2P:
     """Starts p2pd; it dies with the calling thread and does not hear this terminal's Ctrl+C.
 
     Raises:
-        P2PDaemonError: it did not start, or a living peer of the swarm has this identity.
+        P2PDaemonError: it did not start.
     """
-    _tie_daemons_to_their_thread()
     local = all(is_loopback(text) for text in listen)
-    children: list[asyncio.subprocess.Process] = []
-    _children.set(children)
-    try:
-        p2p = await P2P.create(
-            initial_peers=list(initial_peers) or None,
-            announce_maddrs=list(network.announce_maddrs) or None,
-            host_maddrs=None if network.client_mode else list(listen),
-            no_listen=network.client_mode,
-            dht_mode="client" if network.client_mode else "server",
-            identity_path=str(identity_path),
-            check_if_identity_free=check_identity,
-            nat_port_map=not local,
-            startup_timeout=STARTUP_S,
-        )
-    except BaseException:
-        await _end(children)
-        raise
+    p2p = await _create(
+        initial_peers=list(initial_peers) or None,
+        announce_maddrs=list(network.announce_maddrs) or None,
+        host_maddrs=None if network.client_mode else list(listen),
+        no_listen=network.client_mode,
+        dht_mode="client" if network.client_mode else "server",
+        identity_path=str(identity_path),
+        check_if_identity_free=False,
+        nat_port_map=not local,
+    )
     control = p2p._client.control
     control._pending_calls = _LivingCalls(control._pending_calls)
     return p2p
+
+
+async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
+    """Whether a peer of this identity answers; a second one would take its connections.
+
+    Asks several times: hivemind's own check asks once, the moment its daemon is up, and overlooked
+    a peer that had come just before.
+
+    Raises:
+        P2PDaemonError: the daemon that asks did not start, or reached none of the peers.
+    """
+    wanted = PeerID.from_base58(peer_id)
+    asking = await _create(initial_peers=list(initial_peers), no_listen=True, dht_mode="client")
+    try:
+        for pause_s in _ASK_AFTER_S:
+            await asyncio.sleep(pause_s)
+            with suppress(ControlFailure, TimeoutError):
+                await asyncio.wait_for(asking._client.connect(wanted, []), _CONNECT_S)
+                return True
+        return False
+    finally:
+        await asking.shutdown()
+
+
+async def _create(**options: Any) -> P2P:
+    _tie_daemons_to_their_thread()
+    children: list[asyncio.subprocess.Process] = []
+    _children.set(children)
+    try:
+        return await P2P.create(**options, startup_timeout=STARTUP_S)
+    except BaseException:
+        await _end(children)
+        raise
 
 
 class _LivingCalls(dict[UUID, "asyncio.Future[bytes]"]):

@@ -36,12 +36,14 @@ class Identity:
         peer_id: base58.
         public_key: DER, SubjectPublicKeyInfo.
         private_key: RSA-2048.
+        is_new: made just now, so that nobody else can have it.
     """
 
     path: Path
     peer_id: str
     public_key: bytes
     private_key: rsa.RSAPrivateKey = field(repr=False)
+    is_new: bool = False
 
     def sign(self, data: bytes) -> bytes:
         """A signature of 256 bytes that `verify` accepts (RSA-PSS, SHA-256); about 1 ms."""
@@ -56,7 +58,7 @@ def load_or_create_identity(path: Path) -> Identity:
         StateError: the file cannot be read or written.
     """
     try:
-        if not path.exists():
+        if is_new := not path.exists():
             _create(path)
         content = path.read_bytes()
     except OSError as error:
@@ -69,7 +71,7 @@ def load_or_create_identity(path: Path) -> Identity:
     if not isinstance(key, rsa.RSAPrivateKey) or key.key_size != KEY_BITS:
         raise CorruptState(f"identity file {path}: not an RSA-{KEY_BITS} key", hint=_NEW_IDENTITY)
     public_key = _der(key.public_key())
-    return Identity(path, peer_id_of(public_key), public_key, key)
+    return Identity(path, peer_id_of(public_key), public_key, key, is_new)
 
 
 _NEW_IDENTITY = "move it away to start as a new peer"

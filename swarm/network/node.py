@@ -112,7 +112,7 @@ class Node:
         self._stopping = False
         self._given_up = False
         self._forgotten = forgotten
-        """Holds an identity that is kept nowhere else, and so cannot be another peer's."""
+        """Holds an identity that is kept nowhere else."""
         self._substrate: Substrate | None = None
 
     @classmethod
@@ -333,7 +333,7 @@ class Node:
             await asyncio.sleep(0.1)
 
     async def _open(self, peers: Sequence[Address], port: int | None, *, must_reach: bool) -> None:
-        check, opening = self._forgotten is None, self._opening
+        check, opening = not self.identity.is_new, self._opening
         self._use(
             await open_substrate(opening, peers, port, must_reach=must_reach, check_identity=check)
         )

@@ -14,7 +14,14 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, NobodyReachable, StateLocked
-from swarm.network.daemon import Address, dialable, listen_addresses, probe, start_daemon
+from swarm.network.daemon import (
+    Address,
+    dialable,
+    is_identity_taken,
+    listen_addresses,
+    probe,
+    start_daemon,
+)
 from swarm.network.dht import Dht, open_dht
 from swarm.network.identity import Identity
 from swarm.network.signed_records import SignedRecords
@@ -161,21 +168,20 @@ async def _end(p2p: P2P) -> None:
 async def _start(
     opening: Opening, peers: Sequence[Address], port: int | None, *, check_identity: bool
 ) -> P2P:
-    listen = listen_addresses(opening.network, port)
+    listen, texts = listen_addresses(opening.network, port), [address.text for address in peers]
+    me = opening.identity
     try:
+        if peers and check_identity and await is_identity_taken(me.peer_id, texts):
+            raise StateLocked(
+                f"a living peer already is {me.peer_id}",
+                hint="end it, or start with another state directory",
+            )
         return await start_daemon(
-            opening.network,
-            identity_path=opening.identity.path,
-            listen=listen,
-            initial_peers=[address.text for address in peers],
-            check_identity=check_identity,
+            opening.network, identity_path=me.path, listen=listen, initial_peers=texts
         )
     except P2PDaemonError as error:
-        if "already taken" in str(error):
-            raise StateLocked(f"a living peer already is {opening.identity.peer_id}") from error
         if "bootstrap peers" in str(error):
-            texts = ", ".join(address.text for address in peers)
-            raise NobodyReachable(f"another peer, or none, is at {texts}") from error
+            raise NobodyReachable(f"another peer, or none, is at {', '.join(texts)}") from error
         where = ", ".join(listen)
         raise NetworkDown(f"libp2p's daemon, listening on {where}: {error}") from error
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -21,9 +22,11 @@ from swarm.errors import (
     StateLocked,
     Unreachable,
 )
+from swarm.network import daemon
 from swarm.network import node as node_module
 from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
+from swarm.network.daemon import is_identity_taken
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
 
@@ -202,6 +205,18 @@ def test_a_second_process_with_the_same_identity_is_refused(peers, tmp_path):
     peers.node(identity_path=tmp_path / "twin.key")
     with pytest.raises(StateLocked):
         peers.node(identity_path=tmp_path / "twin.key", known_peers=first.addresses)
+
+
+def test_a_peer_that_comes_while_its_identity_is_looked_for_is_found(peers, monkeypatch, tmp_path):
+    monkeypatch.setattr(daemon, "_ASK_AFTER_S", (0.0, *[0.5] * 40))
+    twin = load_or_create_identity(tmp_path / "twin.key")
+    first = peers.node()
+    with ThreadPoolExecutor(1) as asking:
+        taken = asking.submit(asyncio.run, is_identity_taken(twin.peer_id, first.addresses))
+        assert not wait([taken], timeout=1.0).done, "nobody has it yet"
+        monkeypatch.undo()
+        peers.node(identity_path=twin.path)
+        assert taken.result(WAIT_S)
 
 
 def test_a_client_node_reads_but_is_no_part_of_the_dht(peers):
