@@ -182,7 +182,7 @@ def test_without_a_run_the_guest_says_so_in_time(lonely: Lonely, guest: Observer
     began_s = time.monotonic()
     with pytest.raises(NobodyReachable, match="no peer announces a run"):
         guest.find(None, SHORT_S)
-    assert time.monotonic() - began_s < SHORT_S + 2
+    assert time.monotonic() - began_s < SHORT_S + 8
     lonely.announce()
     with pytest.raises(NobodyReachable, match="no peer announces another-run"):
         guest.find("another-run", SHORT_S)

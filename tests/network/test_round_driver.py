@@ -58,7 +58,7 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.wire import decode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 UNIT = UnitLayout("shared.0", "fp32", (Slice("norm.weight", 0, 4),), 4, 16)
 LAYOUT = Layout((UNIT,), {"norm.weight": (4,)})
 TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
