@@ -115,32 +115,35 @@ class MachineState(ABC):
         self._random = random
         self._sign = sign
         self._now = now
+        self._begin_life(stored)
+        self._forget_height()
+        self._header = self._bind_header()
+
+    def _begin_life(self, stored: Iterable[Digest]) -> None:
+        """Begins anew with everything that outlasts a height, but not a crash."""
         self._effects: list[Effect] = []
         self._inbox: deque[tuple[PeerId, Header, Message]] = deque()
         # Blobs that are here; and manifests all of whose blobs are durable.
         self._stored = set(stored)
-        self._synced = {record.tip.digest}
-        if record.accepted:
-            self._synced.add(record.accepted.manifest.digest)
+        self._synced = {self.record.tip.digest}
+        if self.record.accepted:
+            self._synced.add(self.record.accepted.manifest.digest)
         self._syncing: dict[Digest, Manifest] = {}
         # Who was heard when, and whom we told or asked what when (rate limits).
         self._heard: dict[PeerId, float] = {}
         self._gone: set[PeerId] = set()
         """Peers whose machine refused a message, until they are heard again."""
-        self._known: dict[PeerId, None] = dict.fromkeys(sorted(record.tip.members))
-        if record.parent:
-            self._known |= dict.fromkeys(sorted(record.parent.members))
+        self._known: dict[PeerId, None] = dict.fromkeys(sorted(self.record.tip.members))
+        if self.record.parent:
+            self._known |= dict.fromkeys(sorted(self.record.parent.members))
         self._told: Exchanged = {}
         self._asked: Exchanged = {}
         self._early: dict[tuple[PeerId, type], tuple[Header, Message]] = {}
         # Times.
-        self._boot_at = now
-        self._event_at = now
-        self._listen_until: float | None = now
+        self._boot_at = self._event_at = self._next_hello = self._probed_at = self._now
+        self._listen_until: float | None = self._now
         self._may_listen_on = False
-        self._next_hello = now
-        self._probed_at = now
-        # What outlasts a height.
+        # This peer's own steps and duties.
         self._ready_at: float | None = None
         """When this peer expects to have finished its local steps."""
         self._steps_s: float | None = None
@@ -148,7 +151,6 @@ class MachineState(ABC):
         self._merge_asked: Digest | None = None
         self._reduces_from = 0
         """Round from which this peer is a reducer like others, after it failed as one."""
-        self._forget_height()
         # Other chains.
         self._catch_up: CatchUp | None = None
         self._candidate: tuple[PeerId, Commit] | None = None
@@ -156,7 +158,6 @@ class MachineState(ABC):
         # Leaving.
         self._leave_until: float | None = None
         self._has_left = False
-        self._header = self._bind_header()
 
     def _forget_height(self) -> None:
         """Begins anew with everything that refers to the height after the tip."""
