@@ -31,7 +31,7 @@ class Timers:
     poll_s: float = 1.5
     """A convener repeats its message so often; also the rate limit of answers per peer."""
     heartbeat_s: float = 5.0
-    """T_hb: silence of a convener after which rank 0 replaces it, each further rank later."""
+    """T_hb: the next member replaces a convener silent for so long; each further one later."""
     silence_s: float = 6.0
     """A roster waits no longer for a missing peer that has been silent for so long."""
     roster_s: float = 6.0
