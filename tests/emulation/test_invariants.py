@@ -31,6 +31,7 @@ HOLES = {
     "B:9304715": "a convener that heard one of five held its attempt while it waited for votes",
     "K:389": "an owner's older moments were taken although another owner had newer ones to come",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
+    "E:9462535": "the check's own: the value before a merge need not outlast the tip after that",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",
 }
 """Schedules that once broke an invariant, and why."""

@@ -19,6 +19,7 @@ from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Merged
 from swarm.experts import expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.protocol.events import Apply, Record
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Accepted, Ballot, Header, Offer, Reduced
@@ -132,6 +133,14 @@ class _NoBaseCheck(Trainer):
             self.progress[expert] = Progress(choice.base, self.progress[expert].value)
         else:
             super()._follow(expert, choice, offered)
+
+
+class _TipBeforeCollected(RoundMachine):
+    def _collect_garbage(self, old: Record) -> None:
+        super()._collect_garbage(replace(old, tip=self.tip))
+        # At once: else the live model has taken what it needs.
+        at = next(i for i, effect in enumerate(self._effects) if isinstance(effect, Apply))
+        self._effects.insert(at, self._effects.pop())
 
 
 class _NoBaseCheckAtMerge(Trainer):
@@ -345,5 +354,8 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "no_base_check_at_merge": Mutant(
         "M8: rebase only from the own base", _of(trainer=_NoBaseCheckAtMerge)
+    ),
+    "tip_before_collected": Mutant(
+        "GC, M10: the blobs of the tip before are kept", _of(_TipBeforeCollected)
     ),
 }

@@ -277,16 +277,24 @@ class Trainer:
 
     def _rebase(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
         assert choice.base is not None and choice.rebase_from is not None
-        for digest in (choice.base, choice.rebase_from):
-            if digest not in self.shell.disk:
-                raise Violation("M10", f"{self.shell.me} cannot rebase: {digest} is gone")
         base, value = self.progress[expert]
-        if value == choice.rebase_from:  # nothing was trained since, or my offer was merged
+        # The difference is nothing if my offer was merged, and unknown if the merge is so far back
+        # that the value before it need not be kept any more.
+        if value == choice.rebase_from or not self._has_before(expert, choice.rebase_from):
             self.progress[expert] = Progress(choice.base, choice.base)
             return
         # Only a difference to the very value it was trained from makes it extend the merged one.
         extends = choice.base if choice.rebase_from in (base, *offered) else base
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
+
+    def _has_before(self, expert: int, before: Digest) -> bool:
+        """Whether an expert's value before a merge is here; the tip before has to be [GC, M10]."""
+        if before in self.shell.disk:
+            return True
+        parent = self.shell.disk.record.parent
+        if parent and parent.entries[expert_unit(expert)].digest == before:
+            raise Violation("M10", f"{self.shell.me} cannot rebase: {before} is gone")
+        return False
 
 
 def taken_up(adoption: Adoption, manifest: Manifest) -> list[int]:
