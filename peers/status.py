@@ -221,6 +221,7 @@ class PeerStatus:
             kind=manifest.kind.value, digest=manifest.digest, step=manifest.step,
             tokens=manifest.tokens, members=sorted(manifest.members),
             contributors=list(manifest.contributors), owned=list(owned),
+            owners={str(expert): list(who) for expert, who in sorted(manifest.owners.items())},
             trained_tokens=stats.tokens if stats else 0, counted=report.counted,
             tokens_lost=self.tokens_lost, wait_s=round(report.wait_s, 3),
             seconds=round(seconds, 3), blob_bytes_sent=self._round_traffic.blobs_sent,

@@ -151,8 +151,8 @@ def fault_reports(
 def rounds_without_owner(fault: Happened, histories: Histories) -> int:
     """Rounds after a fault in which experts of its victims belonged to nobody who was there.
 
-    A victim is there again once it applies a manifest before the next round ends. Of the others
-    each is taken to be there: what an adopter is met by itself is another fault's matter.
+    A victim is there again once it applies a manifest before the next round ends. All others are
+    taken to be there: what an adopter is met by itself is another fault's matter.
 
     Args:
         fault: that took peers away.
@@ -162,20 +162,24 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
     for peer in fault.peers:
         before = [e for e in applied(histories[peer]) if e["time"] <= fault.at_s]
         lost |= set(before[-1]["owned"]) if before else set()
+    victims = {events[0]["peer_id"]: events for peer in fault.peers if (events := histories[peer])}
     rounds = [found for found in rounds_of(histories) if found.ended_s > fault.at_s]
     for position, found in enumerate(rounds):
         next_s = rounds[position + 1].ended_s if position + 1 < len(rounds) else inf
-        owned = {
-            expert
-            for peer, events in enumerate(histories)
-            for event in applied(events)  # who comes back may find the round's merge at once
-            if event["round"] == found.number
-            and (peer not in fault.peers or event["time"] <= next_s)
-            for expert in event["owned"]
+        owners = next(e["owners"] for events in histories for e in _of_round(events, found))
+        away = {
+            peer_id
+            for peer_id, events in victims.items()
+            if not any(event["time"] <= next_s for event in _of_round(events, found))
         }
-        if lost <= owned:
+        if all(set(owners[str(expert)]) - away for expert in lost):
             return position
     return len(rounds)
+
+
+def _of_round(events: Sequence[Event], found: Round) -> list[Event]:
+    """Its manifest and perhaps its merge, which who comes back may find at once."""
+    return [event for event in applied(events) if event["round"] == found.number]
 
 
 def living_s(

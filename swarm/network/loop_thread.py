@@ -95,7 +95,11 @@ async def _cancel_others() -> None:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    # hivemind leaves connections to its daemon open when a call over them is cancelled.
+    for transport in list(getattr(loop, "_transports", {}).values()):
+        transport.abort()
     # Closed transports let go of their sockets one turn of the loop later.
     await asyncio.sleep(0)
     await asyncio.sleep(0)

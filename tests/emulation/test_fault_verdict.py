@@ -103,32 +103,34 @@ def test_the_spread_of_ten_values_has_the_ninth_as_its_90th_percentile() -> None
     assert spread([]) == {}
 
 
-def owning(events: list[Event], *experts: int) -> list[Event]:
-    return [{**event, "owned": list(experts)} for event in events]
+def owned_by(owner: str, events: list[Event]) -> list[Event]:
+    """The same, with an expert of this owner."""
+    return [{**event, "owned": [1], "owners": {"1": [owner]}} for event in events]
+
+
+def unowned(p: list[Event], q: list[Event]) -> int:
+    return rounds_without_owner(KILL, [[started("p", 0.0), *p], [started("q", 0.0), *q]])
 
 
 def test_experts_of_the_dead_are_without_owner_until_somebody_else_has_them() -> None:
-    """q had expert 1; p has it with the eighth round, or q is back in the seventh."""
-    p = [*owning(KILLED[:7], 0), *owning(KILLED[7:], 0, 1)]
-    q = owning(STEADY, 1)
-    assert rounds_without_owner(KILL, [p, q]) == 2
-    back = {**applied(7, 76.0), "owned": [1]}
-    assert rounds_without_owner(KILL, [owning(KILLED, 0), [*q, back]]) == 1
+    """q had the expert; p has it with the eighth round, or q is back in the seventh."""
+    before = owned_by("q", STEADY)
+    assert unowned([*owned_by("q", KILLED[:7]), *owned_by("p", KILLED[7:])], before) == 2
+    back = owned_by("q", [applied(7, 76.0)])
+    assert unowned(owned_by("q", KILLED), [*before, *back]) == 1
 
 
 def test_who_comes_back_to_the_merge_after_a_round_is_there() -> None:
-    merge = {**applied(7, 77.0), "kind": "merge", "owned": [1]}
-    histories = [owning(KILLED, 0), [*owning(STEADY, 1), merge]]
-    assert rounds_without_owner(KILL, histories) == 1
+    merge = owned_by("q", [{**applied(7, 77.0), "kind": "merge"}])
+    assert unowned(owned_by("q", KILLED), [*owned_by("q", STEADY), *merge]) == 1
 
 
-def test_an_adopter_that_is_paused_itself_is_not_held_against_the_first_fault() -> None:
-    """r was given expert 1 with the seventh round, which it applies when it goes on."""
-    r = [{**applied(7, 95.0), "owned": [1]}]
-    assert rounds_without_owner(KILL, [owning(KILLED, 0), owning(STEADY, 1), r]) == 1
+def test_an_adopter_that_is_killed_itself_is_not_held_against_the_first_fault() -> None:
+    """r was given the expert with the seventh round, and never applies that."""
+    p = [*owned_by("q", KILLED[:6]), *owned_by("r", KILLED[6:])]
+    assert unowned(p, owned_by("q", STEADY)) == 1
 
 
 def test_who_applies_a_round_only_when_the_next_has_ended_was_not_there() -> None:
-    late = [{**applied(number, 95.0), "owned": [1]} for number in (6, 7, 8)]
-    histories = [owning(KILLED, 0), [*owning(STEADY, 1), *late]]
-    assert rounds_without_owner(KILL, histories) == 2
+    late = owned_by("q", [applied(number, 95.0) for number in (6, 7, 8)])
+    assert unowned(owned_by("q", KILLED), [*owned_by("q", STEADY), *late]) == 2
