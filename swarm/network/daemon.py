@@ -33,7 +33,8 @@ _ANY = ("0.0.0.0", "::")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)
-_CONNECT_S = 5.0
+CONNECT_S = 5.0
+CLOSE_S = 2.0
 P2PD = "p2pd"
 _SECURITY = ("-noise=false",)
 """TLS 1.3 alone, which every p2pd speaks. Where AES is in hardware, as nearly everywhere, it costs
@@ -172,11 +173,20 @@ async def is_identity_taken(peer_id: str, initial_peers: Sequence[str]) -> bool:
         for pause_s in _ASK_AFTER_S:
             await asyncio.sleep(pause_s)
             with suppress(ControlFailure, TimeoutError):
-                await asyncio.wait_for(asking._client.connect(wanted, []), _CONNECT_S)
+                await asyncio.wait_for(asking._client.connect(wanted, []), CONNECT_S)
                 return True
         return False
     finally:
-        await asking.shutdown()
+        await end_daemon(asking)
+
+
+async def end_daemon(p2p: P2P) -> None:
+    """Ends p2pd, by force if it does not go."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await p2p.shutdown()
+    except TimeoutError:
+        p2p._child.kill()
 
 
 async def _create(**options: Any) -> P2P:

@@ -15,8 +15,11 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, NobodyReachable, StateLocked
 from swarm.network.daemon import (
+    CLOSE_S,
+    CONNECT_S,
     Address,
     dialable,
+    end_daemon,
     is_identity_taken,
     listen_addresses,
     probe,
@@ -32,8 +35,6 @@ logger = logging.getLogger(__name__)
 ENTRANCES = 16
 """Living addresses that a start goes in by, of all that were probed."""
 _PROBE_S = 3.0
-_CONNECT_S = 5.0
-_CLOSE_S = 2.0
 
 Register = Callable[[P2P], Awaitable[None]]
 
@@ -80,7 +81,7 @@ class Substrate:
         try:
             watched = {ended, self.p2p._client.control._read_task}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ended}, timeout=_CLOSE_S)  # the connection ends first
+            await asyncio.wait({ended}, timeout=CLOSE_S)  # the connection ends first
         finally:
             ended.cancel()
         if ended.done() and not ended.cancelled():
@@ -91,7 +92,7 @@ class Substrate:
         """Connects to an address and pings the peer there; whether its DHT node answered."""
         peer = PeerID.from_base58(address.peer_id)
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(CONNECT_S):
                 await self.p2p._client.connect(peer, [Multiaddr(address.transport)])
                 return await self.dht.ping(peer)
         except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
@@ -102,9 +103,9 @@ class Substrate:
         """Leaves the DHT, if there is still a way to, and ends the daemon; bounded."""
         if not is_dead:
             with suppress(TimeoutError, P2PDaemonError, OSError):
-                async with asyncio.timeout(_CLOSE_S):
+                async with asyncio.timeout(CLOSE_S):
                     await self.dht.close()
-        await _end(self.p2p)
+        await end_daemon(self.p2p)
 
 
 async def open_substrate(
@@ -152,17 +153,9 @@ async def open_substrate(
             visible = await p2p.get_visible_maddrs(latest=True)
             addresses = dialable([str(address) for address in visible])
     except BaseException:
-        await _end(p2p)
+        await end_daemon(p2p)
         raise
     return Substrate(p2p, dht, addresses)
-
-
-async def _end(p2p: P2P) -> None:
-    try:
-        async with asyncio.timeout(_CLOSE_S):
-            await p2p.shutdown()
-    except TimeoutError:
-        p2p._child.kill()
 
 
 async def _start(
