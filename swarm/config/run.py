@@ -174,7 +174,11 @@ class RoundConfig(Section):
     """When a round is due and how long its phases may take."""
 
     local_steps: Positive
-    """H: steps between rounds, after the last of `phases`."""
+    """H: steps between rounds, after the last of `phases`. With `seconds`, only what a peer is
+    taken to do whose pace is not known yet."""
+    seconds: PositiveReal | None = None
+    """Each peer takes as many steps as fit this time, and counts by its tokens; None: every peer
+    takes `local_steps`, which is the exact mode."""
     experts_every: Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
     roster_after_s: PositiveReal = 6.0

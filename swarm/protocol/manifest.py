@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 
@@ -22,6 +22,8 @@ from swarm.protocol.digests import Buffer, digest_of
 PeerId = str
 Digest = str
 Unit = str
+Stretch = tuple[int, int]
+"""Samples of the run's text: first, and the one after the last."""
 Lineage = tuple[tuple[int, tuple[int, str]], ...]
 Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
@@ -39,6 +41,21 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
+class Text:
+    """The common text of a run, as its founder has it: every peer must have the same."""
+
+    name: str
+    """What people call it: a folder's name, or the version of the standard library."""
+    tokenizer: str
+    digest: Digest
+    """Of all its training tokens, in order."""
+    documents: int
+    tokens: int
+    windows: int
+    """Windows of the run's sequence length: the samples of one lap."""
+
+
+@dataclass(frozen=True)
 class Founding:
     """What manifest 0 fixes for ever; every later manifest repeats it."""
 
@@ -50,6 +67,8 @@ class Founding:
     validation: Digest
     """Blob with the held-out tokens, little-endian uint32."""
     validation_bytes: int
+    text: Text | None = None
+    """None where every peer has its own text."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,8 @@ class Member:
     """Consecutive rounds in which nothing was heard of this peer [R1]."""
     capacity: float
     """Relative share of experts it wants to own."""
+    tokens_per_s: float = 0.0
+    """Of its local steps in the last round that counted it; 0 until one has."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +128,12 @@ class Manifest:
     entries: Mapping[Unit, Entry]
     lineage: Lineage = ()
     """One (height, (number of members, generation)) per reform in the ancestry."""
+    work: Mapping[PeerId, int] = field(default_factory=dict)
+    """Tokens of each contributor: its weight in every mean of this round."""
+    cursor: int = 0
+    holes: tuple[Stretch, ...] = ()
+    dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
+    """What of the text is dealt and what is open, see `swarm.protocol.dealing`."""
     seed: Digest | None = None
     """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
@@ -115,7 +142,7 @@ class Manifest:
     @cached_property
     def encoded(self) -> bytes:
         """Canonical JSON: the manifest's blob."""
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
     @cached_property
@@ -165,7 +192,7 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Entry | Founding) -> object:
+def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     return value.value if isinstance(value, Kind) else vars(value)
 

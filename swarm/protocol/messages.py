@@ -53,6 +53,8 @@ class Offer:
     steps: int
     tokens: int
     units: Mapping[Unit, OfferedUnit]
+    seconds: float = 0.0
+    """How long the local steps took."""
 
     @cached_property
     def is_late(self) -> bool:
