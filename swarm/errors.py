@@ -10,7 +10,8 @@ SwarmError (1)
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
 │   ├── StateLocked            another process uses it
-│   └── CorruptState           a file in it is torn or was changed
+│   ├── CorruptState           a file in it is torn or was changed
+│   └── MissingBlobs           blobs that were to be made durable are not in the store
 ├── RunMismatch (7)            the swarm runs something else than was asked for
 ├── HostileInput (8)           bytes from another peer were refused; counted, never fatal by itself
 │   ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
@@ -23,6 +24,8 @@ SwarmError (1)
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class SwarmError(Exception):
@@ -92,6 +95,18 @@ class StateLocked(StateError):
 
 class CorruptState(StateError):
     """A file of the state directory is torn, truncated or was changed."""
+
+
+class MissingBlobs(StateError):
+    """Blobs that were to be made durable are not in the store.
+
+    Attributes:
+        digests: of these blobs, sorted.
+    """
+
+    def __init__(self, digests: Sequence[str]) -> None:
+        super().__init__(f"{len(digests)} blobs are not in the store: {digests[0]}")
+        self.digests = tuple(digests)
 
 
 class RunMismatch(SwarmError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from blake3 import blake3
 
 from swarm.errors import BadBlob
-from swarm.network.packs import Pack
+from swarm.network.pack_set import Place
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of_index, num_pieces
 
 
@@ -16,14 +16,14 @@ class Partial:
         digest: what it will be.
         num_bytes: how long it will be.
         index: concatenated digests of its pieces, once known.
+        place: its room.
     """
 
-    def __init__(self, digest: str, num_bytes: int, pack: Pack, offset: int) -> None:
+    def __init__(self, digest: str, place: Place) -> None:
         self.digest = digest
-        self.num_bytes = num_bytes
+        self.num_bytes = place.num_bytes
         self.index: bytes | None = None
-        self.pack = pack
-        self.offset = offset
+        self.place = place
         self._have: set[int] = set()
 
     def set_index(self, index: bytes) -> None:
@@ -49,9 +49,9 @@ class Partial:
         start = DIGEST_BYTES * number
         if blake3(piece).digest() != self.index[start : start + DIGEST_BYTES]:
             raise BadBlob("blob_digest", f"{self.digest}: piece {number} has another digest")
-        self.pack.write(self.offset, number * PIECE_BYTES, piece)
+        self.place.pack.write(self.place.offset, number * PIECE_BYTES, piece)
         self._have.add(number)
 
     def content(self) -> memoryview:
         """All bytes, once complete."""
-        return memoryview(self.pack.read(self.offset, 0, self.num_bytes))
+        return self.place.read(0, self.num_bytes)

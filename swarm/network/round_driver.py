@@ -21,6 +21,7 @@ from swarm.codecs import mean
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmError
 from swarm.network.blobs import BlobStore
+from swarm.network.draft import Draft
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
@@ -59,12 +60,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import (
-    Commit,
-    Header,
-    Offer,
-    ReducedUnit,
-)
+from swarm.protocol.messages import Commit, Header, Offer, ReducedUnit
 from swarm.protocol.pace import brings_offer
 from swarm.protocol.rounds import RoundMachine
 
@@ -147,6 +143,10 @@ class RoundDriver:
         self.store.put_pinned(blob, digest)
         self._send_in(Stored(digest))
         return digest, len(blob)
+
+    def open_value(self, num_bytes: int) -> Draft:
+        """The same for a value that is written piece by piece; the machine hears of its end."""
+        return self.store.draft(num_bytes, lambda digest: self._send_in(Stored(digest)))
 
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""

@@ -196,7 +196,7 @@ async def _index(store: BlobStore, ask: Ask, size: int) -> bytes:
     return index
 
 
-async def _send(data: bytes, writer: asyncio.StreamWriter) -> None:
+async def _send(data: bytes | memoryview, writer: asyncio.StreamWriter) -> None:
     writer.write(data)
     async with asyncio.timeout(IDLE_S):
         await writer.drain()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import BadBlob, StateError
-from swarm.network import blobs, packs
-from swarm.network.blobs import LEASE_S, BlobStore
+from swarm.network import pack_set, packs
+from swarm.network.blobs import BlobStore
+from swarm.network.holds import LEASE_S
 from swarm.protocol.digests import PIECE_BYTES, digest_of, piece_index
 
 
@@ -342,7 +343,7 @@ def test_discarded_pieces_give_their_room_back(tmp_path):
 
 
 def test_a_full_pack_is_followed_by_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(blobs, "PACK_BYTES", 1500)
+    monkeypatch.setattr(pack_set, "PACK_BYTES", 1500)
     store = BlobStore(tmp_path)
     digests = [store.put(content(seed)) for seed in range(4)]
     store.sync(digests)
@@ -397,3 +398,65 @@ def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
     assert begun == [store.file_of(digest).pack.fileno()]
     store.put(bytes(half - 1))
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 9]
+)
+@pytest.mark.parametrize("part_bytes", [1_000_003, PIECE_BYTES, 3 * PIECE_BYTES])
+def test_a_draft_is_the_blob_that_put_would_have_made(store, num_bytes, part_bytes):
+    blob, told = content(0, num_bytes), []
+    with store.draft(num_bytes, told.append) as draft:
+        for start in range(0, num_bytes, part_bytes):
+            draft.write(memoryview(blob)[start : start + part_bytes])
+        assert store.digests() == []
+        digest = draft.finish()
+    assert told == [digest]
+    assert digest == digest_of(blob)
+    assert store.get(digest) == blob
+    assert store.index(digest) == piece_index(blob)
+    assert b"".join(store.chunks(digest, 1_000_003)) == blob
+    store.sync([digest])
+    assert store.verify([digest]) == []
+    assert store.collect(set()) == 0, "pinned once"
+    store.unpin([digest])
+    assert store.collect(set()) == 1
+
+
+def test_a_draft_of_what_is_here_gives_its_room_back(store):
+    digest, size = store.put(content(0)), store.num_bytes
+    draft = store.draft(1000)
+    draft.write(content(0))
+    assert draft.finish() == digest
+    assert store.num_bytes == size
+    assert store.collect(set()) == 0
+
+
+def test_a_draft_that_an_exception_leaves_is_discarded(tmp_path):
+    store = BlobStore(tmp_path)
+    with pytest.raises(ZeroDivisionError), store.draft(1000) as draft:
+        draft.write(bytes(10))
+        raise ZeroDivisionError
+    draft.discard()
+    store.collect(set())
+    assert files(tmp_path) == []
+    with pytest.raises(ValueError, match="finished or discarded"):
+        draft.write(bytes(1))
+    with pytest.raises(ValueError, match="10 of 1000 bytes came; the draft is closed"):
+        draft.finish()
+
+
+def test_a_draft_refuses_too_many_and_too_few_bytes(store):
+    draft = store.draft(3)
+    draft.write(b"ab")
+    with pytest.raises(ValueError, match=r"2 \+ 2 bytes for a draft of 3"):
+        draft.write(b"cd")
+    with pytest.raises(ValueError, match="2 of 3 bytes"):
+        draft.finish()
+    draft.write(b"c")
+    assert store.get(draft.finish()) == b"abc"
+
+
+def test_chunks_of_what_is_not_here_are_an_error(store):
+    with pytest.raises(StateError, match="not in the store"):
+        list(store.chunks(digest_of(b"absent"), 10))

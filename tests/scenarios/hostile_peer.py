@@ -63,7 +63,9 @@ def lie_in_streams() -> None:
     """Serves flipped bytes after round 3, large heads after round 4, half values after round 5."""
     read, answer, encode = BlobStore.read, BlobServer._answer, Head.encode
 
-    def flipping(self: BlobStore, digest: str, offset: int, length: int) -> bytes | None:
+    def flipping(
+        self: BlobStore, digest: str, offset: int, length: int
+    ) -> bytes | memoryview | None:
         part = read(self, digest, offset, length)
         if part is None or rounds_done not in (3, 5) or length < VALUE_BYTES:
             return part
