@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 MIN_ROSTER_S = 6.0
@@ -69,7 +70,7 @@ class Timers:
         """Who needs no longer than this to finish its local steps is waited for."""
         return self.silence_s / 2
 
-    @property
+    @cached_property
     def patience_s(self) -> float:
         """T_reform / 2: a fetch without progress is dropped, a gap between ticks is a pause."""
         half = self.reform_s / 2

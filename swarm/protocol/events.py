@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
@@ -48,8 +49,7 @@ class Tick:
     """Time has passed; the shell sends one at least every `Timers.tick_s`."""
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """A message whose attached blobs are all here and whose signatures were verified."""
 
     source: PeerId
@@ -178,8 +178,7 @@ class Persist:
     record: Record
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """Post a message; it may be lost."""
 
     destination: PeerId

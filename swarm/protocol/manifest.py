@@ -175,10 +175,10 @@ class Manifest:
 
         More than half of the members, or exactly half with the tie-breaker `order[0]`.
         """
-        present = self.members.keys() & set(peers)
-        twice = 2 * len(present)
-        return twice > len(self.members) or (
-            twice == len(self.members) and bool(present) and self.order[0] in present
+        present = self.members.keys() & peers
+        twice, electors = 2 * len(present), len(self.members)
+        return twice > electors or (
+            twice == electors and bool(present) and self.order[0] in present
         )
 
 

@@ -77,6 +77,7 @@ class Node(Ports):
         self.fetcher: Fetcher
         self.keeper: Keeper
         self._has_moments = world.setup.backup_every is not None
+        self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
         self._serials = 0
@@ -163,7 +164,7 @@ class Node(Ports):
 
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
-        if self.world.setup.has_adapted_timers:
+        if self._adapts_timers:
             timers = self.world.conduct.timers(self._pace, timers)
         self.machine.timers = timers
 
@@ -215,7 +216,7 @@ class Node(Ports):
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine._is_listening
-            if brings_offer(event):
+            if self._adapts_timers and brings_offer(event):
                 self._pace.offered(self.clock_s())
             if isinstance(event, Offered) and self._has_moments:
                 self.keeper.offered(self.disk.record.tip)

@@ -143,8 +143,10 @@ class World:
         if node is None:
             return
         delays = self.network.delays(source, destination, self.random)
+        now = self.now
         for delay_s in delays:
-            self.at(delay_s, self._deliver, node, source, payload, self.now)
+            message = (node, source, payload, now)
+            heappush(self._queue, (now + delay_s, next(self._numbers), self._deliver, message))
         if delays and isinstance(payload, Packet):
             is_gone = not node.is_up and self.network.is_open(destination, source)
             if self.random.random() < (REFUSED if is_gone else REFUSED_IN_ERROR):

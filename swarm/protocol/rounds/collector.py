@@ -161,6 +161,8 @@ class Collector(Merger):
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
+        if not campaign.offers:
+            return None
         roster = self._open_roster(campaign)
         why = why_close(roster, self.timers)
         is_long = roster.num_offers and roster.age_s >= self.timers.roster_s

@@ -71,7 +71,7 @@ class Forks(Adopter):
 
     def _may_handle(self, header: Header, message: Message) -> bool:
         """Whether a message is for now: HELLO and COMMIT always, others on equal tips [H1]."""
-        if isinstance(message, Hello | Commit):
+        if isinstance(message, (Hello, Commit)):
             return True
         return not self._is_listening and header.tip == self.tip.digest
 

@@ -209,7 +209,7 @@ class MachineState(ABC):
     def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
         """Whether these peers decide the next height: a majority, or half with rank 0 [C5]."""
         electorate = self._electorate()
-        return self.tip.is_quorum(peer for peer in peers if peer in electorate)
+        return self.tip.is_quorum([peer for peer in peers if peer in electorate])
 
     def _hears_quorum(self, limit_s: float) -> bool:
         """Whether a quorum of the members was heard within the limit.

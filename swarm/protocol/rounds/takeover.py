@@ -53,11 +53,15 @@ class Takeover(Convener):
         """
         if self._campaign or not self._may_vote() or self._has_left:
             return None
-        timers, place = self.timers, self._place_after_convener()
+        timers = self.timers
         silent_s = self._now - self._convener_at
         age_s = self._now - self._top_since
         attempt = self._top.attempt if self._top else 0
         convener = self._convener()
+        is_quiet = silent_s <= self._silence_limit_s(convener)
+        if is_quiet and age_s <= timers.attempt_limit_s(attempt) and self._proposal is None:
+            return None  # not even the first in turn would
+        place = self._place_after_convener()
         silence_limit_s = self._silence_limit_s(convener) * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
         vain = self._why_in_vain(attempt, place)
