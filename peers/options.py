@@ -167,7 +167,6 @@ OPTIONS = {
     "run_id": option("--run-id", help="Which run to join, where several are announced."),
     "name": option("--name", help="For people only."),
     "capacity": option("--capacity", type=float, help="Relative share of experts to own."),
-    "data_index": option("--data-index", type=int, help="Which stream of the corpus."),
     "wait_for_peers": option(
         "--wait-for-peers", type=int, help="A founder starts when so many are there."
     ),
@@ -202,7 +201,6 @@ _SETTING_OF = {
     "relay": ("network", "relay"),
     "name": ("peer", "name"),
     "capacity": ("peer", "capacity"),
-    "data_index": ("peer", "data_index"),
     "wait_for_peers": ("peer", "wait_for_peers"),
     "linger": ("peer", "linger_s"),
     "leave_timeout": ("peer", "leave_timeout_s"),
@@ -236,7 +234,6 @@ class Options:
     run_id: str | None = None
     name: str | None = None
     capacity: float | None = None
-    data_index: int | None = None
     wait_for_peers: int | None = None
     linger: float | None = None
     leave_timeout: float | None = None

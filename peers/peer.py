@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
@@ -60,7 +59,6 @@ from swarm.protocol.rounds import RoundMachine, Rules
 logger = logging.getLogger(__name__)
 
 NETWORK_START_S = 60.0
-MAX_DATA_INDEX = 2**20
 LINGER_LOOK_S = 0.5
 DIAL_BACK_S = 40.0
 
@@ -189,16 +187,7 @@ class Peer:
             run,
             name=name,
             capacity=self.config.peer.capacity,
-            data_index=self.data_index,
         )
-
-    @property
-    def data_index(self) -> int:
-        """Which stream of the corpus this peer trains on."""
-        if self.config.peer.data_index is not None:
-            return self.config.peer.data_index
-        digest = blake3(self.node.peer_id.encode()).digest()
-        return int.from_bytes(digest[:8], "big") % MAX_DATA_INDEX
 
     def _corpus(self, run: RunConfig) -> Corpus:
         """This machine's text.
@@ -247,7 +236,9 @@ class Peer:
         engine = engine_for(run, self.config.compute, started.directory.path)
         shards = open_shards(self._corpus(run), self.state.data_path)
         on_gpu = device_of(self.config.compute.device) == "cuda"
-        loader = Loader(shards, run, data_index=self.data_index, pin_memory=on_gpu)
+        text = started.record.tip.founding.text
+        agreed_windows = text.windows if text else None
+        loader = Loader(shards, run, agreed_windows=agreed_windows, pin_memory=on_gpu)
         model = LiveModel(self.node.peer_id, run, engine, agreed)
         keeper = MomentsKeeper(model, self.exchange, status)
         trainer = Trainer(
@@ -255,7 +246,6 @@ class Peer:
             loader,
             self.driver,
             started.directory,
-            data_index=self.data_index,
             validation_BT1=validation_batch(started.record.tip, run, started.store),
             status=status,
             moments=keeper,
@@ -342,7 +332,7 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 @options(
     "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
-    "data_index", "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
+    "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:

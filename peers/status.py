@@ -69,11 +69,9 @@ class Traffic:
 class PeerStatus:
     """Everything about this peer that others may see."""
 
-    def __init__(
-        self, node: Node, run: RunConfig, *, name: str, capacity: float, data_index: int
-    ) -> None:
+    def __init__(self, node: Node, run: RunConfig, *, name: str, capacity: float) -> None:
         self.node, self.run = node, run
-        self.name, self.capacity, self.data_index = name, capacity, data_index
+        self.name, self.capacity = name, capacity
         self.directory: RunDirectory | None = None
         self.changed = threading.Event()
         """Set when a record should be published before the next heartbeat."""
@@ -155,7 +153,7 @@ class PeerStatus:
         self._loss = stats.cross_entropy
         if stats.routing:
             self._routing = RoutingFigures(**asdict(stats.routing))
-        self.tokens_per_s = stats.tokens / max(self.since_begin_s(), 1e-9)
+        self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
@@ -224,6 +222,8 @@ class PeerStatus:
             owners={str(expert): list(who) for expert, who in sorted(manifest.owners.items())},
             trained_tokens=stats.tokens if stats else 0, counted=report.counted,
             tokens_lost=self.tokens_lost, wait_s=round(report.wait_s, 3),
+            steps=stats.steps if stats else 0,
+            training_s=round(stats.seconds, 3) if stats else 0.0,
             seconds=round(seconds, 3), blob_bytes_sent=self._round_traffic.blobs_sent,
             blob_bytes_received=self._round_traffic.blobs_received,
             control_bytes_sent=self._round_traffic.control_sent,
@@ -325,7 +325,6 @@ class PeerStatus:
             control_bytes_received=traffic.control_received,
             steps_skipped=self.skipped,
             refused=self.refused_of(),
-            data_index=self.data_index,
             reason=shortened(self.reason_of()),
             version=__version__,
             moments_bytes_sent=traffic.moments_sent,

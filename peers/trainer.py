@@ -14,6 +14,7 @@ from torch import Tensor
 from peers.leaving import Stop
 from peers.live_model import BlobGone, LiveModel
 from peers.moments import MomentsKeeper
+from peers.reading import Reading
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
@@ -59,7 +60,6 @@ class Trainer:
         rounds: RoundDriver,
         directory: RunDirectory,
         *,
-        data_index: int,
         validation_BT1: Tensor,
         status: PeerStatus,
         moments: MomentsKeeper,
@@ -67,8 +67,9 @@ class Trainer:
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
         self.run: RunConfig = model.run
-        self.data_index, self.validation_BT1 = data_index, validation_BT1
+        self.validation_BT1 = validation_BT1
         self.status, self.moments, self.stop = status, moments, stop
+        self.reading = Reading(self.run, model.me)
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out."""
         self._late_offer: Offer | None = None
@@ -96,13 +97,13 @@ class Trainer:
                     tip, kept = self._adopt(path, tip, None, stats)
                     stats = stats if kept else None
                     continue
-                offer = self._save_offer(tip, stats.steps, stats.tokens)
+                offer = self._save_offer(tip, stats)
             self.rounds.offer(offer)
             self.moments.offered(tip)
             path = self._wait(tip, PeerState.AVERAGING)
             tip, kept = self._adopt(path, tip, offer, stats)
             # A reform leaves everything where it was: the same work is offered to it.
-            offer = self._save_offer(tip, offer.steps, offer.tokens) if kept else None
+            offer = self._save_offer(tip, offer) if kept else None
             stats = stats if kept else None
         return tip
 
@@ -110,34 +111,31 @@ class Trainer:
 
     def _local_steps(self, tip: Manifest, before: LocalStats | None) -> LocalStats:
         """The steps of a round, or those that `before` has left."""
-        phase = self.run.phase_at(tip.tokens)
-        done = before.steps if before else 0
+        done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
         self.moments.install()
-        steps, began_s = phase.local_steps - done, time.monotonic()
-        taken = 0
 
         def on_step(step: int, stats: StepStats) -> None:
-            nonlocal taken
-            taken += 1
             self.status.on_step(step, stats)
             self.moments.on_step(skipped=stats.skipped)
 
-        def stop() -> bool:
-            step_s = (time.monotonic() - began_s) / taken if taken else 0.0
-            self._check_time_left(steps - taken, step_s)
-            if taken:
-                self.rounds.expect(tip.digest, (steps - taken) * step_s)
-            return self.rounds.tip.digest != tip.digest
+        def left(steps: int, seconds: float) -> int:
+            step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
+            work = self.reading.work_left(tip, done + steps, step_s)
+            self._check_time_left(work.steps, step_s)
+            if work.seconds is not None:
+                self.rounds.expect(tip.digest, work.seconds)
+            if not work.steps:
+                logger.debug("round=%d offers: %s", tip.round + 1, work.reason)
+            return work.steps
 
         stats = train_local_steps(
             self.model.engine,
             self.loader,
             self.run,
-            step=tip.step + done,
-            local_steps=steps,
-            batch_tokens=phase.batch_tokens,
-            stop=stop,
+            self.reading.task(tip, done),
+            left=left,
+            stop=lambda: self.rounds.tip.digest != tip.digest,
             on_step=on_step,
         )
         self.status.end_steps(stats)
@@ -147,6 +145,7 @@ class Trainer:
             stats,
             steps=before.steps + stats.steps,
             tokens=before.tokens + stats.tokens,
+            seconds=before.seconds + stats.seconds,
             skipped=before.skipped + stats.skipped,
         )
 
@@ -174,7 +173,7 @@ class Trainer:
             units[unit] = OfferedUnit(digest, num_bytes, base)
         return units
 
-    def _save_offer(self, tip: Manifest, steps: int, tokens: int) -> Offer:
+    def _save_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
         """Stores the offered values, then makes the private state durable, then offers [P6]."""
         units = self._store_values(tip)
         private = PrivateState(
@@ -182,10 +181,10 @@ class Trainer:
             run_id=self.rounds.machine.rules.run,
             base_tip=tip.digest,
             round=tip.round + 1,
-            step=tip.step + steps,
-            tokens=tip.tokens,
-            data_index=self.data_index,
-            data_step=tip.step + steps,
+            steps=work.steps,
+            tokens=work.tokens,
+            seconds=work.seconds,
+            data_position=self.reading.position_after(work.tokens),
             offered={unit: offered.digest for unit, offered in units.items()},
             expert_bases=dict(self.model.bases),
             rng=read_rng(torch.device("cpu")),
@@ -193,7 +192,7 @@ class Trainer:
         )
         path = self.directory.private_path
         patiently(partial(save_private, path, private), "private state", self._pause)
-        return Offer(tip.digest, steps, tokens, units)
+        return Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
 
     def _wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
         """Waits until the tip has moved to one that can be trained on, and says what for."""
@@ -244,6 +243,8 @@ class Trainer:
             self.status.applied(report)
             previous = manifest
         self.late, self._late_offer = late, None
+        if not kept:
+            self.reading.next_round(applied.at_s, offer.tokens if offer else 0)
         self._validate(previous)
         return previous, kept
 
@@ -320,7 +321,8 @@ class Trainer:
             logger.info("round=%d: the saved local steps are offered again", private.round)
             self.model.adopt_frozen(tip)
             self.status.manifest = tip
-            return tip, self._save_offer(tip, *self._local_work(tip))
+            self.reading.position = self.reading.position_after(-private.tokens)
+            return tip, self._save_offer(tip, private)
         parent = self.rounds.machine.record.parent
         was_merged = parent is not None and parent.digest == tip.parent
         if parent and was_merged and parent.parent == private.base_tip:
@@ -351,11 +353,6 @@ class Trainer:
         parent = self.rounds.machine.record.parent
         return parent if parent and parent.digest == manifest.parent else manifest
 
-    def _local_work(self, tip: Manifest) -> tuple[int, int]:
-        """Steps and tokens of one round on this tip."""
-        phase = self.run.phase_at(tip.tokens)
-        return phase.local_steps, phase.local_steps * phase.batch_tokens
-
     def _load_private(self, tip: Manifest) -> PrivateState | None:
         try:
             loaded = load_newest(self.directory.private_path)
@@ -370,6 +367,7 @@ class Trainer:
         self.model.engine.load_state_dict(private.engine)
         restore_rng(private.rng, torch.device("cpu"))
         self.model.bases = dict(private.expert_bases)
+        self.reading.position = private.data_position
         self.moments.resume(private.searches, tip)
         return private
 

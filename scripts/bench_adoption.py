@@ -37,6 +37,7 @@ from swarm.protocol.ownership import assign
 from swarm.train.engine import ResidentEngine
 from swarm.train.schedule import learning_rate
 
+TEXT = ((0, 2**40),)
 NUM_PEERS = 4
 LOST_EVERY, LOST_ROUNDS, BACKUP_EVERY = 5, 2, 2
 WARMUP_STEPS = 10
@@ -104,7 +105,7 @@ class Swarm:
         engine, warming = self.engines[peer], set(self.warming) & set(self.owned_by(peer))
         for now in range(step, step + self.run.round.local_steps):
             before = {e: engine.read(names_of(self.run, e)) for e in sorted(warming)}
-            tokens_BT1 = loader.batch(now, self.run.train.batch_tokens)
+            tokens_BT1 = loader.read(TEXT, NUM_PEERS * now + peer, self.run.train.batch_tokens)
             engine.step(tokens_BT1, lr=learning_rate(now, self.run))
             for expert, values in before.items():
                 self._scale(engine, expert, values)
@@ -149,7 +150,7 @@ def losses_of(
 ) -> Iterator[float]:
     """Held-out loss of the agreed state after each round."""
     swarm = Swarm.found(run, variant)
-    loaders = [Loader(shards, run, data_index=peer) for peer in range(NUM_PEERS)]
+    loader = Loader(shards, run)
     lost, lost_since = -1, 0
     for number in range(1, run.run.rounds + 1):
         present = set(range(NUM_PEERS))
@@ -160,15 +161,14 @@ def losses_of(
                 present -= {lost}
         step = (number - 1) * run.round.local_steps
         for peer in sorted(present):
-            swarm.train(peer, loaders[peer], step)
+            swarm.train(peer, loader, step)
         swarm.agree(present)
         if number % BACKUP_EVERY == 0 and len(present) == NUM_PEERS:
             swarm.back_up()
         is_adopted = lost >= 0 and number - lost_since == LOST_ROUNDS - 1
         swarm.assign_owners(present, lost=swarm.owned_by(lost) if is_adopted else [])
         yield swarm.engines[0].evaluate(held_out_BT1, replace=swarm.agreed)
-    for loader in loaders:
-        loader.close()
+    loader.close()
 
 
 def table(paths: list[Path]) -> str:

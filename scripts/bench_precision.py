@@ -32,6 +32,7 @@ from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.schedule import learning_rate
 from swarm.train.stepping import make_engine
 
+TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 OWNED = 4
 
@@ -86,9 +87,9 @@ def trained(
     engine = make_engine(run, options)
     engine.write(initial_tensors(run, list(all_shapes(run.model))))
     engine.own(range(OWNED))
-    with Loader(shards, run, data_index=0, pin_memory=False) as loader:
+    with Loader(shards, run) as loader:
         for step in range(steps):
-            tokens_BT1 = loader.batch(step, run.train.batch_tokens)
+            tokens_BT1 = loader.batch(TEXT, step, run.train.batch_tokens)
             engine.step(tokens_BT1, lr=learning_rate(step, run))
     loss = engine.evaluate(held_out)
     engine.close()

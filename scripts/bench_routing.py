@@ -43,6 +43,7 @@ from swarm.train.engine import ResidentEngine, StepStats
 from swarm.train.routing_stats import routing_stats
 from swarm.train.schedule import guidance_at, learning_rate
 
+TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 SMALL = (
     "train.batch_tokens=256",
@@ -158,17 +159,17 @@ def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: Ten
     for peer, engine in enumerate(engines):
         engine.write(values)
         engine.own(owned_by(peer, setting.peers, run.model.num_experts))
-    loaders = [Loader(shards, run, data_index=peer) for peer in range(setting.peers)]
+    loader = Loader(shards, run)
     seen: list[StepStats] = []
     for step in range(steps):
-        for peer, (engine, loader) in enumerate(zip(engines, loaders, strict=True)):
-            batch_BT1 = loader.batch(step, run.train.batch_tokens)
-            guidance = guidance_at(step, run, peer)
+        for peer, engine in enumerate(engines):
+            place = setting.peers * step + peer
+            batch_BT1 = loader.read(TEXT, place, run.train.batch_tokens)
+            guidance = guidance_at(step, run, str(peer), place)
             seen.append(engine.step(batch_BT1, lr=learning_rate(step, run), guidance=guidance))
         if setting.peers > 1 and (step + 1) % LOCAL_STEPS == 0:
             synchronise(engines, run)
-    for loader in loaders:
-        loader.close()
+    loader.close()
     last = seen[-len(seen) // 4 :]
     return Result(
         loss=engines[0].evaluate(held_out),

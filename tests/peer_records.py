@@ -35,7 +35,6 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         control_bytes_received=43_000,
         steps_skipped=0,
         refused={},
-        data_index=0,
         reason="round 5 decided by 4 of 4 members",
         version="0.1.0",
         moments_bytes_sent=0,

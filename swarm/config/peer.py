@@ -16,8 +16,6 @@ class PeerSection(Section):
     """For people only; by default the host's name and the end of the peer id."""
     capacity: PositiveReal = 1.0
     """Relative share of experts that this peer wants to own."""
-    data_index: NonNegative | None = None
-    """Which stream of the common corpus it trains on; by default from the peer id."""
     wait_for_peers: Positive = 1
     """A founder starts the first round when so many peers are present."""
     linger_s: Annotated[float, Field(ge=0)] = 60.0

@@ -250,6 +250,11 @@ class RunConfig(Section):
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
                 "depend on how many tokens its peers contribute"
             )
+        if self.phases and self.round.seconds:
+            raise ValueError(
+                "round.seconds: cannot be combined with phases, which say how many steps a round "
+                "has; leave out one of them"
+            )
         tokens = [phase.until_tokens for phase in self.phases]
         if tokens != sorted(set(tokens)):
             raise ValueError(f"phases.until_tokens: must rise strictly, is {tokens}")
@@ -284,6 +289,8 @@ class RunConfig(Section):
                 f"merging.top_k: {self.merging.top_k} must be below model.num_experts "
                 f"{self.model.num_experts}, since an expert is no donor of its own"
             )
+        if self.round.seconds:
+            return  # steps follow tokens, and a merge is due in the first round after its step
         for local_steps in [self.round.local_steps, *(p.local_steps for p in self.phases)]:
             if self.merging.interval_steps % local_steps:
                 raise ValueError(

@@ -1,7 +1,7 @@
-"""Batches of one peer's stream, and the held-out tokens of a corpus.
+"""Batches of what a peer reads in a round, and the held-out tokens of a corpus.
 
-A batch is a function of (run seed, data index, step) and of the corpus: nothing else has to be
-saved to resume. Legend: B sequences, T tokens that a sequence predicts.
+A batch is a function of the run's seed, of what the peer was dealt, of the local step and of the
+corpus. Legend: B sequences, T tokens that a sequence predicts.
 """
 
 from __future__ import annotations
@@ -19,87 +19,105 @@ from numpy.typing import NDArray
 from swarm.config import RunConfig
 from swarm.data.corpus import document_bytes, is_held_out
 from swarm.data.shards import Shards
-from swarm.data.streams import stream_windows
+from swarm.data.streams import samples_at, windows_of
 from swarm.data.tokenise import document_tokens
 from swarm.errors import DataError
 
 _READ_DEADLINE_S = 120.0
 """A batch is a few hundred small reads; a disk that needs longer is broken."""
 
+Dealt = tuple[tuple[int, int], ...]
+Wanted = tuple[Dealt, int, int]
+
 
 class Loader:
-    """The stream of one data index, with the next batch read ahead in a thread.
+    """The samples of one text by their numbers, with the next batch read ahead in a thread.
 
-    `data.mode` decides only which corpus is handed in: the common one, or the peer's own.
+    `data.mode` decides only which text is handed in: the common one, or the peer's own.
     Use it as a context manager, or call `close`.
     """
 
     def __init__(
-        self, shards: Shards, run: RunConfig, *, data_index: int, pin_memory: bool = False
+        self,
+        shards: Shards,
+        run: RunConfig,
+        *,
+        agreed_windows: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
-        """Prepares a stream; reads nothing yet.
+        """Prepares to read; reads nothing yet.
 
         Args:
-            shards: the corpus.
+            shards: the text.
             run: gives seed, sequence length and the largest batch of any phase.
-            data_index: names the stream.
+            agreed_windows: how many windows the run's text has; None where that is not agreed.
             pin_memory: whether batches lie in page-locked memory, for copies to a GPU.
 
         Raises:
-            DataError: the corpus holds less than one batch.
+            DataError: the text holds less than one batch, or other windows than the run's text.
         """
         self._seed = run.run.seed
-        self.data_index = data_index
         self._pin_memory = pin_memory
         self._length = run.data.sequence_length
         self._arrays = shards.arrays
         counts = [max(0, len(array) - 1) // self._length for array in shards.arrays]
         self._first_windows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_windows = int(self._first_windows[-1])
-        """Windows of T + 1 tokens in the corpus: the samples of one epoch."""
+        """Windows of T + 1 tokens in the text: the samples of one lap."""
+        if agreed_windows not in (None, self.num_windows):
+            raise DataError(
+                f"the text here has {self.num_windows} sequences of {self._length} tokens, the "
+                f"run's has {agreed_windows}",
+                hint="every peer of a run reads the same text: name the founder's (--corpus)",
+            )
         batches = [run.train.batch_tokens, *(phase.batch_tokens for phase in run.phases)]
-        # A phase with smaller batches leaves rows unused, so that samples depend on the step only.
-        self._rows_per_step = max(batches) // self._length
-        if self.num_windows < self._rows_per_step:
+        largest = max(batches) // self._length
+        if self.num_windows < largest:
             raise DataError(
                 f"the corpus of {shards.num_tokens} tokens holds {self.num_windows} sequences of "
-                f"{self._length}, less than one batch of {self._rows_per_step}",
+                f"{self._length}, less than one batch of {largest}",
                 hint="add text, or choose smaller batches or sequences",
             )
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, int] | None = None
+        self._ahead: Wanted | None = None
         self._future: Future[torch.Tensor] | None = None
 
-    def batch(self, step: int, batch_tokens: int) -> torch.Tensor:
-        """The batch of a step, int64 [batch_tokens / T, T + 1]; reads the following one ahead.
+    def batch(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
+        """The batch of a local step, int64 [batch_tokens / T, T + 1]; reads the next one ahead.
 
         Args:
-            step: the run's cumulative step.
-            batch_tokens: a multiple of T, at most the run's largest.
+            dealt: the samples of the round, as stretches in reading order.
+            local_step: steps on this deal before this one.
+            batch_tokens: a multiple of T.
 
         Raises:
-            DataError: the disk did not answer.
+            DataError: the deal holds no such batch, or the disk did not answer.
             OSError: reading failed, here or in the thread that reads ahead.
         """
-        wanted = (step, batch_tokens)
+        wanted = (dealt, local_step, batch_tokens)
         if self._future is None or self._ahead != wanted:
-            self._read_ahead(*wanted)
+            self._read_ahead(wanted)
         assert self._future is not None
         future, self._future = self._future, None
         try:
             batch_BT1 = future.result(timeout=_READ_DEADLINE_S)
         except TimeoutError as error:
             raise DataError(f"no batch within {_READ_DEADLINE_S:.0f} s of reading") from error
-        self._read_ahead(step + 1, batch_tokens)
+        if (local_step + 2) * batch_tokens <= _num_samples(dealt) * self._length:
+            self._read_ahead((dealt, local_step + 1, batch_tokens))
         return batch_BT1
 
-    def read(self, step: int, batch_tokens: int) -> torch.Tensor:
-        """The batch of a step as `batch` gives it, without thread or reading ahead."""
+    def read(self, dealt: Dealt, local_step: int, batch_tokens: int) -> torch.Tensor:
+        """The batch of a local step as `batch` gives it, without thread or reading ahead."""
         rows, rest = divmod(batch_tokens, self._length)
-        assert not rest and 0 < rows <= self._rows_per_step, (batch_tokens, self._rows_per_step)
-        first = step * self._rows_per_step
-        samples = range(first, first + rows)
-        windows = stream_windows(self._seed, self.data_index, samples, self.num_windows)
+        assert not rest and rows, (batch_tokens, self._length)
+        samples = samples_at(dealt, local_step * rows, rows)
+        if len(samples) < rows:
+            raise DataError(
+                f"local step {local_step} of {rows} sequences is beyond the {_num_samples(dealt)} "
+                "sequences that this peer was dealt"
+            )
+        windows = windows_of(self._seed, samples, self.num_windows)
         batch_BT1 = torch.from_numpy(np.stack([self._window(int(window)) for window in windows]))
         return batch_BT1.pin_memory() if self._pin_memory else batch_BT1
 
@@ -113,14 +131,18 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_ahead(self, step: int, batch_tokens: int) -> None:
-        self._ahead = (step, batch_tokens)
-        self._future = self._reader.submit(self.read, step, batch_tokens)
+    def _read_ahead(self, wanted: Wanted) -> None:
+        self._ahead = wanted
+        self._future = self._reader.submit(self.read, *wanted)
 
     def _window(self, window: int) -> NDArray[np.int64]:
         shard = int(np.searchsorted(self._first_windows, window, side="right")) - 1
         start = (window - int(self._first_windows[shard])) * self._length
         return self._arrays[shard][start : start + self._length + 1].astype(np.int64)
+
+
+def _num_samples(dealt: Dealt) -> int:
+    return sum(stop - start for start, stop in dealt)
 
 
 def held_out_tokens(documents: Iterable[str], limit: int) -> NDArray[np.uint16]:

@@ -1,24 +1,18 @@
-"""Which windows of a corpus a peer trains on: pure arithmetic on (seed, data index, sample).
+"""Which window of a text a sample is: pure arithmetic on (seed, sample).
 
-A corpus is cut into windows of T + 1 tokens at a stride of T. All peers see them in one
-pseudo-random order, a permutation keyed by the run's seed, as a circle of W windows. The stream
-with data index i enters the circle at the fraction that i's mirrored binary digits give
-(0, 1/2, 1/4, 3/4, 1/8, ...: van der Corput's sequence) and goes round it. So
+A text is cut into windows of T + 1 tokens at a stride of T. Samples are numbered from 0 on, and a
+lap has as many as there are windows: sample n is window `permute(n mod W)`, with a key of the run's
+seed and the lap n // W. So a lap reads every window once, in an order that looks random, and the
+next lap draws it anew. Who reads which samples is decided elsewhere: for a common text by the
+manifest (`swarm.protocol.dealing`), for a text of one's own by the peer alone.
 
-- a stream meets no window twice before it has seen the whole corpus; then the order is drawn anew;
-- streams 0..N-1 start at least W / 2^ceil(log2 N) windows apart and share none until each has gone
-  that far: for N a power of two, until the run has used up the corpus once;
-- nobody needs to know how many streams there are: data indexes taken from peer ids, which are as
-  good as random, start at random places.
-
-A sample is a step's row: sample = step x rows per step + row.
-
-Source: J. G. van der Corput, "Verteilungsfunktionen", 1935, for the sequence; M. Luby and
-C. Rackoff, SIAM J. Comput. 17 (1988), for a permutation made of four Feistel rounds.
+Source: M. Luby and C. Rackoff, SIAM J. Comput. 17 (1988), for a permutation made of four Feistel
+rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,41 +20,45 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 Indexes = NDArray[np.uint64]
+Samples = NDArray[np.int64]
+Stretches = Iterable[tuple[int, int]]
+"""(first sample, the one after the last) each, in reading order."""
 
 _ROUNDS = 4
-_INDEX_BITS = 64
 
 
-def stream_start(data_index: int, num_windows: int) -> int:
-    """Where a stream enters the circle of windows; data indexes count modulo 2^64."""
-    digits = f"{data_index % 2**_INDEX_BITS:0{_INDEX_BITS}b}"
-    return (int(digits[::-1], 2) * num_windows) >> _INDEX_BITS
+def samples_at(stretches: Stretches, first: int, count: int) -> Samples:
+    """The samples at the places first .. first + count - 1 of these stretches end to end.
+
+    Returns:
+        Sample numbers [count], fewer where the stretches end before.
+    """
+    found = [np.empty(0, dtype=np.int64)]
+    for start, stop in stretches:
+        skipped = min(first, stop - start)
+        taken = min(count, stop - start - skipped)
+        found.append(np.arange(start + skipped, start + skipped + taken, dtype=np.int64))
+        first, count = first - skipped, count - taken
+    return np.concatenate(found)
 
 
-def stream_windows(
-    seed: int, data_index: int, samples: range, num_windows: int
-) -> NDArray[np.int64]:
-    """The windows behind consecutive samples of one stream.
+def windows_of(seed: int, samples: Samples, num_windows: int) -> Samples:
+    """The windows behind samples.
 
     Args:
         seed: the run's.
-        data_index: names the stream.
-        samples: consecutive sample numbers, from 0 up.
-        num_windows: windows in the corpus.
+        samples: sample numbers, in any order.
+        num_windows: windows in the text.
 
     Returns:
         Window indexes [len(samples)], each below `num_windows`.
     """
-    start = stream_start(data_index, num_windows)
-    windows = [np.empty(0, dtype=np.int64)]
-    first = samples.start
-    while first < samples.stop:
-        lap = first // num_windows
-        stop = min(samples.stop, (lap + 1) * num_windows)
-        places = (np.arange(first, stop, dtype=np.int64) + start) % num_windows
-        windows.append(permute(places.astype(np.uint64), num_windows, f"{seed} lap {lap}"))
-        first = stop
-    return np.concatenate(windows)
+    laps = samples // num_windows
+    windows = np.empty(len(samples), dtype=np.int64)
+    for lap in np.unique(laps):
+        places = (samples[laps == lap] % num_windows).astype(np.uint64)
+        windows[laps == lap] = permute(places, num_windows, f"{seed} lap {lap}")
+    return windows
 
 
 def permute(places: Indexes, size: int, key: str) -> NDArray[np.int64]:

@@ -80,7 +80,7 @@ class LocalSwarm:
         if self.links:
             peer.prefix, listen = self.links.place(peer.index)
         common = ["--state-dir", str(peer.folder), *listen]
-        common += ["--name", f"peer-{peer.index}", "--data-index", str(peer.index), *self.options]
+        common += ["--name", f"peer-{peer.index}", *self.options]
         peer.arguments = [*arguments, *common]
         peer.start()
 

@@ -128,6 +128,13 @@ SPIKES = Metric(
     "local steps whose gradient norm was over 4 times the running mean of those before",
     "not skipped: clipped like any other",
 )
+COVERAGE = Metric(
+    "text",
+    "percent of a lap",
+    "windows of the common text whose training is in a manifest, each once before any is read "
+    "again; rises with every round",
+    "not what members read now or left open, which is shown beside it",
+)
 METRICS = (
     ROUND,
     DIGEST,
@@ -146,6 +153,7 @@ METRICS = (
     DROPPED,
     SIMILARITY,
     SPIKES,
+    COVERAGE,
 )
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from swarm.monitor import metrics
 from swarm.monitor.braille import braille
-from swarm.monitor.snapshot import Agreement, Merge, PeerRow, Snapshot
+from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
@@ -192,6 +192,8 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
         Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
+    if snapshot.coverage:
+        lines.append(_coverage_line(snapshot.coverage))
     moments = sum(row.moments_bytes_sent for row in rows)
     zeros = sum(row.zero_moments for row in rows)
     if moments or zeros:
@@ -217,6 +219,18 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
     for merge in reversed(snapshot.merges):
         lines += _merge_lines(merge)
     return [cut(line, width) for line in lines]
+
+
+def _coverage_line(coverage: Coverage) -> Text:
+    """Shares of a lap; what nobody has been dealt yet is what remains."""
+    line = Text.assemble(
+        (f"{metrics.COVERAGE.title}  ", "dim"),
+        f"{100 * coverage.share:.1f}% of lap {coverage.laps + 1}",
+        f", {100 * coverage.dealt / coverage.windows:.1f}% being read",
+    )
+    if coverage.open:
+        line.append(f", {100 * coverage.open / coverage.windows:.1f}% open")
+    return line
 
 
 def _routing_lines(snapshot: Snapshot) -> list[Text]:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from swarm.experts import expert_unit
+from swarm.protocol.dealing import num_samples
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import MergeRecord, PeerRecord, ValidationRecord
 
@@ -95,6 +96,30 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Coverage:
+    """How much of the common text the agreed training has read, in windows of it (samples)."""
+
+    windows: int
+    """Of the whole text: a lap."""
+    counted: int
+    """Read, and in a manifest."""
+    dealt: int
+    """What the members read now."""
+    open: int
+    """Dealt before and not counted; it is dealt next."""
+
+    @property
+    def laps(self) -> int:
+        """How many times the whole text was counted."""
+        return self.counted // self.windows
+
+    @property
+    def share(self) -> float:
+        """Of the lap after these, 0 up to 1."""
+        return self.counted % self.windows / self.windows
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The swarm at one moment; `losses` are (round, held-out loss), ascending."""
 
@@ -111,6 +136,8 @@ class Snapshot:
     losses: tuple[tuple[int, float], ...]
     reasons: tuple[str, ...]
     """Why members or owners changed in the newest manifest."""
+    coverage: Coverage | None = None
+    """None without a manifest, and where every peer has its own text."""
 
 
 def snapshot_of(seen: Sighting) -> Snapshot | None:
@@ -132,6 +159,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         merges=_merges(seen.merges),
         losses=_losses(seen.validations),
         reasons=seen.tip.reasons if seen.tip else (),
+        coverage=_coverage(seen.tip) if seen.tip else None,
     )
 
 
@@ -152,7 +180,13 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             {"expert": row.expert, "owners": list(row.owners), "version": row.version}
             for row in snapshot.experts
         ],
+        "coverage": _coverage_as_json(snapshot.coverage) if snapshot.coverage else None,
     }
+
+
+def _coverage_as_json(coverage: Coverage) -> dict[str, Any]:
+    found = {"laps": coverage.laps, "share": coverage.share}
+    return found | {key: getattr(coverage, key) for key in ("windows", "dealt", "open")}
 
 
 def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
@@ -197,6 +231,15 @@ def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, .
         for expert in row.owned_experts:
             owners.setdefault(expert, []).append(row.peer_id)
     return tuple(ExpertRow(expert, tuple(owners[expert]), None) for expert in sorted(owners))
+
+
+def _coverage(tip: Manifest) -> Coverage | None:
+    text = tip.founding.text
+    if text is None:
+        return None
+    dealt = sum(num_samples(stretches) for stretches in tip.dealt.values())
+    open_ = num_samples(tip.holes)
+    return Coverage(text.windows, tip.cursor - dealt - open_, dealt, open_)
 
 
 def _version(tip: Manifest, expert: int) -> int | None:

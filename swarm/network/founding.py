@@ -32,6 +32,8 @@ from swarm.protocol.manifest import (
 )
 from swarm.protocol.ownership import assign
 from swarm.protocol.records import PeerRecord, RunRecord, RunState, runs_key
+from swarm.protocol.rounds.deals import first_book
+from swarm.protocol.rounds.rules import Rules
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def founding_manifest(
         num_experts=run.model.num_experts,
         seed=founding.nonce,
     ).owners
+    members = {peer: Member(0, present[peer]) for peer in sorted(present)}
+    book = first_book(founding, members, Rules.of("", run, layout))
     return Manifest(
         run="",
         generation=FOUNDING_GENERATION,
@@ -75,7 +79,7 @@ def founding_manifest(
         step=0,
         tokens=0,
         merged=0,
-        members={peer: Member(0, present[peer]) for peer in sorted(present)},
+        members=members,
         contributors=tuple(sorted(present)),
         sources={},
         owners=owners,
@@ -83,6 +87,9 @@ def founding_manifest(
             unit.unit: Entry(*initial[unit.unit], 0, founding.founder, unit.codec)
             for unit in layout.units
         },
+        cursor=book.cursor,
+        holes=book.holes,
+        dealt=book.dealt,
     )
 
 

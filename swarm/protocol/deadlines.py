@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import floor, inf
 
 MIN_ROSTER_S = 6.0
 """D1 is never shorter: a busy laptop must not lose its tokens."""
@@ -208,6 +208,43 @@ def _reform_s(measured: Measured, fixed_s: float | None, reasons: list[str]) -> 
         f"recent round, at least {MIN_REFORM_S:.0f}"
     )
     return seconds
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What a peer has still to do before it offers, as it expects."""
+
+    steps: int
+    """0: it offers now."""
+    seconds: float | None
+    """Until it offers; None: not known yet."""
+    reason: str
+
+
+def local_work_left(
+    dealt: int, done: int, step_s: float, remaining_s: float | None = None
+) -> LocalWork:
+    """How many more local steps a peer takes in a round.
+
+    With an agreed end a step is begun only if the ones before say that it ends in time; the first
+    is always begun. Who has read all that it was dealt offers at once.
+
+    Args:
+        dealt: steps that its part of the text holds, or that the exact mode asks for.
+        done: of these.
+        step_s: mean seconds of a step so far; 0 before the first.
+        remaining_s: until the agreed end of the local steps; None: all steps are taken.
+    """
+    left = max(0, dealt - done)
+    if remaining_s is None:
+        return LocalWork(left, left * step_s if step_s else None, f"{left} of {dealt} steps left")
+    remaining_s = max(0.0, remaining_s)
+    if not done or not left:
+        seconds = remaining_s if left else 0.0
+        return LocalWork(left, seconds, f"{left} of {dealt} steps dealt are left")
+    fit = floor(remaining_s / step_s) if step_s else left
+    reason = f"{done} steps done; {fit} of {step_s:.2f} s fit {remaining_s:.1f} s, {left} are dealt"
+    return LocalWork(min(left, fit), min(remaining_s, left * step_s) if fit else 0.0, reason)
 
 
 def finishes_in_time(steps_left: int, step_s: float, remaining_s: float) -> tuple[bool, str]:

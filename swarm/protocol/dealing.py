@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from swarm.protocol.manifest import PeerId, Stretch
+from swarm.protocol.manifest import Manifest, PeerId, Stretch
 
 Stretches = tuple[Stretch, ...]
+MAX_SAMPLES = 2**62
+"""Samples are numbered below this."""
+MAX_HOLES = 4096
+"""No run of as many members as a message may name has so many holes."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Book:
     """Ascending, disjoint, neither empty nor adjacent."""
     dealt: Mapping[PeerId, Stretches] = field(default_factory=dict)
     """To each member, in the order in which it reads them."""
+
+
+def book_of(manifest: Manifest) -> Book:
+    """The book that a manifest carries."""
+    return Book(manifest.cursor, manifest.holes, manifest.dealt)
 
 
 def num_samples(stretches: Iterable[Stretch]) -> int:
@@ -46,23 +55,54 @@ def next_book(book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId,
     rest = [*book.holes]
     for peer, stretches in book.dealt.items():
         rest += split(stretches, counted.get(peer, 0))[1]
-    cursor, holes = _settled(book.cursor, rest)
-    dealt: dict[PeerId, Stretches] = {}
+    return _deal(Book(*_settled(book.cursor, rest)), quotas)
+
+
+def reformed_book(book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    """The book of a reform: its members read on what they were dealt, so their work stays good.
+
+    What was dealt to the others is open.
+
+    Args:
+        book: the parent's.
+        quotas: of each member of the reform, how many samples it gets if it has none.
+    """
+    kept = {peer: stretches for peer, stretches in book.dealt.items() if peer in quotas}
+    lost = (each for peer in book.dealt.keys() - kept.keys() for each in book.dealt[peer])
+    cursor, holes = _settled(book.cursor, [*book.holes, *lost])
+    new = {peer: quota for peer, quota in quotas.items() if peer not in kept}
+    return _deal(Book(cursor, holes, kept), new)
+
+
+def book_problem(book: Book) -> str | None:
+    """Why this is no book, whatever was before it; None if it is one.
+
+    Every sample before the cursor is in at most one stretch, and none is at or after it.
+    """
+    if not 0 <= book.cursor < MAX_SAMPLES:
+        return f"the cursor is {book.cursor}"
+    if len(book.holes) > MAX_HOLES:
+        return f"it has {len(book.holes)} holes, more than {MAX_HOLES}"
+    if list(book.holes) != list(_joined(book.holes)):
+        return "its holes are not in order, or touch each other"
+    before = 0
+    for start, stop in sorted([*book.holes, *(s for own in book.dealt.values() for s in own)]):
+        if not before <= start < stop <= book.cursor:
+            return f"samples {start} to {stop} are listed twice, or not before {book.cursor}"
+        before = stop
+    return None
+
+
+def _deal(book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    """Deals to these peers, in peer-id order: first the holes, then what follows the cursor."""
+    cursor, holes, dealt = book.cursor, book.holes, dict(book.dealt)
     for peer in sorted(quotas):
         taken, holes = split(holes, quotas[peer])
         fresh = quotas[peer] - num_samples(taken)
         if fresh:
             taken, cursor = _joined([*taken, (cursor, cursor + fresh)]), cursor + fresh
         dealt[peer] = taken
-    return Book(cursor, holes, dealt)
-
-
-def book_without(book: Book, lost: Iterable[PeerId]) -> Book:
-    """The book of a reform: what was dealt to lost peers is open, the others read on."""
-    gone = set(lost)
-    rest = [*book.holes, *(each for peer in gone for each in book.dealt.get(peer, ()))]
-    kept = {peer: stretches for peer, stretches in book.dealt.items() if peer not in gone}
-    return Book(book.cursor, _joined(rest), kept)
+    return Book(cursor, holes, dict(sorted(dealt.items())))
 
 
 def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretches]:

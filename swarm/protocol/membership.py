@@ -89,5 +89,5 @@ def _staying(
             declared = capacities.get(peer, member.capacity)
             if declared != member.capacity:
                 reasons.append(f"{peer} has capacity {declared:g} now, had {member.capacity:g}")
-            members[peer] = Member(silent, declared)
+            members[peer] = replace(member, silent=silent, capacity=declared)
     return members, reasons

@@ -143,7 +143,6 @@ class PeerRecord:
     """Steps with a non-finite loss or gradient."""
     refused: Annotated[Mapping[Word, Count], Field(max_length=64)]
     """Refused inputs by reason."""
-    data_index: Count
     reason: Reason
     """The last decision that this peer saw, with its numbers."""
     version: Word

@@ -207,6 +207,7 @@ class OfferSchema(Schema):
     tip: DigestText
     steps: Count
     tokens: Count
+    seconds: Seconds
     units: dict[UnitText, OfferedUnitSchema]
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-from swarm.errors import BadManifest, BadMessage
+from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.events import Record
+from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from swarm.protocol.messages import (
     Accept,
@@ -39,10 +39,6 @@ from swarm.protocol.messages import (
     Signature,
 )
 from swarm.protocol.schemas import (
-    IS_DIGEST,
-    IS_GENERATION,
-    IS_PEER,
-    IS_UNIT,
     MAX_REASON_CHARACTERS,
     AcceptSchema,
     AnyMessage,
@@ -270,44 +266,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
 
 
 def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
-    return _named_manifest(blobs[blob.digest])
-
-
-@lru_cache(maxsize=4)
-def _named_manifest(encoded: bytes) -> Manifest:
-    """A manifest whose names are valid; proposal, tip and parent come again and again."""
-    manifest = decode_manifest(encoded)
-    for pattern, names in (
-        (IS_DIGEST, _digests(manifest)),
-        (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
-        (IS_PEER, _peers(manifest)),
-        (IS_UNIT, [*manifest.entries, *manifest.sources]),
-    ):
-        for name in names:
-            if not pattern.fullmatch(name):
-                raise BadManifest("manifest_names", f"{name[:80]!r} is no name in a manifest")
-    return manifest
-
-
-def _digests(manifest: Manifest) -> Iterator[str]:
-    yield from (manifest.founding.config, manifest.founding.validation)
-    yield from (name for name in (manifest.parent, manifest.seed) if name is not None)
-    for entry in manifest.entries.values():
-        yield entry.digest
-        yield from (name for name in (entry.base, entry.delta) if name is not None)
-    for values in manifest.sources.values():
-        yield from (digest for _, digest in values)
-
-
-def _peers(manifest: Manifest) -> Iterator[str]:
-    yield manifest.founding.founder
-    yield from (*manifest.members, *manifest.contributors)
-    for owners in manifest.owners.values():
-        yield from owners
-    for entry in manifest.entries.values():
-        yield entry.source
-    for values in manifest.sources.values():
-        yield from (peer for peer, _ in values)
+    return foreign_manifest(blobs[blob.digest])
 
 
 # ---------------------------------------------------------------- offers
@@ -317,7 +276,13 @@ def encode_offer(offer: Offer) -> bytes:
     """An offer's blob."""
     units = {unit: vars(offered) for unit, offered in offer.units.items()}
     return _canonical(
-        {"tip": offer.tip, "steps": offer.steps, "tokens": offer.tokens, "units": units}
+        {
+            "tip": offer.tip,
+            "steps": offer.steps,
+            "tokens": offer.tokens,
+            "seconds": float(offer.seconds),
+            "units": units,
+        }
     )
 
 
@@ -338,6 +303,7 @@ def decode_offer(encoded: Buffer) -> Offer:
             unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base)
             for unit, offered in sorted(parsed.units.items())
         },
+        parsed.seconds,
     )
     if encode_offer(offer) != bytes(encoded):
         raise BadMessage("offer_schema", "the offer is not in canonical form")

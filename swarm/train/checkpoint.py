@@ -51,10 +51,10 @@ class PrivateState:
         run_id: the run it belongs to.
         base_tip: digest of the manifest that it was trained from.
         round: the round it was offered for.
-        step: the run's cumulative steps after these local steps.
-        tokens: the run's cumulative tokens as of `base_tip`.
-        data_index: which stream was trained on.
-        data_step: the stream's next step.
+        steps: local steps that are offered,
+        tokens: their tokens, and
+        seconds: how long they took.
+        data_position: samples of the peer's own text that it has trained on, these included.
         offered: unit -> digest of what was offered.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
@@ -65,10 +65,10 @@ class PrivateState:
     run_id: str
     base_tip: str
     round: int
-    step: int
+    steps: int
     tokens: int
-    data_index: int
-    data_step: int
+    seconds: float
+    data_position: int
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
-from swarm.data.loader import Loader
+from swarm.data.loader import Dealt, Loader
+from swarm.data.streams import samples_at
 from swarm.train.engine import Engine, StepStats
 from swarm.train.routing_stats import RoutingStats, routing_stats
-from swarm.train.schedule import guidance_at, learning_rate
+from swarm.train.schedule import guidance_at, learning_rate, schedule_step
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a peer is to train on in a round.
+
+    Attributes:
+        peer: its id.
+        step: the run's cumulative steps at the tip.
+        dealt: the samples that it reads, as stretches in reading order.
+        batch_tokens: tokens per step.
+        done: local steps that were done on this deal before.
+    """
+
+    peer: str
+    step: int
+    dealt: Dealt
+    batch_tokens: int
+    done: int = 0
 
 
 @dataclass(frozen=True)
@@ -19,6 +40,7 @@ class LocalStats:
     Attributes:
         steps: steps done, skipped ones included.
         tokens: tokens they predicted.
+        seconds: how long they took.
         skipped: how many of them changed nothing because something was not finite.
         loss: mean of the finite losses; None if there were none.
         cross_entropy: mean of the finite cross-entropies in nats per token; None likewise.
@@ -28,6 +50,7 @@ class LocalStats:
 
     steps: int
     tokens: int
+    seconds: float
     skipped: int
     loss: float | None
     cross_entropy: float | None
@@ -39,46 +62,48 @@ def train_local_steps(
     engine: Engine,
     loader: Loader,
     run: RunConfig,
+    task: Task,
     *,
-    step: int,
-    local_steps: int,
-    batch_tokens: int,
+    left: Callable[[int, float], int],
     stop: Callable[[], bool],
     on_step: Callable[[int, StepStats], None],
 ) -> LocalStats:
-    """Trains an engine on its stream for the steps of one round.
-
-    Learning rate and batches depend on the run's cumulative step, never on a count of this peer's.
+    """Trains an engine for one round.
 
     Args:
         engine: what is trained.
-        loader: this peer's stream.
+        loader: of the text that the task's samples are from.
         run: gives the schedule.
-        step: the run's cumulative steps before the first of these, from its newest manifest.
-        local_steps: H of the phase that holds.
-        batch_tokens: tokens per step of the phase that holds.
-        stop: asked before each step; True ends the loop, as when the tip has moved.
-        on_step: told each cumulative step that was done, with its statistics.
+        task: samples, and where in the run they are.
+        left: asked before each step how many more there are to be, given the steps of this call
+            and the seconds they took; 0 ends the loop.
+        stop: asked before each step; True ends the loop early, as when the tip has moved.
+        on_step: told each step that was done, counted from the beginning of the run in the exact
+            mode, with its statistics.
 
     Raises:
         TrainingDiverged: three steps in a row were not finite.
-        DataError: a batch could not be read.
+        DataError: a batch could not be read, or was not dealt.
     """
-    done: list[StepStats] = []
-    while len(done) < local_steps and not stop():
-        now = step + len(done)
-        tokens_BT1 = loader.batch(now, batch_tokens)
-        last = len(done) + 1 == local_steps
-        guidance = guidance_at(now, run, loader.data_index, probe=last)
-        done.append(engine.step(tokens_BT1, lr=learning_rate(now, run), guidance=guidance))
-        on_step(now, done[-1])
-    kept = [stats for stats in done if not stats.skipped]
+    taken: list[StepStats] = []
+    began_s, seconds = time.monotonic(), 0.0
+    while (to_do := left(len(taken), seconds)) and not stop():
+        local_step = task.done + len(taken)
+        tokens_BT1 = loader.batch(task.dealt, local_step, task.batch_tokens)
+        first_sample = int(samples_at(task.dealt, local_step * len(tokens_BT1), 1)[0])
+        now = schedule_step(task.step, local_step, run)
+        guidance = guidance_at(now, run, task.peer, first_sample, probe=to_do == 1)
+        taken.append(engine.step(tokens_BT1, lr=learning_rate(now, run), guidance=guidance))
+        on_step(task.step + local_step, taken[-1])
+        seconds = time.monotonic() - began_s
+    kept = [stats for stats in taken if not stats.skipped]
     return LocalStats(
-        steps=len(done),
-        tokens=sum(stats.tokens for stats in done),
-        skipped=len(done) - len(kept),
+        steps=len(taken),
+        tokens=sum(stats.tokens for stats in taken),
+        seconds=seconds,
+        skipped=len(taken) - len(kept),
         loss=sum(stats.loss for stats in kept) / len(kept) if kept else None,
         cross_entropy=sum(stats.cross_entropy for stats in kept) / len(kept) if kept else None,
-        completed=len(done) == local_steps,
+        completed=not to_do,
         routing=routing_stats(kept) if kept else None,
     )

@@ -33,20 +33,39 @@ def learning_rate(step: int, run: RunConfig) -> float:
     return settings.lr * (settings.final_share + (1 - settings.final_share) * cosine)
 
 
-def guidance_at(step: int, run: RunConfig, data_index: int, *, probe: bool = False) -> Guidance:
+def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
+    """Where in the schedule a local step is.
+
+    In the exact mode every local step is a step of the run. With `round.seconds` the run's steps
+    follow the tokens of all peers, so that those of a round are the same for a fast and a slow
+    peer: the whole round is trained as the tip's step says.
+
+    Args:
+        tip_step: the run's cumulative steps, as its newest manifest has them.
+        local_step: this peer's steps since then.
+        run: gives the mode.
+    """
+    return tip_step if run.round.seconds else tip_step + local_step
+
+
+def guidance_at(
+    step: int, run: RunConfig, peer: str, sample: int, *, probe: bool = False
+) -> Guidance:
     """What leads the routing of the step that follows `step` steps of the run.
 
     Args:
         step: the run's cumulative steps so far.
         run: gives the settings and the length of the schedule.
-        data_index: names the peer's stream, so that each peer has noise of its own.
+        peer: id of the peer, and
+        sample: number of the first sample of its batch: so each step of each peer has noise of its
+            own.
         probe: whether the similarity of experts is measured in this step even if nothing is made
             of it.
     """
     settings = run.routing
     left = 1 - _progress(step, run, settings.own_expert_bias_share)
     rising = _progress(step, run, settings.balance_factor_share)
-    digest = blake3(f"{run.run.seed}\n{data_index}\n{step}".encode()).digest(8)
+    digest = blake3(f"{run.run.seed}\n{peer}\n{sample}".encode()).digest(8)
     return Guidance(
         noise_seed=int.from_bytes(digest, "little") >> 1,
         own_expert_bias=settings.own_expert_bias * left,

@@ -1,9 +1,8 @@
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import given
 
-from swarm.data.streams import permute, stream_start, stream_windows
+from swarm.data.streams import permute, samples_at, windows_of
 
 NUM_WINDOWS = 186_418  # of 64 bytes, in the standard library of Python 3.11
 
@@ -25,54 +24,45 @@ def test_permute_depends_on_its_key_and_mixes_well():
     assert np.count_nonzero(np.abs(np.diff(first)) == 1) < 12
 
 
-def test_the_first_streams_start_where_van_der_corput_says():
-    starts = [stream_start(index, 1024) for index in range(8)]
-    assert starts == [0, 512, 256, 768, 128, 640, 384, 896]
+def test_samples_are_counted_through_the_stretches_in_their_order():
+    stretches = ((50, 53), (7, 8), (60, 64))
+    assert samples_at(stretches, 0, 8).tolist() == [50, 51, 52, 7, 60, 61, 62, 63]
+    assert samples_at(stretches, 2, 3).tolist() == [52, 7, 60]
+    assert samples_at(stretches, 6, 9).tolist() == [62, 63]
+    assert samples_at(stretches, 8, 1).tolist() == samples_at((), 0, 4).tolist() == []
 
 
-@given(index=st.integers(0, 2**70), num_windows=st.integers(1, 10**9))
-def test_a_stream_starts_inside_the_corpus(index, num_windows):
-    assert 0 <= stream_start(index, num_windows) < num_windows
+@given(
+    stretches=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9))),
+    first=st.integers(0, 40),
+    count=st.integers(0, 40),
+)
+def test_any_part_of_the_stretches_is_that_of_the_whole(stretches, first, count):
+    stretches = tuple((start, start + size) for start, size in stretches)
+    whole = [n for start, stop in stretches for n in range(start, stop)]
+    assert samples_at(stretches, first, count).tolist() == whole[first : first + count]
 
 
-@pytest.mark.parametrize("num_peers", [1, 2, 3, 4, 8, 16])
-def test_streams_share_no_window_until_the_corpus_is_used_up(num_peers):
-    circle = 2 ** (num_peers - 1).bit_length()
-    samples = range(NUM_WINDOWS // circle)
-    seen = np.concatenate([stream_windows(7, i, samples, NUM_WINDOWS) for i in range(num_peers)])
-    assert len(np.unique(seen)) == len(seen)
-    if num_peers == circle:
-        # The epoch: all but the rounding of W / N is used, once.
-        assert len(seen) > NUM_WINDOWS - num_peers
-
-
-def test_four_peers_share_no_window_in_the_demo():
-    """Eight rounds of 50 steps with 8 sequences."""
-    seen = np.concatenate([stream_windows(0, i, range(3200), NUM_WINDOWS) for i in range(4)])
-    assert len(np.unique(seen)) == 4 * 3200
-
-
-def test_a_stream_meets_every_window_once_per_lap_and_then_in_another_order():
-    first = stream_windows(3, 5, range(1000), 1000)
-    second = stream_windows(3, 5, range(1000, 2000), 1000)
+def test_a_lap_has_every_window_once_and_the_next_one_in_another_order():
+    first = windows_of(3, np.arange(1000), 1000)
+    second = windows_of(3, np.arange(1000, 2000), 1000)
     assert sorted(first) == sorted(second) == list(range(1000))
     assert np.count_nonzero(first == second) < 10
 
 
-@given(cut=st.integers(0, 300), start=st.integers(0, 5000), index=st.integers(0, 2**64 - 1))
-def test_windows_depend_on_the_sample_alone_not_on_how_they_are_asked_for(cut, start, index):
-    whole = stream_windows(1, index, range(start, start + 300), 777)
-    left = stream_windows(1, index, range(start, start + cut), 777)
-    right = stream_windows(1, index, range(start + cut, start + 300), 777)
-    assert np.array_equal(whole, np.concatenate([left, right]))
+@given(samples=st.lists(st.integers(0, 5000)))
+def test_a_window_depends_on_its_sample_alone_not_on_how_it_is_asked_for(samples):
+    known = windows_of(1, np.arange(5001), 777)
+    found = windows_of(1, np.array(samples, dtype=np.int64), 777)
+    assert found.tolist() == [known[sample] for sample in samples]
 
 
 def test_another_seed_is_another_order():
-    samples = range(1000)
-    first, second = (stream_windows(seed, 0, samples, NUM_WINDOWS) for seed in (0, 1))
+    samples = np.arange(1000)
+    first, second = (windows_of(seed, samples, NUM_WINDOWS) for seed in (0, 1))
     assert np.count_nonzero(first == second) < 5
 
 
 def test_the_order_never_changes():
     """Peers of one run may have different versions of this package."""
-    assert stream_windows(42, 3, range(5), 1000).tolist() == [590, 989, 538, 705, 932]
+    assert windows_of(42, np.arange(5), 1000).tolist() == [294, 7, 643, 35, 834]

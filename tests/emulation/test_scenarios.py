@@ -27,6 +27,9 @@ RULES = Rules(
     unit_codec=dict.fromkeys(UNITS, "fp32"),
     experts_every=1,
     local_steps_at=lambda _: 2,
+    batch_tokens_at=lambda _: 8,
+    sequence_length=4,
+    is_dealt=True,
 )
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import pytest
 
 from swarm.monitor.snapshot import (
     Agreement,
@@ -12,8 +14,9 @@ from swarm.monitor.snapshot import (
     snapshot_of,
     with_history,
 )
-from swarm.protocol.manifest import Manifest
+from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch, Text
 from swarm.protocol.records import PeerRecord, ValidationRecord
+from tests.peer_records import DIGEST
 
 Sightings = Callable[..., Sighting]
 
@@ -120,6 +123,43 @@ def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> 
     assert with_history(now, other_run) == now
 
 
+TEXT = Text("python-3.11", "byte", DIGEST, 500, 64_000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "holes", "dealt", "laps", "share"),
+    [
+        pytest.param(300, (), {"QmA": ((0, 100),), "QmB": ((100, 300),)}, 0, 0.0, id="at first"),
+        pytest.param(900, ((50, 60),), {"QmA": ((700, 800), (20, 30))}, 0, 0.78, id="first lap"),
+        pytest.param(2250, (), {"QmA": ((2100, 2200),)}, 2, 0.15, id="third lap"),
+        pytest.param(1050, ((1, 2),), {"QmA": ((1000, 1050),)}, 0, 0.999, id="a window is open"),
+    ],
+)
+def test_coverage_is_what_was_counted_of_the_text(
+    make_sighting: Sightings,
+    make_manifest: Callable[..., Manifest],
+    cursor: int,
+    holes: tuple[Stretch, ...],
+    dealt: Mapping[PeerId, tuple[Stretch, ...]],
+    laps: int,
+    share: float,
+) -> None:
+    founding = Founding("QmA", "nonce", DIGEST, 10, DIGEST, 10, TEXT)
+    tip = make_manifest(founding=founding, cursor=cursor, holes=holes, dealt=dealt)
+    found = as_json(project(make_sighting(tip=tip)))["coverage"]
+    assert (found["laps"], found["share"]) == (laps, pytest.approx(share))
+    assert found["windows"] == 1000
+    read = found["laps"] * 1000 + found["share"] * 1000
+    assert read + found["dealt"] + found["open"] == pytest.approx(cursor)
+
+
+def test_a_text_of_ones_own_has_no_coverage(
+    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
+) -> None:
+    assert as_json(project(make_sighting()))["coverage"] is None
+    assert as_json(project(make_sighting(tip=make_manifest())))["coverage"] is None
+
+
 def test_json_has_exactly_the_promised_keys(
     make_sighting: Sightings, make_manifest: Callable[..., Manifest]
 ) -> None:
@@ -131,6 +171,7 @@ def test_json_has_exactly_the_promised_keys(
         "manifest_digest",
         "peers",
         "experts",
+        "coverage",
     ]
     assert shown["peers"][1] == {
         "peer_id": "QmB",

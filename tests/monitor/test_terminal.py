@@ -1,5 +1,6 @@
 """The live view shows the facts, in the space there is, and parses nothing foreign."""
 
+import dataclasses
 import io
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from swarm.monitor import panels
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Coverage, Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerRecord, PeerState, RoutingFigures
@@ -211,3 +212,12 @@ def test_how_tokens_were_spread_is_summed_up_over_the_peers(
     assert "2 spikes" in screen
     without = snapshot_of(make_sighting(peers={"QmC": make_peer("QmC")}))
     assert without and "busiest" not in shown(without, 140, 40)
+
+
+def test_a_line_says_how_much_of_the_text_was_read(snapshot: Snapshot) -> None:
+    assert "of lap" not in shown(snapshot, 140, 40)
+    read = dataclasses.replace(snapshot, coverage=Coverage(1000, 2372, 100, 0))
+    assert "text  37.2% of lap 3, 10.0% being read" in shown(read, 140, 40)
+    assert "% open" not in shown(read, 140, 40)
+    read = dataclasses.replace(snapshot, coverage=Coverage(1000, 2372, 100, 4))
+    assert "text  37.2% of lap 3, 10.0% being read, 0.4% open" in shown(read, 140, 40)

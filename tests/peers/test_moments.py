@@ -28,6 +28,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
+from swarm.protocol.messages import Offer
 from swarm.protocol.moments import Moments, Search, backup_holders, moments_layout
 from swarm.train.engine import ResidentEngine
 from tests.train.runs import batch, same, tiny_run
@@ -131,7 +132,6 @@ class Process:
             cast(Loader, None),
             cast(RoundDriver, rounds),
             RunDirectory(folder),
-            data_index=0,
             validation_BT1=batch(RUN, 0),
             status=cast(PeerStatus, self.side.status),
             moments=self.side.keeper,
@@ -140,7 +140,7 @@ class Process:
         self.tip = tip
 
     def save(self) -> None:
-        self.trainer._save_offer(self.tip, 1, 1)
+        self.trainer._save_offer(self.tip, Offer(self.tip.digest, 1, 1, {}))
 
     def resume(self) -> Exchange:
         """Returns what the keeper told the exchange of its life."""

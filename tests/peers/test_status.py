@@ -31,6 +31,7 @@ TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
 STATS = LocalStats(
     steps=3,
     tokens=192,
+    seconds=0.5,
     skipped=1,
     loss=2.5,
     cross_entropy=2.0,
@@ -57,7 +58,7 @@ def node() -> SimpleNamespace:
 
 @pytest.fixture
 def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
-    made = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0, data_index=7)
+    made = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0)
     made.directory = RunDirectory(tmp_path)
     return made
 
@@ -79,7 +80,7 @@ def test_before_the_run_begins_a_peer_is_present_without_a_tip(status: PeerStatu
         0,
         NO_DIGEST,
     )
-    assert (record.name, record.capacity, record.data_index) == ("me", 2.0, 7)
+    assert (record.name, record.capacity) == ("me", 2.0)
     assert record.owned_experts == ()
 
 
@@ -205,7 +206,7 @@ def test_gradient_spikes_and_the_median_norm_are_published(status: PeerStatus) -
 
 
 def test_a_peer_without_a_run_directory_keeps_no_history(node: SimpleNamespace) -> None:
-    status = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=1.0, data_index=0)
+    status = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=1.0)
     watch(status)
     status.applied(report(successor(TIP)))
     status.ended()

@@ -29,6 +29,7 @@ from swarm.protocol.manifest import (
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Message, Offer, OfferedUnit, ReducedUnit
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds.deals import first_book
 
 LATENCY_S = 0.05
 NO_MERGING = MergingConfig()
@@ -59,12 +60,18 @@ def make_rules(
         unit_codec=dict.fromkeys(units, "fp32"),
         experts_every=experts_every,
         local_steps_at=lambda tokens: 10,
+        batch_tokens_at=lambda tokens: 100,
+        sequence_length=10,
+        is_dealt=True,
         certificates=certificates,
     )
 
 
 def found(rules: Rules, peers: list[PeerId], **changes: object) -> Manifest:
     """Manifest 0 with these members; experts dealt out in turn."""
+    members = {peer: Member(0, 1.0) for peer in sorted(peers)}
+    founding = Founding(peers[0], "nonce", name("config"), 1, name("validation"), 1)
+    book = first_book(founding, members, rules)
     copies = min(rules.owners_per_expert, len(peers))
     fields: dict[str, object] = {
         "run": "",
@@ -73,11 +80,12 @@ def found(rules: Rules, peers: list[PeerId], **changes: object) -> Manifest:
         "round": 0,
         "kind": Kind.FOUNDING,
         "parent": None,
-        "founding": Founding(peers[0], "nonce", name("config"), 1, name("validation"), 1),
+        "founding": founding,
         "step": 0,
         "tokens": 0,
         "merged": 0,
-        "members": {peer: Member(0, 1.0) for peer in sorted(peers)},
+        "members": members,
+        **vars(book),
         "contributors": tuple(sorted(peers)),
         "sources": {},
         "owners": {

@@ -2,13 +2,16 @@
 
 from math import inf
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from swarm.protocol.deadlines import (
     FIRST_ROUND_S,
     Measured,
     Timers,
     finishes_in_time,
+    local_work_left,
     production_timers,
 )
 
@@ -89,3 +92,50 @@ def test_a_leaver_finishes_what_takes_half_of_its_time(steps_left, step_s, remai
     decision, reason = finishes_in_time(steps_left, step_s, remaining_s)
     assert decision is finishes
     assert f"{steps_left} steps of {step_s:.2f} s in {remaining_s / 2:.1f} s" in reason
+
+
+@pytest.mark.parametrize(
+    ("done", "step_s", "steps", "seconds"),
+    [
+        pytest.param(0, 0.0, 5, None, id="the pace is not known"),
+        pytest.param(2, 3.0, 3, 9.0, id="three more"),
+        pytest.param(5, 3.0, 0, 0.0, id="all done"),
+    ],
+)
+def test_in_the_exact_mode_all_steps_are_taken(done, step_s, steps, seconds):
+    left = local_work_left(5, done, step_s)
+    assert (left.steps, left.seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize(
+    ("done", "step_s", "remaining_s", "steps", "seconds"),
+    [
+        pytest.param(0, 0.0, 60.0, 100, 60.0, id="the first is begun, nothing is known"),
+        pytest.param(0, 0.0, -5.0, 100, 0.0, id="the first is begun, however late it is"),
+        pytest.param(4, 10.0, 20.0, 2, 20.0, id="exactly two more"),
+        pytest.param(4, 10.0, 19.9, 1, 19.9, id="the second would end after the end"),
+        pytest.param(4, 10.0, 9.9, 0, 0.0, id="none would end in time"),
+        pytest.param(1, 99.0, -39.0, 0, 0.0, id="the first took longer than the round"),
+        pytest.param(98, 1.0, 60.0, 2, 2.0, id="the deal ends first"),
+        pytest.param(100, 1.0, 60.0, 0, 0.0, id="the deal is used up"),
+    ],
+)
+def test_with_an_agreed_end_a_step_is_begun_if_it_ends_in_time(
+    done, step_s, remaining_s, steps, seconds
+):
+    left = local_work_left(100, done, step_s, remaining_s)
+    assert (left.steps, left.seconds) == (steps, seconds)
+    assert "dealt" in left.reason
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 3600))
+def test_a_peer_of_any_speed_uses_the_agreed_time_but_less_than_a_step(step_s, seconds):
+    """A steady peer; one whose first step takes longer than the round takes that one."""
+    done = 0
+    while local_work_left(10**6, done, step_s if done else 0.0, seconds - done * step_s).steps:
+        done += 1
+        if done > 2000:
+            return  # as steady as before
+    assert done >= 1
+    assert done == 1 or done * step_s <= seconds * (1 + 1e-9)
+    assert (done + 1) * step_s > seconds * (1 - 1e-9)

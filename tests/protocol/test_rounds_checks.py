@@ -255,6 +255,8 @@ def test_a_reform_must_at_least_agree_with_itself() -> None:
         members={"A": TIP.members["A"]},
         contributors=("A",),
         sources={},
+        work={},
+        dealt={"A": TIP.dealt["A"]},
         owners=dict.fromkeys(TIP.owners, ("A",)),
         lineage=((TIP.height, (1, generation)),),
     )

@@ -33,6 +33,7 @@ from swarm.protocol.messages import (
     Ready,
 )
 from swarm.protocol.rounds import Phase
+from swarm.protocol.rounds.deals import book_of_reform
 from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
 
 REFORM_S = 60.0
@@ -142,6 +143,7 @@ def test_a_peer_that_hears_a_quorum_holds_a_reform_back_and_says_so() -> None:
 
 def reform_of(tip: Manifest, members: list[str], generation: str = "ab" * 16) -> Manifest:
     chosen = {peer: tip.members[peer] for peer in members}
+    book = book_of_reform(tip, chosen, make_rules())
     return replace(
         tip,
         generation=generation,
@@ -150,6 +152,8 @@ def reform_of(tip: Manifest, members: list[str], generation: str = "ab" * 16) ->
         members=chosen,
         contributors=tuple(members),
         sources={},
+        work={},
+        **vars(book),
         owners={expert: (members[expert % len(members)],) for expert in tip.owners},
         lineage=(*tip.lineage, (tip.height, (len(members), generation))),
         run="run-1",

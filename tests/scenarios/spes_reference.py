@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from swarm.config import MergingConfig, RunConfig
+from swarm.config import MergingConfig, Phase, RunConfig
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import merge_experts
 from swarm.train.engine import ResidentEngine
-from swarm.train.local_steps import train_local_steps
+from swarm.train.local_steps import Task, train_local_steps
 
 
 def train_by_reference(
     run: RunConfig,
-    shards: Sequence[Shards],
-    data_indexes: Sequence[int],
+    shards: Shards,
+    peers: Sequence[str],
     owners: Mapping[int, Sequence[int]],
     rounds: int,
 ) -> dict[str, Tensor]:
@@ -30,9 +30,10 @@ def train_by_reference(
 
     Args:
         run: must be exact: fp32 on the wire, in frozen experts and in compute.
-        shards: each peer's corpus, in the order of the peers' ids.
-        data_indexes: each peer's stream, in the same order.
-        owners: expert -> indexes into that order of the peers that own it.
+        shards: the common text. Of its samples each peer reads as many as its steps need, in the
+            order of `peers`, round after round.
+        peers: their ids, ascending.
+        owners: expert -> indexes into `peers` of those that own it.
         rounds: training rounds.
 
     Returns:
@@ -46,22 +47,17 @@ def train_by_reference(
     agreed = initial_tensors(
         run, [*shared, *(name for names in experts.values() for name in names)]
     )
-    engines = [ResidentEngine(run) for _ in data_indexes]
-    loaders = [
-        Loader(peer_shards, run, data_index=index)
-        for peer_shards, index in zip(shards, data_indexes, strict=True)
-    ]
+    engines = [ResidentEngine(run) for _ in peers]
+    loader = Loader(shards, run)
     for peer, engine in enumerate(engines):
         engine.write(agreed)
         engine.own([expert for expert in sorted(experts) if peer in owners[expert]])
     step = tokens = merged = 0
     for _ in range(rounds):
-        local_steps = run.phase_at(tokens).local_steps
-        tokens += sum(
-            train_locally(engine, loader, run, step, tokens)
-            for engine, loader in zip(engines, loaders, strict=True)
-        )
-        step += local_steps
+        phase = run.phase_at(tokens)
+        for peer, engine in zip(peers, engines, strict=True):
+            tokens += train_locally(engine, loader, run, peer, step, phase, read=tokens)
+        step += phase.local_steps
         agreed = mean([engine.read(shared) for engine in engines])
         for expert, names in experts.items():
             agreed |= mean([engines[peer].read(names) for peer in sorted(owners[expert])])
@@ -71,23 +67,29 @@ def train_by_reference(
             agreed |= merge_experts(agreed, model, alpha=alpha, top_k=run.merging.top_k).named
         for engine in engines:
             engine.write(agreed)
-    for loader in loaders:
-        loader.close()
+    loader.close()
     return agreed
 
 
 def train_locally(
-    engine: ResidentEngine, loader: Loader, run: RunConfig, step: int, tokens: int
+    engine: ResidentEngine,
+    loader: Loader,
+    run: RunConfig,
+    peer: str,
+    step: int,
+    phase: Phase,
+    *,
+    read: int,
 ) -> int:
-    """One peer's local steps of a round that starts at these cumulative steps and tokens."""
-    phase = run.phase_at(tokens)
+    """One peer's local steps of a round, after so many tokens that all peers have read."""
+    first = read // run.data.sequence_length
+    num_samples = phase.local_steps * phase.batch_tokens // run.data.sequence_length
     stats = train_local_steps(
         engine,
         loader,
         run,
-        step=step,
-        local_steps=phase.local_steps,
-        batch_tokens=phase.batch_tokens,
+        Task(peer, step, ((first, first + num_samples),), phase.batch_tokens),
+        left=lambda steps, _: phase.local_steps - steps,
         stop=lambda: False,
         on_step=lambda *_: None,
     )

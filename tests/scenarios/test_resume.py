@@ -74,13 +74,12 @@ def restart_all(swarm: LocalSwarm, crash: str | None = None) -> None:
 
 def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Tensor]:
     """What one process gets that trains the same peers without a swarm."""
-    indexes = {peer_id(peer): peer.index for peer in swarm.peers}
-    ordered = sorted(indexes)
+    ordered = sorted(peer_id(peer) for peer in swarm.peers)
     owners = read_record(swarm.peers[0]).tip.owners
     return train_by_reference(
         run,
-        [open_shards(standard_library_corpus(), cache)] * NUM_PEERS,
-        [indexes[peer] for peer in ordered],
+        open_shards(standard_library_corpus(), cache),
+        ordered,
         {expert: [ordered.index(peer) for peer in peers] for expert, peers in owners.items()},
         rounds=run.run.rounds,
     )

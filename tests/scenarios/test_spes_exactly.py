@@ -40,19 +40,18 @@ def test_three_rounds_with_a_merge_equal_the_reference(
         swarm.start()
         finish(swarm, 150)
         verdict = summary(swarm)
-        peers = {peer_id(peer): peer.index for peer in swarm.peers}
+        ordered = sorted(peer_id(peer) for peer in swarm.peers)
         states = [agreed_state(peer, run) for peer in swarm.peers]
         tip = read_record(swarm.peers[0]).tip
         merges = applied(swarm.peers[0].events(), "merge")
     assert len(verdict["manifest_digests"]) == 1
     assert verdict["tokens_lost"] == 0
     assert len(merges) == 1
-    ordered = sorted(peers)
     shards = open_shards(standard_library_corpus(), tmp_path / "data")
     expected = train_by_reference(
         run,
-        [shards] * 4,
-        [peers[peer_id] for peer_id in ordered],
+        shards,
+        ordered,
         {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
         rounds=3,
     )

@@ -1,11 +1,13 @@
 """The reference is checked where plain training must give the same."""
 
+import numpy as np
 import torch
 
 from swarm.data.loader import Loader
+from swarm.data.streams import samples_at
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.merge import merge_experts
-from swarm.train.local_steps import train_local_steps
+from swarm.train.local_steps import Task, train_local_steps
 from tests.scenarios.spes_reference import mean, merge_is_due, train_by_reference
 from tests.train.runs import NUM_EXPERTS, all_names, new_engine, patterned_shards, same, tiny_run
 
@@ -13,45 +15,41 @@ SHARDS = patterned_shards()
 EVERYTHING = range(NUM_EXPERTS)
 
 
-def trained_alone(run, *, data_index, owned, steps):
+ROUND = 3 * 4
+"""Samples that a peer reads in a round: steps times sequences."""
+
+
+def trained_alone(run, *, first, owned, steps):
     engine = new_engine(run, owned)
-    with Loader(SHARDS, run, data_index=data_index) as loader:
+    with Loader(SHARDS, run) as loader:
         train_local_steps(
             engine,
             loader,
             run,
-            step=0,
-            local_steps=steps,
-            batch_tokens=run.train.batch_tokens,
+            Task("A", 0, ((first, first + 4 * steps),), run.train.batch_tokens),
+            left=lambda done, _: steps - done,
             stop=lambda: False,
             on_step=lambda *_: None,
         )
     return engine.read(all_names(run))
 
 
-def reference(run, data_indexes, owners, rounds):
-    return train_by_reference(run, [SHARDS] * len(data_indexes), data_indexes, owners, rounds)
+def reference(run, peers, owners, rounds):
+    return train_by_reference(run, SHARDS, peers, owners, rounds)
 
 
 def test_one_peer_is_ordinary_training():
     run = tiny_run()
-    alone = trained_alone(run, data_index=0, owned=EVERYTHING, steps=6)
-    assert same(reference(run, [0], dict.fromkeys(EVERYTHING, (0,)), 2), alone)
-
-
-def test_peers_with_one_stream_that_own_everything_train_as_one():
-    """The mean of four equal fp32 values is that value: (2 + 2) / 4 loses no bit."""
-    run = tiny_run()
-    alone = trained_alone(run, data_index=3, owned=EVERYTHING, steps=6)
-    assert same(reference(run, [3] * 4, dict.fromkeys(EVERYTHING, range(4)), 2), alone)
+    alone = trained_alone(run, first=0, owned=EVERYTHING, steps=6)
+    assert same(reference(run, "A", dict.fromkeys(EVERYTHING, (0,)), 2), alone)
 
 
 def test_a_round_is_the_mean_of_shared_tensors_and_each_owners_experts():
     run = tiny_run()
     owners = {0: [0], 1: [0], 2: [1], 3: [1]}
-    found = reference(run, [0, 1], owners, 1)
-    first = trained_alone(run, data_index=0, owned=[0, 1], steps=3)
-    second = trained_alone(run, data_index=1, owned=[2, 3], steps=3)
+    found = reference(run, "AB", owners, 1)
+    first = trained_alone(run, first=0, owned=[0, 1], steps=3)
+    second = trained_alone(run, first=ROUND, owned=[2, 3], steps=3)
     for name in shared_shapes(run.model):
         assert torch.equal(found[name], (first[name] + second[name]) / 2)
         assert not torch.equal(first[name], second[name])
@@ -62,20 +60,33 @@ def test_a_round_is_the_mean_of_shared_tensors_and_each_owners_experts():
 
 def test_an_expert_with_two_owners_is_their_mean():
     run = tiny_run()
-    found = reference(run, [0, 1], dict.fromkeys(EVERYTHING, (1, 0)), 1)
+    found = reference(run, "AB", dict.fromkeys(EVERYTHING, (1, 0)), 1)
     first, second = (
-        trained_alone(run, data_index=index, owned=EVERYTHING, steps=3) for index in (0, 1)
+        trained_alone(run, first=first, owned=EVERYTHING, steps=3) for first in (0, ROUND)
     )
     assert same(found, {name: (first[name] + second[name]) / 2 for name in all_names(run)})
+
+
+def test_no_sample_is_read_twice(monkeypatch):
+    """Two rounds of three peers, who read 3 steps of 4 sequences each."""
+    read, real_read = [], Loader.read
+
+    def spy(self, dealt, local_step, batch_tokens):
+        read.append(samples_at(dealt, 4 * local_step, 4))
+        return real_read(self, dealt, local_step, batch_tokens)
+
+    monkeypatch.setattr(Loader, "read", spy)
+    reference(tiny_run(), "ABC", dict.fromkeys(EVERYTHING, (1, 0)), 2)
+    assert np.concatenate(read).tolist() == list(range(6 * ROUND))
 
 
 def test_a_merge_follows_the_round_that_made_it_due():
     owners = {0: [0], 1: [0], 2: [1], 3: [1]}
     merging = {"alpha": 0.5, "top_k": 2, "interval_steps": 6, "decay_steps": 100}
-    plain = reference(tiny_run(), [0, 1], owners, 2)
+    plain = reference(tiny_run(), "AB", owners, 2)
     run = tiny_run(merging=merging)
     merged = merge_experts(plain, run.model, alpha=0.5 * (1 - 6 / 100), top_k=2).named
-    assert same(reference(run, [0, 1], owners, 2), plain | merged)
+    assert same(reference(run, "AB", owners, 2), plain | merged)
     assert not same(plain | merged, plain)
 
 

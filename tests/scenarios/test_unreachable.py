@@ -57,13 +57,12 @@ def test_their_work_is_in_every_round_and_nothing_is_lost(swarm: LocalSwarm) -> 
 
 def test_their_experts_reach_everybody_bit_for_bit(swarm: LocalSwarm, tmp_path: Path) -> None:
     run = read_run(swarm.run_file)
-    peers = {peer_id(peer): peer.index for peer in swarm.peers}
-    ordered = sorted(peers)
+    ordered = sorted(peer_id(peer) for peer in swarm.peers)
     tip = read_record(swarm.peers[0]).tip
     expected = train_by_reference(
         run,
-        [open_shards(standard_library_corpus(), tmp_path / "data")] * NUM_PEERS,
-        [peers[peer_id] for peer_id in ordered],
+        open_shards(standard_library_corpus(), tmp_path / "data"),
+        ordered,
         {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
         rounds=run.run.rounds,
     )

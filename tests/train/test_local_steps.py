@@ -7,8 +7,9 @@ from swarm.data.corpus import open_corpus
 from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
 from swarm.data.shards import open_shards
 from swarm.errors import TrainingDiverged
+from swarm.train import local_steps
 from swarm.train.engine import StepStats
-from swarm.train.local_steps import train_local_steps
+from swarm.train.local_steps import Task, train_local_steps
 from swarm.train.schedule import guidance_at, learning_rate
 from tests.train.runs import LENGTH, all_names, new_engine, patterned_shards, same, tiny_run
 
@@ -28,31 +29,78 @@ class Recorder:
         return StepStats(loss, loss - 1, 0.0, 0.0, 0.0, 1.0, 64, tokens, skipped=loss != loss)
 
 
-def run_steps(engine, *, step=0, local_steps=3, stop=lambda: False, on_step=lambda *_: None):
-    with Loader(patterned_shards(), RUN, data_index=2) as loader:
+DEALT = ((40, 90), (7, 30))
+
+
+def run_steps(
+    engine, *, run=RUN, step=0, done=0, local_steps=3, stop=lambda: False, on_step=lambda *_: None
+):
+    with Loader(patterned_shards(), run) as loader:
         return train_local_steps(
             engine,
             loader,
-            RUN,
-            step=step,
-            local_steps=local_steps,
-            batch_tokens=4 * LENGTH,
+            run,
+            Task("me", step, DEALT, 4 * LENGTH, done),
+            left=lambda steps, _: local_steps - steps,
             stop=stop,
             on_step=on_step,
         )
 
 
-def test_batches_and_learning_rates_are_those_of_the_runs_cumulative_steps():
+def test_batches_are_those_dealt_and_learning_rates_those_of_the_runs_cumulative_steps():
     engine, told = Recorder([5.0, 4.0, 3.0]), []
     stats = run_steps(engine, step=7, on_step=lambda step, _: told.append(step))
-    with Loader(patterned_shards(), RUN, data_index=2) as loader:
-        for step, (tokens_BT1, lr, guidance) in zip((7, 8, 9), engine.asked, strict=True):
-            assert torch.equal(tokens_BT1, loader.read(step, 4 * LENGTH))
-            assert lr == learning_rate(step, RUN)
-            assert guidance == guidance_at(step, RUN, 2, probe=step == 9)
+    with Loader(patterned_shards(), RUN) as loader:
+        for local_step, (tokens_BT1, lr, guidance) in enumerate(engine.asked):
+            assert torch.equal(tokens_BT1, loader.read(DEALT, local_step, 4 * LENGTH))
+            assert lr == learning_rate(7 + local_step, RUN)
+            sample, last = 40 + 4 * local_step, local_step == 2
+            assert guidance == guidance_at(7 + local_step, RUN, "me", sample, probe=last)
     assert told == [7, 8, 9]
     assert (stats.steps, stats.tokens, stats.skipped, stats.completed) == (3, 192, 0, True)
     assert (stats.loss, stats.cross_entropy) == (4.0, 3.0)
+
+
+def test_in_a_round_of_an_agreed_time_all_steps_have_the_learning_rate_of_the_tip():
+    run = tiny_run(round={"seconds": 60.0}, optimizer={"lr": 1e-2, "warmup_steps": 20})
+    engine = Recorder([5.0, 4.0, 3.0])
+    run_steps(engine, run=run, step=7)
+    assert {lr for _, lr, _ in engine.asked} == {learning_rate(7, run)}
+    assert len({guidance.noise_seed for _, _, guidance in engine.asked}) == 3
+
+
+def test_steps_go_on_where_earlier_ones_on_the_same_deal_ended():
+    engine = Recorder([5.0, 4.0])
+    run_steps(engine, step=7, done=12, local_steps=2)
+    with Loader(patterned_shards(), RUN) as loader:
+        for local_step, (tokens_BT1, lr, _) in zip((12, 13), engine.asked, strict=True):
+            assert torch.equal(tokens_BT1, loader.read(DEALT, local_step, 4 * LENGTH))
+            assert lr == learning_rate(7 + local_step, RUN)
+
+
+def test_the_loop_asks_how_many_steps_are_left_and_says_what_they_took(monkeypatch):
+    now_s, asked = [100.0], []
+    monkeypatch.setattr(local_steps.time, "monotonic", lambda: now_s[0])
+
+    def on_step(*_):
+        now_s[0] += 2.5
+
+    def left(steps, seconds):
+        asked.append((steps, seconds))
+        return 9 if seconds < 7 else 0
+
+    with Loader(patterned_shards(), RUN) as loader:
+        stats = train_local_steps(
+            Recorder([3.0] * 9),
+            loader,
+            RUN,
+            Task("me", 0, DEALT, 4 * LENGTH),
+            left=left,
+            stop=lambda: False,
+            on_step=on_step,
+        )
+    assert asked == [(0, 0.0), (1, 2.5), (2, 5.0), (3, 7.5)]
+    assert (stats.steps, stats.seconds, stats.completed) == (3, 7.5, True)
 
 
 def test_the_loop_ends_before_the_next_step_when_the_tip_has_moved():
@@ -82,15 +130,15 @@ def test_two_halves_give_the_bits_of_the_whole():
     whole, halves = new_engine(RUN, [0, 1]), new_engine(RUN, [0, 1])
     run_steps(whole, local_steps=6)
     run_steps(halves)
-    run_steps(halves, step=3)
+    run_steps(halves, done=3)
     assert same(whole.read(all_names(RUN)), halves.read(all_names(RUN)))
 
 
-def test_peers_with_other_streams_differ_after_a_step():
+def test_peers_with_other_deals_differ_after_a_step():
     engines = [new_engine(RUN, [0, 1]) for _ in range(2)]
-    for index, engine in enumerate(engines):
-        with Loader(patterned_shards(), RUN, data_index=index) as loader:
-            engine.step(loader.batch(0, 4 * LENGTH), lr=1e-2)
+    for engine, dealt in zip(engines, (((0, 4),), ((4, 8),)), strict=True):
+        with Loader(patterned_shards(), RUN) as loader:
+            engine.step(loader.batch(dealt, 0, 4 * LENGTH), lr=1e-2)
     assert not same(*(engine.read(all_names(RUN)) for engine in engines))
 
 
@@ -113,14 +161,13 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
     engine = new_engine(run, range(8))
     before = engine.evaluate(held_out_BT1)
     started_s = time.monotonic()
-    with Loader(open_shards(corpus, tmp_path), run, data_index=0) as loader:
+    with Loader(open_shards(corpus, tmp_path), run) as loader:
         train_local_steps(
             engine,
             loader,
             run,
-            step=0,
-            local_steps=60,
-            batch_tokens=512,
+            Task("me", 0, ((0, 60 * 8),), 512),
+            left=lambda steps, _: 60 - steps,
             # A machine that needs a minute for what takes three seconds fails, not hangs.
             stop=lambda: time.monotonic() > started_s + 60,
             on_step=lambda *_: None,

@@ -29,6 +29,8 @@ from swarm.protocol.rounds import Rules
 NUM_EXPERTS = 4
 NUM_PARTS = 2
 LOCAL_STEPS = 2
+SAMPLES_PER_STEP = 2
+SAMPLE_TOKENS = 4
 CALM_TIMERS = Timers(tick_s=1.0)
 """The model's values; a coarser tick makes schedules cheaper and changes nothing else."""
 
@@ -240,6 +242,10 @@ class Draw:
             unit_codec=dict.fromkeys(units, "fp32"),
             experts_every=every,
             local_steps_at=lambda _: LOCAL_STEPS,
+            batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
+            sequence_length=SAMPLE_TOKENS,
+            planned_peers=len(self.peers),
+            is_dealt=True,
             certificates=random.random() < self.mix.certificates,
         )
 

@@ -28,6 +28,7 @@ from swarm.protocol.manifest import (
     PeerId,
 )
 from swarm.protocol.ownership import assign
+from swarm.protocol.rounds.deals import first_book
 
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
@@ -63,6 +64,8 @@ def found(setup: Setup, values: Values) -> Manifest:
         unit: Entry(values.digest_of(Initial(unit)), size, 0, founder, rules.unit_codec[unit])
         for unit, size in rules.unit_bytes.items()
     }
+    founding = Founding(founder, "nonce", "config", 1, "validation", 4)
+    book = first_book(founding, members, rules)
     return Manifest(
         run="",
         generation=FOUNDING_GENERATION,
@@ -70,7 +73,7 @@ def found(setup: Setup, values: Values) -> Manifest:
         round=0,
         kind=Kind.FOUNDING,
         parent=None,
-        founding=Founding(founder, "nonce", "config", 1, "validation", 4),
+        founding=founding,
         step=0,
         tokens=0,
         merged=0,
@@ -79,6 +82,9 @@ def found(setup: Setup, values: Values) -> Manifest:
         sources={},
         owners=owners,
         entries=dict(sorted(entries.items(), key=lambda item: expert_of_unit(item[0]) or -1)),
+        cursor=book.cursor,
+        holes=book.holes,
+        dealt=book.dealt,
     )
 
 

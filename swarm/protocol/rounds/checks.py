@@ -9,10 +9,18 @@ from __future__ import annotations
 from math import inf
 
 from swarm.protocol.adoption import experts_due
+from swarm.protocol.dealing import Book, book_of
 from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
+from swarm.protocol.rounds.deals import (
+    MAX_TOKENS_PER_S,
+    book_after,
+    book_of_reform,
+    pace_problem,
+    tokens_problem,
+)
 from swarm.protocol.rounds.rules import Rules
 
 
@@ -65,19 +73,37 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
         return f"it is of kind {manifest.kind.value}"
     if manifest.round != parent.round + 1 or manifest.merged != parent.merged:
         return f"it counts round {manifest.round} and merge {manifest.merged}"
-    steps = rules.local_steps_at(parent.tokens)
-    if manifest.step != parent.step + steps or manifest.tokens < parent.tokens:
-        return f"it counts {manifest.step} steps and {manifest.tokens} tokens"
     if manifest.seed is not None:
         return "it does not order its members by its own digest"
     contributors = manifest.contributors
     if not contributors or list(contributors) != sorted(set(contributors) & parent.members.keys()):
         return "its contributors are not members of its parent, in order"
     return (
-        _sources_problem(manifest, parent, rules)
+        _work_problem(manifest, parent, rules)
+        or _sources_problem(manifest, parent, rules)
         or _entries_problem(manifest, parent, rules)
         or owners_problem(manifest, rules)
+        or _dealt_problem(manifest, parent, rules)
     )
+
+
+def _work_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    """Why these cannot be the tokens of its contributors, and what follows from them [W2, W3]."""
+    if tuple(manifest.work) != manifest.contributors:
+        return "it does not say what each of its contributors did"
+    for peer, tokens in manifest.work.items():
+        problem = tokens_problem(tokens, peer, parent, rules)
+        if problem:
+            return f"{peer}: {problem}"
+    tokens = parent.tokens + sum(manifest.work.values())
+    if (manifest.tokens, manifest.step) != (tokens, rules.step_after(parent, tokens)):
+        return f"it counts {manifest.step} steps and {manifest.tokens} tokens"
+    return pace_problem(manifest.members, parent, manifest.contributors)
+
+
+def _dealt_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    book = book_after(parent, manifest.work, manifest.members, manifest.tokens, rules)
+    return None if book_of(manifest) == book else "its samples are not dealt as they must be"
 
 
 def _sources_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
@@ -128,6 +154,8 @@ def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
     for peer, member in manifest.members.items():
         if not (member.silent >= 0 and 0 < member.capacity < inf):
             return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
+        if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
+            return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))
     if sorted(manifest.owners) != list(range(rules.num_experts)):
         return "it does not name the owners of every expert"
@@ -144,9 +172,22 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     expected = (manifest.height, (len(manifest.members), manifest.generation))
     if not manifest.lineage or manifest.lineage[-1] != expected:
         return "its lineage does not end with itself"
-    if manifest.seed is not None or manifest.sources:
+    if manifest.seed is not None or manifest.sources or manifest.work:
         return "a reform averages nothing and orders its members by its own digest"
+    if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
+        return "it does not deal to its members"
+    if not rules.is_dealt and book_of(manifest) != Book():
+        return "it deals, and every peer of this run has a text of its own"
     return owners_problem(manifest, rules)
+
+
+def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> str | None:
+    """Why a reform does not deal what its parent left; only that of the own tip can be judged."""
+    if manifest.parent != tip.digest:
+        return None
+    if book_of(manifest) != book_of_reform(tip, manifest.members, rules):
+        return "its members do not read on what they were dealt"
+    return pace_problem(manifest.members, tip, ())
 
 
 def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
@@ -164,7 +205,7 @@ def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
         if entry.num_bytes != rules.unit_bytes[unit]:
             return f"{unit} has {entry.num_bytes} bytes instead of {rules.unit_bytes[unit]}"
     if manifest.kind is Kind.REFORM:
-        return reform_problem(manifest, rules)
+        return reform_problem(manifest, rules) or _reform_of_tip_problem(manifest, tip, rules)
     if manifest.kind is Kind.FOUNDING:
         return "a founding manifest is never decided"
     if manifest.parent == tip.digest:

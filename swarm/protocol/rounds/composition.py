@@ -12,6 +12,7 @@ from swarm.protocol.membership import next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
+from swarm.protocol.rounds.deals import book_after, book_of_reform, with_pace, work_of
 from swarm.protocol.rounds.rosters import Plan
 from swarm.protocol.rounds.rules import Rules
 
@@ -57,7 +58,10 @@ def compose_round(
         silent_limit=rules.silent_limit,
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
-    assignment = _assigned(tip, membership.members, contributors, entries, rules)
+    members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
+    assignment = _assigned(tip, members, contributors, entries, rules)
+    tokens = tip.tokens + sum(work.values())
+    book = book_after(tip, work, members, tokens, rules)
     return replace(
         tip,
         run=rules.run,
@@ -65,13 +69,17 @@ def compose_round(
         round=number,
         kind=Kind.QUORUM,
         parent=tip.digest,
-        step=tip.step + rules.local_steps_at(tip.tokens),
-        tokens=tip.tokens + sum(offer.tokens for offer in plan.offers.values()),
-        members=membership.members,
+        step=rules.step_after(tip, tokens),
+        tokens=tokens,
+        members=members,
         contributors=contributors,
         sources=plan.sources,
         owners=assignment.owners,
         entries=entries,
+        work=work,
+        cursor=book.cursor,
+        holes=book.holes,
+        dealt=book.dealt,
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
     )
@@ -164,6 +172,7 @@ def compose_reform(
     tip: Manifest, members: Mapping[PeerId, Member], generation: str, rules: Rules
 ) -> Manifest:
     """The manifest with which survivors leave a generation that lost its majority [F3]."""
+    members = {peer: _survivor(tip, peer, member) for peer, member in sorted(members.items())}
     contributors = tuple(peer for peer in tip.contributors if peer in members)
     assignment = assign(
         tip.owners,
@@ -175,15 +184,20 @@ def compose_reform(
         seed=tip.founding.nonce,
     )
     lost = [peer for peer in sorted(tip.members) if peer not in members]
+    book = book_of_reform(tip, members, rules)
     return replace(
         tip,
         run=rules.run,
         generation=generation,
         kind=Kind.REFORM,
         parent=tip.digest,
-        members=dict(sorted(members.items())),
+        members=members,
         contributors=contributors,
         sources={},
+        work={},
+        cursor=book.cursor,
+        holes=book.holes,
+        dealt=book.dealt,
         owners=assignment.owners,
         lineage=(*tip.lineage, (tip.height, (len(members), generation))),
         seed=None,
@@ -192,6 +206,12 @@ def compose_reform(
             *assignment.reasons,
         ),
     )
+
+
+def _survivor(tip: Manifest, peer: PeerId, member: Member) -> Member:
+    """A member of a reform, with the pace that is known of it."""
+    before = tip.members.get(peer)
+    return replace(member, tokens_per_s=before.tokens_per_s if before else 0.0)
 
 
 def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:

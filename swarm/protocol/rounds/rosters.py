@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.rounds.deals import tokens_problem
 from swarm.protocol.rounds.rules import Rules
 
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -42,10 +44,13 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
-    if offer.steps < 0 or offer.tokens < 0:
-        return f"it counts {offer.steps} steps and {offer.tokens} tokens"
+    if not 0 <= offer.seconds < inf:
+        return f"its steps took {offer.seconds} seconds"
     if offer.is_late and (offer.steps or offer.tokens or not offer.units):
         return f"it has no shared part, but {offer.steps} steps and {len(offer.units)} experts"
+    problem = None if offer.is_late else _work_problem(offer, peer, tip, rules)
+    if problem:
+        return problem
     for unit in () if offer.is_late else rules.shared_units:
         if unit not in offer.units:
             return f"the shared part {unit} is missing"
@@ -54,6 +59,12 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
         if problem:
             return problem
     return None
+
+
+def _work_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
+    if offer.tokens != offer.steps * rules.batch_tokens_at(tip.tokens):
+        return f"it counts {offer.steps} steps and {offer.tokens} tokens"
+    return tokens_problem(offer.tokens, peer, tip, rules)
 
 
 def _unit_problem(

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Unit
+from swarm.protocol.manifest import Manifest, Unit
 
 T = TypeVar("T")
 
@@ -42,7 +42,17 @@ class Rules:
     experts_every: int
     """Experts are due in every so many training rounds."""
     local_steps_at: Callable[[int], int]
-    """Steps that a round adds when the run has seen so many tokens before it."""
+    """Steps that each peer takes when the run has seen so many tokens; see `step_after`."""
+    batch_tokens_at: Callable[[int], int]
+    """Tokens of each of these steps: whole samples."""
+    sequence_length: int
+    """T: tokens of a sample."""
+    planned_peers: int = 1
+    """Peers that the run is planned for."""
+    round_seconds: float | None = None
+    """How long local steps take, as many as fit; None: `local_steps_at`, the exact mode."""
+    is_dealt: bool = False
+    """Whether there is one text that is dealt to the members [T1]."""
     silent_limit: int = 3
     """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
     owner_silent_limit: int = 1
@@ -62,7 +72,22 @@ class Rules:
             unit_codec={unit.unit: unit.codec for unit in layout.units},
             experts_every=run.round.experts_every,
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
+            batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
+            sequence_length=run.data.sequence_length,
+            planned_peers=run.run.peers,
+            round_seconds=run.round.seconds,
+            is_dealt=run.data.mode == "common",
         )
+
+    def step_after(self, parent: Manifest, tokens: int) -> int:
+        """Cumulative steps after a round that brings the run to so many tokens [W3].
+
+        Exact mode: the steps of every peer. With `round.seconds` steps are counted in tokens: one
+        is the batches of as many peers as the run is planned for.
+        """
+        if self.round_seconds is None:
+            return parent.step + self.local_steps_at(parent.tokens)
+        return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
 
     @cached_property
     def shared_units(self) -> tuple[Unit, ...]:

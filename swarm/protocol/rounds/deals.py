@@ -1,0 +1,148 @@
+"""How much of the text each member is dealt, and what its work weighs [T1-T4, W2]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import ceil
+
+from swarm.protocol.dealing import Book, book_of, next_book, num_samples, reformed_book
+from swarm.protocol.manifest import Founding, Manifest, Member, PeerId
+from swarm.protocol.messages import Offer
+from swarm.protocol.rounds.rules import Rules
+
+MARGIN = 1.25
+"""A peer is dealt so many times what it did in the time of a round: it may get faster."""
+UNKNOWN_PACE = 16
+"""A peer whose pace nobody knows is dealt so many times what `local_steps` would be: the fastest
+of a swarm of unequal peers shall not idle in its first round."""
+MAX_TOKENS_PER_S = 1e12
+"""More is not believed; it keeps quotas finite, whatever an offer says."""
+MAX_QUOTA = 2**40
+"""Samples that a peer is dealt for one round at most."""
+
+
+def quotas(
+    members: Mapping[PeerId, Member], tokens: int, windows: int | None, rules: Rules
+) -> dict[PeerId, int]:
+    """Samples that each member may read in the round after a manifest, whole steps of them [T2].
+
+    Exact mode: those of the steps that every peer takes. With `round.seconds`: 1.25 times those
+    that fit the time at the member's pace. For a member without a pace: 16 times those of the
+    exact mode, but all members together at most half a lap, so that the first round of a small
+    text does not deal it several times over.
+
+    Args:
+        members: of the manifest, with their pace.
+        tokens: its cumulative tokens.
+        windows: samples of one lap through the text; None if that is not known.
+        rules: the run's rules.
+    """
+    per_step = rules.batch_tokens_at(tokens) // rules.sequence_length
+    usual = rules.local_steps_at(tokens) * per_step
+    if rules.round_seconds is None:
+        return dict.fromkeys(members, usual)
+    unknown = UNKNOWN_PACE * usual
+    if windows is not None:
+        room = windows // (2 * len(members)) // per_step * per_step
+        unknown = max(usual, min(unknown, room))
+    longest_s = MARGIN * rules.round_seconds
+    return {
+        peer: _fitting(longest_s * member.tokens_per_s / rules.sequence_length, per_step)
+        if member.tokens_per_s
+        else unknown
+        for peer, member in members.items()
+    }
+
+
+def _fitting(samples: float, per_step: int) -> int:
+    """Whole steps for so many samples, at least one."""
+    return max(1, ceil(min(samples, MAX_QUOTA) / per_step)) * per_step
+
+
+def first_book(founding: Founding, members: Mapping[PeerId, Member], rules: Rules) -> Book:
+    """The book of manifest 0."""
+    if not rules.is_dealt:
+        return Book()
+    return next_book(Book(), {}, quotas(members, 0, _windows(founding), rules))
+
+
+def book_after(
+    parent: Manifest,
+    work: Mapping[PeerId, int],
+    members: Mapping[PeerId, Member],
+    tokens: int,
+    rules: Rules,
+) -> Book:
+    """The book after a round [T1, T3].
+
+    Args:
+        parent: the manifest before.
+        work: tokens of each contributor.
+        members: of the new manifest.
+        tokens: its cumulative tokens.
+        rules: the run's rules.
+    """
+    if not rules.is_dealt:
+        return Book()
+    counted = {peer: tokens // rules.sequence_length for peer, tokens in work.items()}
+    wanted = quotas(members, tokens, _windows(parent.founding), rules)
+    return next_book(book_of(parent), counted, wanted)
+
+
+def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules) -> Book:
+    """The book of a reform: its members read on what they were dealt [T4]."""
+    if not rules.is_dealt:
+        return Book()
+    wanted = quotas(members, tip.tokens, _windows(tip.founding), rules)
+    return reformed_book(book_of(tip), wanted)
+
+
+def _windows(founding: Founding) -> int | None:
+    return founding.text.windows if founding.text else None
+
+
+def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
+    """Tokens of each contributor, in peer-id order; late offers are no contributions [W2]."""
+    return {peer: offers[peer].tokens for peer in sorted(offers) if not offers[peer].is_late}
+
+
+def with_pace(
+    members: Mapping[PeerId, Member], offers: Mapping[PeerId, Offer]
+) -> dict[PeerId, Member]:
+    """The members with the pace that their offers show; four digits keep manifests small."""
+    paced = dict(members)
+    for peer, offer in offers.items():
+        if peer in members and not offer.is_late and offer.seconds > 0:
+            pace = min(offer.tokens / offer.seconds, MAX_TOKENS_PER_S)
+            paced[peer] = replace(members[peer], tokens_per_s=float(f"{pace:.4g}"))
+    return paced
+
+
+def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
+    """Why a contributor cannot have done so many tokens on this manifest; None when it can [T3].
+
+    Whole steps; in the exact mode those that everybody takes; no more than it was dealt.
+    """
+    batch = rules.batch_tokens_at(parent.tokens)
+    if tokens <= 0 or tokens % batch:
+        return f"{tokens} tokens are no whole steps of {batch}"
+    if rules.round_seconds is None and tokens != rules.local_steps_at(parent.tokens) * batch:
+        return f"{tokens} tokens are not the {rules.local_steps_at(parent.tokens)} steps of a round"
+    dealt = num_samples(parent.dealt.get(peer, ()))
+    if rules.is_dealt and tokens > dealt * rules.sequence_length:
+        return f"{tokens} tokens are more than the {dealt} samples that it was dealt"
+    return None
+
+
+def pace_problem(
+    members: Mapping[PeerId, Member], parent: Manifest, changed: Iterable[PeerId]
+) -> str | None:
+    """Why the members' pace does not follow from the parent's, but for those of `changed`."""
+    free = set(changed)
+    for peer, member in members.items():
+        before = parent.members.get(peer)
+        known = before.tokens_per_s if before else 0.0
+        if peer not in free and member.tokens_per_s != known:
+            return f"member {peer} has another pace, and did not contribute"
+    return None
