@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from peers.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.config import ComputeSection, RunConfig
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
-from swarm.train.ladder import Machine, Wishes, plan_engine
+from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
 from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
     device = device_of(compute.device)
     while not folder.exists():
         folder = folder.parent
-    cores = compute.threads or len(os.sched_getaffinity(0))
+    cores = compute.threads or usable_cores()
     on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
     return Machine(
         device=device,
@@ -123,6 +124,23 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         plan.need.host / 1e9,
         plan.need.disk / 1e9,
     )
+    return _with_threads(run, plan, compute)
+
+
+def _with_threads(run: RunConfig, plan: EnginePlan, compute: ComputeSection) -> SteppingEngine:
+    """The planned engine, with the threads asked for or with those that it finds to be best."""
+    if compute.threads:
+        reason = "as asked for"
+    elif plan.options.device != "cpu":
+        reason = "a GPU computes"
+    elif torch.get_num_threads() == 1:
+        reason = "no more cores may be used"
+    elif is_exact(run):
+        torch.set_num_threads(1)
+        reason = "the run is exact, more would change the order of sums; --threads sets another"
+    else:
+        return ThreadedEngine(run, plan, cores=torch.get_num_threads())
+    logger.info("threads: %d (%s)", torch.get_num_threads(), reason)
     return SteppingEngine(run, plan.options, plan.below)
 
 
