@@ -22,7 +22,9 @@ from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
-_SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([\d.]+)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
+LEAST_BYTES = 64e6
+"""Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
 """Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
@@ -37,8 +39,26 @@ def size_in_bytes(text: str) -> float:
     match = _SIZE.match(text)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         raise ConfigError(f"{text!r} is no size", hint="write it as 24GB or 1.5TB")
+    if match[1] == text.strip() and float(match[1]):
+        raise ConfigError(f"{text!r} is no size without a unit", hint=f"write it as {match[1]}GB")
     thousands = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
     return float(match[1]) * float((1024 if match[3] else 1000) ** thousands)
+
+
+def machine_size(flag: str, text: str) -> float:
+    """Bytes of what a described machine has, as `size_in_bytes`; 0 for `--gpu` means none.
+
+    Raises:
+        ConfigError: it is none, or less than any machine has.
+    """
+    try:
+        size = size_in_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag} {error}") from error
+    if size < LEAST_BYTES and not (flag == "gpu" and size == 0):
+        hint = f"at least {LEAST_BYTES / 1e6:.0f}MB, for example 24GB"
+        raise ConfigError(f"--{flag} {text!r} is too small", hint=hint)
+    return size
 
 
 def device_of(asked: str) -> str:
@@ -77,16 +97,19 @@ def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Mach
     """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
 
     A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s.
+
+    Raises:
+        ConfigError: a size is none, has no unit, or is absurd.
     """
     if sizes.get("gpu") is not None:
-        gpu = size_in_bytes(str(sizes["gpu"]))
+        gpu = machine_size("gpu", str(sizes["gpu"]))
         machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
         if gpu:
             machine = replace(machine, tflops=Machine.tflops, updates_g_s=Machine.updates_g_s)
     if sizes.get("host") is not None:
-        machine = replace(machine, host_bytes=size_in_bytes(str(sizes["host"])))
+        machine = replace(machine, host_bytes=machine_size("host", str(sizes["host"])))
     if sizes.get("disk") is not None:
-        machine = replace(machine, disk_bytes=size_in_bytes(str(sizes["disk"])))
+        machine = replace(machine, disk_bytes=machine_size("disk", str(sizes["disk"])))
     return machine
 
 
