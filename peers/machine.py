@@ -13,15 +13,18 @@ from pathlib import Path
 
 import torch
 
+from peers.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.config import ComputeSection, RunConfig
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
-from swarm.train.ladder import Machine, Wishes, plan_engine
+from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
 from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
-_SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([\d.]+)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
+LEAST_BYTES = 64e6
+"""Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
 """Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
@@ -36,8 +39,26 @@ def size_in_bytes(text: str) -> float:
     match = _SIZE.match(text)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         raise ConfigError(f"{text!r} is no size", hint="write it as 24GB or 1.5TB")
+    if match[1] == text.strip() and float(match[1]):
+        raise ConfigError(f"{text!r} is no size without a unit", hint=f"write it as {match[1]}GB")
     thousands = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
     return float(match[1]) * float((1024 if match[3] else 1000) ** thousands)
+
+
+def machine_size(flag: str, text: str) -> float:
+    """Bytes of what a described machine has, as `size_in_bytes`; 0 for `--gpu` means none.
+
+    Raises:
+        ConfigError: it is none, or less than any machine has.
+    """
+    try:
+        size = size_in_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag} {error}") from error
+    if size < LEAST_BYTES and not (flag == "gpu" and size == 0):
+        hint = f"at least {LEAST_BYTES / 1e6:.0f}MB, for example 24GB"
+        raise ConfigError(f"--{flag} {text!r} is too small", hint=hint)
+    return size
 
 
 def device_of(asked: str) -> str:
@@ -59,7 +80,7 @@ def this_machine(compute: ComputeSection, folder: Path) -> Machine:
     device = device_of(compute.device)
     while not folder.exists():
         folder = folder.parent
-    cores = compute.threads or len(os.sched_getaffinity(0))
+    cores = compute.threads or usable_cores()
     on_gpu = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
     return Machine(
         device=device,
@@ -76,16 +97,19 @@ def described_machine(machine: Machine, sizes: Mapping[str, str | None]) -> Mach
     """A machine with other sizes: "gpu", "host" and "disk" as a person wrote them.
 
     A GPU that is only described is taken to reach 100 TFLOP/s and a bus of 20 GB/s.
+
+    Raises:
+        ConfigError: a size is none, has no unit, or is absurd.
     """
     if sizes.get("gpu") is not None:
-        gpu = size_in_bytes(str(sizes["gpu"]))
+        gpu = machine_size("gpu", str(sizes["gpu"]))
         machine = replace(machine, device="cuda" if gpu else "cpu", device_bytes=gpu)
         if gpu:
             machine = replace(machine, tflops=Machine.tflops, updates_g_s=Machine.updates_g_s)
     if sizes.get("host") is not None:
-        machine = replace(machine, host_bytes=size_in_bytes(str(sizes["host"])))
+        machine = replace(machine, host_bytes=machine_size("host", str(sizes["host"])))
     if sizes.get("disk") is not None:
-        machine = replace(machine, disk_bytes=size_in_bytes(str(sizes["disk"])))
+        machine = replace(machine, disk_bytes=machine_size("disk", str(sizes["disk"])))
     return machine
 
 
@@ -123,6 +147,23 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         plan.need.host / 1e9,
         plan.need.disk / 1e9,
     )
+    return _with_threads(run, plan, compute)
+
+
+def _with_threads(run: RunConfig, plan: EnginePlan, compute: ComputeSection) -> SteppingEngine:
+    """The planned engine, with the threads asked for or with those that it finds to be best."""
+    if compute.threads:
+        reason = "as asked for"
+    elif plan.options.device != "cpu":
+        reason = "a GPU computes"
+    elif torch.get_num_threads() == 1:
+        reason = "no more cores may be used"
+    elif is_exact(run):
+        torch.set_num_threads(1)
+        reason = "the run is exact, more would change the order of sums; --threads sets another"
+    else:
+        return ThreadedEngine(run, plan, cores=torch.get_num_threads())
+    logger.info("threads: %d (%s)", torch.get_num_threads(), reason)
     return SteppingEngine(run, plan.options, plan.below)
 
 

@@ -187,7 +187,7 @@ OPTIONS = {
     "gpu": option("--gpu", metavar="SIZE", help="Plans for such a GPU: 24GB; 0 for none."),
     "host": option("--host", metavar="SIZE", help="Plans for so much memory: 64GB."),
     "disk": option("--disk", metavar="SIZE", help="Plans for so much free disk: 500GB."),
-    "threads": option("--threads", type=int, help="CPU threads of the model."),
+    "threads": option("--threads", type=int, help="CPU threads of the model; measured by default."),
     "corpus": option("--corpus", help="Folder of .txt, .md, .py and .jsonl files."),
 }
 """All common options, by the name of their field in `Options`."""

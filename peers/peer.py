@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
@@ -31,6 +30,7 @@ from peers.start import (
 )
 from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
+from peers.threads import start_threads
 from peers.trainer import StopAsked, Trainer
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.corpus import Corpus, open_corpus
@@ -351,7 +351,7 @@ def main(options: Options) -> None:
     if options.print_config:
         click.echo(as_toml(*([wanted] if wanted else []), config))
         return
-    torch.set_num_threads(config.compute.threads or torch.get_num_threads())
+    start_threads(config.compute)
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)
     raise_file_limit()

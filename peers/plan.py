@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -11,9 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from peers.fitting import shortfalls
 from peers.machine import described_machine, this_machine, wishes_of
 from peers.options import Options, as_toml, options, program
 from swarm.config import RunConfig
+from swarm.errors import DoesNotFit
 from swarm.model.cost import Cost, cost_of, owned_per_peer
 from swarm.train.ladder import EnginePlan, Machine, describe, most_experts, plan_engine
 
@@ -54,7 +56,8 @@ def main(given: Options) -> None:
     Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
 
     Peaks are of one step; the process itself, a running round and a corpus come on top. Seconds
-    of a step are from assumed speeds where a GPU is only described.
+    of a step are from assumed speeds where a GPU is only described. A run that does not fit is
+    exit code 12, after the figures.
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:
@@ -65,15 +68,21 @@ def main(given: Options) -> None:
     machine = described_machine(this_machine(config.compute, given.state_dir.expanduser()), sizes)
     wishes = wishes_of(config.compute, given.state_dir)
     owned = owned_per_peer(run, run.run.peers)
-    plan = plan_engine(run, owned, machine, wishes)
-    most = most_experts(run, machine, wishes)
+    # What an engine maps from disk lies beside the state directory.
+    beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
+    plan = plan_engine(run, owned, beside, wishes)
+    most = most_experts(run, beside, wishes)
+    short = shortfalls(plan.need, cost.disk_bytes, machine, most)
     if given.as_json:
         figures = asdict(cost) | _engine_figures(run, owned, plan, most)
+        figures["fits"] = not short
         click.echo(json.dumps({key: figures[key] for key in KEYS}))
-        return
-    console = Console(highlight=False)
-    console.print(table_of(run, cost))
-    console.print(engine_table(run, machine, plan, most))
+    else:
+        console = Console(highlight=False)
+        console.print(table_of(run, cost))
+        console.print(engine_table(run, machine, plan, most))
+    if short:
+        raise DoesNotFit("this run does not fit: " + "; ".join(map(str, short)))
 
 
 def _engine_figures(
@@ -82,7 +91,6 @@ def _engine_figures(
     return {
         "engine": plan.options.kind.value,
         "level": describe(plan.options, run),
-        "fits": plan.fits,
         "owned_experts": owned,
         "experts_that_fit": most,
         "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,

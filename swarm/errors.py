@@ -20,7 +20,8 @@ SwarmError (1)
 │   └── BadManifest            no certificate, or not a successor of its parent
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
 ├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
-└── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
+├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
+└── DoesNotFit (12)            a plan needs more disk or memory than a machine has
 """
 
 from __future__ import annotations
@@ -158,6 +159,12 @@ class OutOfMemory(SwarmError):
     """
 
     exit_code = 11
+
+
+class DoesNotFit(SwarmError):
+    """A planned run needs more than the machine has; says of what, the numbers, and what helps."""
+
+    exit_code = 12
 
 
 class LinkTooSlow(SwarmError):

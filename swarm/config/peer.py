@@ -43,7 +43,7 @@ class ComputeSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegative = 0
-    """CPU threads for the model; 0 leaves the choice to torch."""
+    """CPU threads for the model; 0 measures at the start which number suits the machine."""
     engine: Literal["auto", "resident", "streaming"] = "auto"
     """resident: everything on the device. streaming: masters and moments in host memory, weights
     come as they are needed. auto takes the fastest level of either that fits."""

@@ -138,6 +138,13 @@ class Engine(Protocol):
         """
         ...
 
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """Computes the gradients of a micro-batch or less and drops them, to see how long it takes.
+
+        No value, moment, count or random state changes, and no more memory is taken than by `step`.
+        """
+        ...
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of tensors by Hugging Face name, fp32 on the CPU; masters of what is owned."""
         ...
@@ -265,6 +272,13 @@ class ResidentEngine:
             spike=self._guard.spiked,
             **(means | routed.fields()),
         )
+
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """See `Engine`."""
+        try:
+            self._accumulate(tokens_BT1, Guidance())
+        finally:
+            self._optimizer.free_gradients()
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """See `Engine`."""

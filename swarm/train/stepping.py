@@ -85,6 +85,10 @@ class SteppingEngine:
         """See `Engine`."""
         return self._ask(lambda engine: engine.step(tokens_BT1, lr=lr, guidance=guidance))
 
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """See `Engine`."""
+        self._ask(lambda engine: engine.rehearse(tokens_BT1))
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """See `Engine`."""
         wanted = list(names)

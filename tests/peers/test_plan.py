@@ -1,6 +1,7 @@
 """swarm-plan: the promised keys and the paper's figures."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from peers.plan import main, seconds
 from swarm.config import RunConfig, parse_config
+from swarm.errors import DoesNotFit
 from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
 from swarm.protocol.layout import layout_of
 
@@ -17,8 +19,8 @@ RUNS = Path(__file__).parents[2] / "configs" / "runs"
 
 def plan(name: str, *args: str) -> dict[str, Any]:
     result = CliRunner().invoke(main, ["--run", str(RUNS / f"{name}.toml"), "--json", *args])
-    assert result.exit_code == 0, result.output
     figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == (0 if figures["fits"] else DoesNotFit.exit_code), result.output
     return figures
 
 
@@ -91,9 +93,65 @@ def test_a_described_machine_gets_its_own_engine() -> None:
     assert none["experts_that_fit"] is None
 
 
+def refused(*args: str) -> str:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml"), *args])
+    assert result.exit_code == 12
+    return " ".join(result.stderr.split())
+
+
+LARGE = ("--gpu", "80GB", "--host", "128GB")
+
+
+def test_a_disk_that_is_too_small_is_said_with_the_numbers() -> None:
+    needed = plan("spes_7b", *LARGE, "--disk", "2TB")["disk_bytes"]
+    said = refused(*LARGE, "--disk", "100GB")
+    assert f"{needed / 1e9:,.1f} GB of disk needed, 100.0 GB usable: free some" in said
+    assert "memory" not in said
+    figures = plan("spes_7b", *LARGE, "--disk", "100GB")
+    assert not figures["fits"]
+    assert figures["engine"] == "resident"
+
+
+def test_memory_that_is_too_small_is_said_with_the_numbers() -> None:
+    said = refused("--gpu", "2GB", "--host", "4GB", "--disk", "2TB")
+    assert "GB of GPU memory needed, 1.2 GB usable" in said
+    assert "GB of host memory needed, 2.5 GB usable" in said
+    assert "disk" not in said
+    said = refused("--gpu", "0", "--host", "16GB", "--disk", "2TB")
+    assert re.search(r"[\d.]+ GB of memory needed, 14.5 GB usable", said)
+
+
+def test_the_number_of_experts_that_fit_is_named_as_the_remedy() -> None:
+    size = ("--gpu", "80GB", "--disk", "2TB", "--engine", "resident", "--host")
+    most = plan("spes_7b", "--peers", "1", *size, "128GB")["experts_that_fit"]
+    said = refused("--peers", "1", *size, "128GB")
+    assert 0 < most < 32
+    assert f"own at most {most} experts" in said
+
+
+def test_a_table_is_printed_before_it_is_said_that_nothing_fits() -> None:
+    small = ["--gpu", "2GB", "--host", "4GB"]
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml"), *small])
+    assert "nothing fits" in result.stdout
+    assert "does not fit" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--host", "--disk"])
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [("24", "write it as 24GB"), ("24B", "too small"), ("63MB", "too small"), ("lots", "no size")],
+)
+def test_a_size_without_unit_or_sense_is_a_wrong_option(flag: str, size: str, words: str) -> None:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), flag, size])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert f"{flag} '{size}'" in result.stderr
+
+
 def test_a_table_for_people_names_engine_and_reason() -> None:
     result = CliRunner().invoke(
-        main, ["--run", str(RUNS / "spes_2b.toml"), "--gpu", "24GB", "--host", "64GB"]
+        main,
+        ["--run", str(RUNS / "spes_2b.toml"), "--gpu", "24GB", "--host", "64GB", "--disk", "1TB"],
     )
     assert result.exit_code == 0, result.output
     assert "on a machine with 24.0 GB GPU, 64.0 GB memory" in result.stdout

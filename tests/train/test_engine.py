@@ -337,3 +337,47 @@ def test_only_the_written_experts_moments_change(make_engine):
         zeros[name] = torch.zeros_like(tensor)
     engine.write_moments(2, zeros)
     assert same(engine.read_moments(2), zeros) and same(engine.read_moments(1), other)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"train": {"compute": "bf16"}}, id="bf16"),
+        pytest.param({"optimizer": {"clip": "unit"}}, id="clipped by unit"),
+        pytest.param(
+            {
+                "model": {"scoring_func": "sigmoid"},
+                "routing": {"bias_update_rate": 0.01},
+                "loss": {"balance_weight": 0.0},
+            },
+            id="moved selection biases",
+        ),
+        pytest.param({"model": {"noisy_top_k": True, "norm_topk_prob": True}}, id="noisy"),
+    ],
+)
+def test_a_rehearsal_changes_no_bit_of_what_comes_after(make_engine, sections):
+    run = tiny_run(**sections)
+    rehearsed, plain = make_engine(run, [0, 2]), make_engine(run, [0, 2])
+    micro = run.train.micro_batch_sequences
+    for step in range(3):
+        random_state = torch.get_rng_state()
+        before = rehearsed.state_dict()
+        tensors = {name: tensor.clone() for name, tensor in before.tensors.items()}
+        rehearsed.rehearse(batch(run, 100 + step)[:micro])
+        rehearsed.rehearse(batch(run, 100 + step)[:1, :9])
+        after = rehearsed.state_dict()
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert same(dict(after.tensors), tensors)
+        assert replace(after, tensors={}) == replace(before, tensors={})
+        assert rehearsed.step(batch(run, step), lr=1e-2) == plain.step(batch(run, step), lr=1e-2)
+    assert same(rehearsed.read(all_names(run)), plain.read(all_names(run)))
+    assert same(dict(rehearsed.state_dict().tensors), dict(plain.state_dict().tensors))
+
+
+def test_a_rehearsal_takes_no_more_memory_than_a_step():
+    """Gradients of the trained tensors live during both, and after neither."""
+    engine = new_engine(RUN, [0, 2])
+    parameters = list(engine._model.trained_parameters().values())
+    engine.rehearse(batch(RUN, 0)[: RUN.train.micro_batch_sequences])
+    assert all(parameter.grad is None for parameter in parameters)

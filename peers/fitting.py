@@ -1,0 +1,54 @@
+"""What a machine lacks for a plan, in words: the numbers, and what would help. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.train.ladder import Machine
+from swarm.train.memory import Need
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """One thing of which a machine has less than a plan needs.
+
+    Attributes:
+        what: in words.
+        needed: bytes.
+        there: bytes that may be used.
+        remedy: what would help.
+    """
+
+    what: str
+    needed: float
+    there: float
+    remedy: str
+
+    def __str__(self) -> str:
+        needs = f"{self.needed / 1e9:,.1f} GB of {self.what} needed, {self.there / 1e9:,.1f} GB"
+        return f"{needs} usable: {self.remedy}"
+
+
+def shortfalls(
+    need: Need, state_bytes: float, machine: Machine, most: int | None
+) -> list[Shortfall]:
+    """Of what a machine has too little.
+
+    Args:
+        need: of the engine.
+        state_bytes: of the state directory.
+        machine: what there is.
+        most: experts that fit with some engine; None if not even the shared tensors do.
+    """
+    fewer = "rent a machine with more, or take smaller micro-batches or a smaller model"
+    if most is not None:
+        fewer = f"own at most {most} experts (more --peers, or a lower --capacity)"
+    bounds = [
+        ("disk", state_bytes + need.disk, machine.disk_bytes, "free some, or take a larger one"),
+    ]
+    if machine.device == "cpu":
+        bounds.append(("memory", need.device + need.host, machine.usable_host, fewer))
+    else:
+        bounds.append(("GPU memory", need.device, machine.usable_device, fewer))
+        bounds.append(("host memory", need.host, machine.usable_host, fewer))
+    return [Shortfall(*bound) for bound in bounds if bound[1] > max(bound[2], 0.0)]

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Whether peers started by hand, with no thread option, are about as fast as those of swarm-local.
+
+Both are swarms of the demo's model on as many cores as are named, beside other load: processes
+that only spin, at normal priority. swarm-local gives each peer one thread; by hand each peer
+measures what suits it. The two take turns, and of all their rounds the medians are compared.
+
+  local_s, hand_s   median seconds of a round
+  ratio             hand_s / local_s; exit status 1 above 1.5
+
+    .venv/bin/python scripts/bench_threads.py --cores 2 --load 2
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from swarm.emulation.local_swarm import LocalSwarm, applied
+from swarm.errors import SwarmError
+
+RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"
+LIMIT = 1.5
+GIVE_UP_S = 600.0
+CHOICE = re.compile(r"threads: (\d+) \(")
+OPENMP = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def load(processes: int) -> Iterator[None]:
+    spinning = [multiprocessing.Process(target=spin, daemon=True) for _ in range(processes)]
+    for process in spinning:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.join()
+
+
+def rounds_of(*, by_hand: bool, peers: int, rounds: int) -> tuple[list[float], list[int]]:
+    """Seconds of each round after the first, as the founder saw them, and the peers' threads."""
+    folder = Path(tempfile.mkdtemp(prefix="swarm-threads-"))
+    how = {"environment": {}, "program": "peers.launch"} if by_hand else {}
+    swarm = LocalSwarm(
+        folder,
+        RUN_FILE,
+        peers,
+        options=["--linger", "86400"],
+        founder_options=["--rounds", str(rounds)],
+        **how,
+    )
+    try:
+        with swarm:
+            swarm.start()
+            try:
+                swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=GIVE_UP_S)
+            except SwarmError as error:
+                print(f"  not finished: {str(error).partition(';')[0]}", file=sys.stderr)
+            ends = [event["time"] for event in applied(swarm.peers[0].events(), "quorum")]
+            threads = [
+                int(number) for peer in swarm.peers for number in CHOICE.findall(peer.output())
+            ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(ends) < 2:
+        return [GIVE_UP_S], threads
+    return [after - before for before, after in itertools.pairwise(ends)], threads
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--cores", type=int, default=2, help="that all may use (default: 2)")
+    parser.add_argument("--load", type=int, default=2, help="spinning processes (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each swarm (default: 5)")
+    parser.add_argument("--turns", type=int, default=2, help="swarms of each kind (default: 2)")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    for name in OPENMP:  # nobody who starts a peer by hand has set these
+        os.environ.pop(name, None)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    seconds: dict[str, list[float]] = {"local": [], "hand": []}
+    threads: list[int] = []
+    with load(args.load):
+        for turn in range(args.turns):
+            for kind in ("local", "hand") if turn % 2 == 0 else ("hand", "local"):
+                found, chosen = rounds_of(
+                    by_hand=kind == "hand", peers=args.peers, rounds=args.rounds
+                )
+                seconds[kind] += found
+                threads += chosen if kind == "hand" else []
+                shown = " ".join(f"{s:.1f}" for s in found)
+                print(f"{kind:>5}: rounds of {shown} s", file=sys.stderr)
+    local_s, hand_s = (statistics.median(seconds[kind]) for kind in ("local", "hand"))
+    ratio = hand_s / local_s
+    print(
+        f"{args.peers} peers on {args.cores} cores beside {args.load} busy processes: "
+        f"swarm-local {local_s:.1f} s a round, by hand {hand_s:.1f} s, ratio {ratio:.2f} "
+        f"(at most {LIMIT}); threads chosen {threads}"
+    )
+    if args.json:
+        result = {
+            "peers": args.peers,
+            "cores": args.cores,
+            "load": args.load,
+            "local_s": round(local_s, 3),
+            "hand_s": round(hand_s, 3),
+            "ratio": round(ratio, 3),
+            "local_rounds_s": [round(s, 2) for s in seconds["local"]],
+            "hand_rounds_s": [round(s, 2) for s in seconds["hand"]],
+            "threads": threads,
+        }
+        print(json.dumps(result))
+    return 1 if ratio > LIMIT else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
