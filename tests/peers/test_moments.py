@@ -402,6 +402,8 @@ def test_a_leaver_whose_leave_is_not_decided_tells_who_would_adopt(me: Side) -> 
 
 def test_a_leaver_copies_only_what_is_on_its_way(me: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "TOGETHER", 1)
+    everything = dict.fromkeys(me.at.owners, ("me",))
+    me.move_to(replace(me.at, height=1, parent=me.at.digest, owners=everything))
     me.train(1)
     me.exchange.confirms = False
     me.keeper.leave(me.at, me.at)
