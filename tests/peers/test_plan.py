@@ -66,6 +66,9 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "micro_batch_tokens",
         "device_peak_bytes",
         "host_peak_bytes",
+        "host_training_bytes",
+        "host_round_bytes",
+        "host_merge_bytes",
         "engine_disk_bytes",
         "step_s",
     ]
