@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swarm.train.ladder import Machine
 from swarm.train.memory import Need
+from swarm.train.round_memory import HostPeaks
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,13 @@ class Shortfall:
 
 
 def shortfalls(
-    need: Need, state_bytes: float, machine: Machine, most: int | None
+    need: Need, peaks: HostPeaks, state_bytes: float, machine: Machine, most: int | None
 ) -> list[Shortfall]:
     """Of what a machine has too little.
 
     Args:
         need: of the engine.
+        peaks: of the process in host memory.
         state_bytes: of the state directory.
         machine: what there is.
         most: experts that fit with some engine; None if not even the shared tensors do.
@@ -46,9 +48,7 @@ def shortfalls(
     bounds = [
         ("disk", state_bytes + need.disk, machine.disk_bytes, "free some, or take a larger one"),
     ]
-    if machine.device == "cpu":
-        bounds.append(("memory", need.device + need.host, machine.usable_host, fewer))
-    else:
+    if machine.device != "cpu":
         bounds.append(("GPU memory", need.device, machine.usable_device, fewer))
-        bounds.append(("host memory", need.host, machine.usable_host, fewer))
+    bounds.append(("host memory", peaks.highest, machine.usable_host, fewer))
     return [Shortfall(*bound) for bound in bounds if bound[1] > max(bound[2], 0.0)]

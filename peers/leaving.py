@@ -75,8 +75,9 @@ def leave(driver: RoundDriver, keeper: MomentsKeeper, adopted: Manifest, stop: S
         tip = driver.tip
         if offered_at is None or (tip.digest != offered_at and keeper.model.me not in tip.members):
             if adopted.digest != tip.digest or keeper.model.me in tip.members:
-                keeper.leave(adopted, tip, stop.remaining_s)
+                keeper.leave(adopted, tip)
             offered_at = tip.digest
+        keeper.hand_over(stop.remaining_s)
         may_go = driver.left is not None or time.monotonic() - began_s > COURTESY_S
         if may_go and keeper.all_handed_over():
             break

@@ -43,12 +43,13 @@ from swarm.protocol.moments import (
     layout_of_size,
     moments_layout,
     moments_shapes,
+    transfer_limit_s,
 )
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCE_S = 300.0
-"""How long a peer that stays offers a backup, or what it gave up, to whom it is for."""
+TOGETHER = 2
+"""Experts that a leaver hands over at a time; what has no time to arrive is not copied either."""
 
 
 class MomentsKeeper:
@@ -64,6 +65,11 @@ class MomentsKeeper:
         """For what has not been added yet."""
         self._handing_over: list[tuple[frozenset[int], Future[tuple[Moments, ...]]]] = []
         """Experts that are being handed over, and those confirmed when that is over."""
+        self._leaving: dict[int, tuple[PeerId, ...]] = {}
+        """What a leaver has still to hand over, and to whom."""
+        self._leaving_round = 0
+        self._told: dict[int, tuple[PeerId, ...]] = {}
+        """To whom a leaver has handed over."""
 
     # ------------------------------------------------ giving
 
@@ -97,13 +103,13 @@ class MomentsKeeper:
     def adopted(self, adoption: Adoption, previous: Manifest, manifest: Manifest) -> None:
         """Tells others what is here for them, and looks for the moments of what is new here."""
         if self._given_up:
-            self._announce(self._given_up, ANNOUNCE_S, is_handover=True)
+            self._announce(self._given_up, is_handover=True)
             self._given_up = {}
         if self._copies and manifest.kind is Kind.QUORUM:
             holders = backup_holders(manifest)
             mine = [m for m in self._copies if m.expert in self.model.bases]
             wanted = {m: (holders[m.expert],) for m in mine if m.expert in holders}
-            self._announce(wanted, ANNOUNCE_S)
+            self._announce(wanted)
             self._copies = []
         taken = [
             expert
@@ -115,36 +121,55 @@ class MomentsKeeper:
         self._look_for(Search(tuple(taken), previous, manifest))
         patiently(partial(self.exchange.expire, manifest, self.every), "list of moments")
 
-    def leave(self, adopted: Manifest, tip: Manifest, deadline_s: float) -> None:
-        """Offers everything to those who own it now or would adopt it, for so many seconds.
+    def leave(self, adopted: Manifest, tip: Manifest) -> None:
+        """Everything is to be handed over, to those who own it now or would adopt it.
 
         Args:
             adopted: the manifest that the engine is at.
             tip: the newest; with this peer still a member if its leave is not decided yet.
-            deadline_s: seconds.
         """
         if self.model.me in tip.members:
             holders = backup_holders(tip)
             whom: dict[int, tuple[PeerId, ...]] = {e: (peer,) for e, peer in holders.items()}
         else:
             whom = handed_over(self.model.me, adopted, tip)
-        number = handover_round(self.model.me, adopted, tip)
-        self._announce(self._keep_for(whom, number), deadline_s, is_handover=True)
+        mine = {expert: peers for expert, peers in whom.items() if expert in self.model.bases}
+        self._leaving = {e: p for e, p in mine.items() if self._told.get(e) != p}
+        self._leaving_round = handover_round(self.model.me, adopted, tip)
+
+    def hand_over(self, remaining_s: float) -> None:
+        """Puts out the next experts of a leaver, a few at a time, as those before arrive."""
+        under_way = sum(not future.done() for _, future in self._handing_over)
+        while self._leaving and under_way < TOGETHER:
+            expert, peers = self._leaving.popitem()
+            self._told[expert] = peers
+            kept = self._keep_for({expert: peers}, self._leaving_round)
+            self._announce(kept, remaining_s, is_handover=True)
+            under_way += 1
 
     def all_handed_over(self) -> bool:
         """Whether everything that others need is confirmed to be there, or given up."""
-        return all(future.done() for _, future in self._handing_over)
+        return not self._leaving and all(future.done() for _, future in self._handing_over)
 
     def summary(self) -> str:
         """What was handed over, for people."""
-        wanted = {expert for experts, _ in self._handing_over for expert in experts}
+        given = {expert for experts, _ in self._handing_over for expert in experts}
         there = {
             moments.expert
             for _, future in self._handing_over
             if future.done()
             for moments in future.result()
         }
-        return f"moments of {len(there)} of {len(wanted)} experts handed over"
+        wanted = given | self._leaving.keys()
+        said = f"moments of {len(there)} of {len(wanted)} experts handed over"
+        if not self._leaving:
+            return said
+        layout = self.model.agreed.layout
+        rest = sum(
+            moments_layout(layout, e, with_master=self._with_masters).num_bytes
+            for e in self._leaving
+        )
+        return f"{said}; no time for {rest / 1e9:.1f} GB more, a longer --leave-timeout has it"
 
     def _keep_for(
         self, whom: Mapping[int, tuple[PeerId, ...]], number: int
@@ -157,6 +182,11 @@ class MomentsKeeper:
         }
         return {moments: peers for moments, peers in kept.items() if moments}
 
+    @property
+    def _with_masters(self) -> bool:
+        """Whether masters go along for good: where the wire rounds them."""
+        return self.model.run.wire.experts != "fp32"
+
     def _keep(self, expert: int, number: int, *, for_good: bool = False) -> Moments | None:
         """Puts an expert's moments out; `for_good` with masters, where the wire rounds them.
 
@@ -164,7 +194,7 @@ class MomentsKeeper:
             None if the disk does not take them: a copy is worth no interruption.
         """
         engine, layout = self.model.engine, self.model.agreed.layout
-        with_master = for_good and self.model.run.wire.experts != "fp32"
+        with_master = for_good and self._with_masters
         tensors = engine.read_moments(expert)
         if with_master:
             names = [piece.name for piece in layout.by_unit[expert_unit(expert)].slices]
@@ -180,13 +210,14 @@ class MomentsKeeper:
     def _announce(
         self,
         wanted: Mapping[Moments, tuple[PeerId, ...]],
-        deadline_s: float,
+        deadline_s: float | None = None,
         *,
         is_handover: bool = False,
     ) -> None:
         if not wanted:
             return
-        future = self.exchange.announce(wanted, deadline_s)
+        limit_s = transfer_limit_s(sum(moments.num_bytes for moments in wanted))
+        future = self.exchange.announce(wanted, limit_s if deadline_s is None else deadline_s)
         if is_handover:
             for moments, peers in wanted.items():
                 logger.info(

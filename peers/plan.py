@@ -37,6 +37,9 @@ KEYS = (
     "micro_batch_tokens",
     "device_peak_bytes",
     "host_peak_bytes",
+    "host_training_bytes",
+    "host_round_bytes",
+    "host_merge_bytes",
     "engine_disk_bytes",
     "step_s",
 )
@@ -55,9 +58,9 @@ def main(given: Options) -> None:
     This machine:  swarm-plan --run configs/runs/spes_2b.toml
     Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
 
-    Peaks are of one step; the process itself, a running round and a corpus come on top. Seconds
-    of a step are from assumed speeds where a GPU is only described. A run that does not fit is
-    exit code 12, after the figures.
+    The device's peak is that of a step. The host's peaks are those of the whole process, phase by
+    phase; a corpus comes on top. Seconds of a step are from assumed speeds where a GPU is only
+    described. A run that does not fit is exit code 12, after the figures.
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:
@@ -72,7 +75,7 @@ def main(given: Options) -> None:
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     plan = plan_engine(run, owned, beside, wishes)
     most = most_experts(run, beside, wishes)
-    short = shortfalls(plan.need, cost.disk_bytes, machine, most)
+    short = shortfalls(plan.need, plan.peaks, cost.disk_bytes, machine, most)
     if given.as_json:
         figures = asdict(cost) | _engine_figures(run, owned, plan, most)
         figures["fits"] = not short
@@ -95,7 +98,10 @@ def _engine_figures(
         "experts_that_fit": most,
         "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,
         "device_peak_bytes": round(plan.need.device),
-        "host_peak_bytes": round(plan.need.host),
+        "host_peak_bytes": round(plan.peaks.highest),
+        "host_training_bytes": round(plan.peaks.training),
+        "host_round_bytes": round(plan.peaks.running_a_round),
+        "host_merge_bytes": round(plan.peaks.merging),
         "engine_disk_bytes": round(plan.need.disk),
         "step_s": round(plan.step_s, 4),
     }
@@ -114,6 +120,7 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
     need, micro = plan.need, run.train.micro_batch_sequences
     experts = f"{most} of {run.model.num_experts}" if most is not None else "none"
     where = "GPU" if on_gpu else "memory"
+    with_engine = "masters, moments, gradients" if on_gpu else "with the engine"
     for row in [
         ("engine", plan.options.kind.value, plan.reason),
         (
@@ -121,11 +128,10 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
             _gigabytes(need.device),
             f"{where}; {_gigabytes(need.activations)} of it activations",
         ),
-        (
-            "peak, host",
-            _gigabytes(need.host),
-            "masters, moments, gradients" if on_gpu else "beside",
-        ),
+        ("peak, host", _gigabytes(plan.peaks.highest), f"the whole process, {with_engine}"),
+        ("  while training", _gigabytes(plan.peaks.training), "local steps"),
+        ("  while a round runs", _gigabytes(plan.peaks.running_a_round), "all its phases"),
+        ("  at a merge", _gigabytes(plan.peaks.merging), "of similar experts"),
         ("peak, disk", _gigabytes(need.disk), "mapped frozen experts"),
         ("micro-batch", f"{micro} x {run.data.sequence_length}", "tokens; the run's"),
         ("step", seconds_of(plan.step_s), f"of {run.train.batch_tokens:,} tokens, estimated"),

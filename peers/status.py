@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from peers.phases import PhaseMeter
 from peers.state_directory import RunDirectory
 from swarm import __version__
 from swarm.config import RunConfig
@@ -83,6 +84,8 @@ class PeerStatus:
         self.tokens_per_s = 0.0
         self.zero_moments = 0
         self.moments_reason = ""
+        self.phases = PhaseMeter()
+        """Of the trainer's thread."""
         self._state = PeerState.STARTING
         self._since_s = time.monotonic()
         self._steps_done = 0
@@ -125,13 +128,19 @@ class PeerStatus:
 
     def ended(self) -> None:
         """The process ends; totals since its start."""
-        self._event("ended", **asdict(self.traffic()), refused=self.refused_of())
+        self._event(
+            "ended",
+            **asdict(self.traffic()),
+            refused=self.refused_of(),
+            phases=self.phases.take(),
+        )
 
     # ------------------------------------------------ told by the trainer
 
     def begin(self, state: PeerState) -> None:
         """The peer does something else from now on."""
         self._state, self._since_s = state, time.monotonic()
+        self.phases.begin(state.value)
         self.changed.set()
 
     def since_begin_s(self) -> float:
@@ -230,6 +239,7 @@ class PeerStatus:
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
             routing=asdict(stats.routing) if stats and stats.routing else None,
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
+            phases=self.phases.take(),
         )  # fmt: skip
         self.changed.set()
 

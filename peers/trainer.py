@@ -175,6 +175,10 @@ class Trainer:
 
     def _save_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
         """Stores the offered values, then makes the private state durable, then offers [P6]."""
+        with self.status.phases.within("offering"):
+            return self._durable_offer(tip, work)
+
+    def _durable_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
         units = self._store_values(tip)
         private = PrivateState(
             engine=self.model.engine.state_dict(),
@@ -197,11 +201,14 @@ class Trainer:
     def _wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
         """Waits until the tip has moved to one that can be trained on, and says what for."""
         self.status.begin(state)
-        said_s = time.monotonic()
+        said_s, is_merging = time.monotonic(), False
         while True:
             path = self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S)
             if path and not merge_due(path[-1].manifest, self.run.merging):
                 return path
+            if path and not is_merging:
+                is_merging = True
+                self.status.phases.begin(PeerState.MERGING.value)
             if self.stop():
                 self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
@@ -226,7 +233,8 @@ class Trainer:
             manifest = applied.manifest
             try:
                 self.moments.before_adopt(previous, manifest)
-                adoption = self.model.adopt(manifest, previous=previous.digest, offers=offers)
+                with self.status.phases.within("adopting"):
+                    adoption = self.model.adopt(manifest, previous=previous.digest, offers=offers)
             except BlobGone as error:
                 logger.info("height=%d skipped: %s", manifest.height, error)
                 path = path or self._newer_than(manifest, error)
@@ -265,7 +273,8 @@ class Trainer:
         if manifest.order[0] != self.model.me:
             return
         try:
-            val_loss = self.model.evaluate(manifest, self.validation_BT1)
+            with self.status.phases.within("validating"):
+                val_loss = self.model.evaluate(manifest, self.validation_BT1)
         except BlobGone as error:
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return

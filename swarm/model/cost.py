@@ -134,8 +134,9 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
     """Most that a state directory takes up, without the corpus and the event log.
 
     Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
-    the private state (masters and moments), which is written beside the old one; and with backups
-    on the copies of its own moments and of another's, each until the new ones have replaced them.
+    three private states (masters and moments), since the newest and the one before are kept while
+    the next one is written; and with backups on the copies of its own moments and of another's,
+    each until the new ones have replaced them.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
@@ -143,7 +144,7 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
     copies = 0
     if backup_bytes_per_peer_per_round(run, num_peers):
         copies = 4 * MOMENTS_BYTES * counted.per_expert * owned_per_peer(run, num_peers)
-    private = 2 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
+    private = 3 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
     return 3 * (shared + experts) + offered + private + copies
 
 

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
+FLOWS = 64
+"""Streams open at a time, over all peers: each has a buffer of `PIECE_BYTES`."""
 THREADS = 64
 """For so many large pieces at the same time at most."""
 YIELD_EVERY = 32
@@ -232,7 +234,7 @@ class Downloads:
         queued = sum(piece.num_bytes for piece in self._queues[peer])
         room = sum(flow.room_bytes for flow in flows)
         while self._queues[peer] and len(flows) < self._flows_per_peer:
-            if flows and queued <= room:
+            if (flows and queued <= room) or sum(map(len, self._flows.values())) >= FLOWS:
                 break
             flow = Flow(
                 self,

@@ -112,8 +112,9 @@ class MomentsExchange:
     def take_up(self, search: Search) -> None:
         """Looks for the moments of experts that this peer took up.
 
-        An `Arrival` comes for each, at the latest after `HANDOVER_S` and one `FETCH_S` for each
-        blob that somebody has. What is fetched stays here, so that a restart need not fetch it.
+        An `Arrival` comes for each, at the latest after `HANDOVER_S` and one
+        `transfer_limit_s` for each blob that somebody has. What is fetched stays here, so that a
+        restart need not fetch it.
         """
         self._node.loop.call_soon_threadsafe(self._tasks.spawn, self._take_up(search))
 

@@ -21,6 +21,7 @@ from swarm.protocol.moments import (
     decode_answer,
     encode_question,
     layout_of_size,
+    transfer_limit_s,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ MOMENTS_QUESTION = b"moments "
 ASK_S = 3.0
 MAX_FAILURES = 3
 """A peer from which a blob did not come so often is not waited for."""
-FETCH_S = 300.0
-"""Moments that take longer are of no use: what they say has decayed by then."""
 
 
 class MomentsClient:
@@ -84,9 +83,10 @@ class MomentsClient:
             self._downloads.fetch([want], check=check, on_blob=_ignore, on_failure=failed)
         )
         gives_up = loop.create_task(is_hopeless.wait())
+        limit_s = transfer_limit_s(moments.num_bytes)
         try:
             await asyncio.wait(
-                [fetching, gives_up], timeout=FETCH_S, return_when=asyncio.FIRST_COMPLETED
+                [fetching, gives_up], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
             )
             return fetching.done() and fetching.exception() is None
         finally:

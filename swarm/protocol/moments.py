@@ -15,6 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
+from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
 from swarm.protocol.ownership import assign
@@ -26,6 +27,7 @@ MASTER = "master"
 MAX_ASKED = 16
 """Peers asked for the moments of one expert."""
 MAX_EXPERTS = 2048
+SHORTEST_TRANSFER_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ class Search:
 
 
 # ---------------------------------------------------------------- what a blob is
+
+
+def transfer_limit_s(num_bytes: int) -> float:
+    """How long these bytes of moments are worth waiting for.
+
+    Three times what they take on the slowest line that runs are meant for, 20 Mbit/s: an expert of
+    SPES 7B (2.4 GB with masters) gets 48 minutes, of steps that take a minute each.
+    """
+    return max(SHORTEST_TRANSFER_S, SAFETY * num_bytes / ASSUMED_RATE_BYTES_PER_S)
 
 
 def moments_layout(layout: Layout, expert: int, *, with_master: bool) -> UnitLayout:

@@ -14,6 +14,7 @@ from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
 from swarm.train.moments import MomentsFormat
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.round_memory import HostPeaks, host_peaks
 
 GIGABYTE = 10**9
 RING = 3
@@ -53,8 +54,8 @@ class Machine:
 
     @property
     def usable_host(self) -> float:
-        """Without the system, the libraries and a round that is running."""
-        return self.host_bytes - max(1.5 * GIGABYTE, 0.05 * self.host_bytes)
+        """Without the system and what else runs on the machine."""
+        return self.host_bytes - max(1.0 * GIGABYTE, 0.05 * self.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class EnginePlan:
     Attributes:
         options: what was chosen.
         below: what to step down to, in this order, should memory run out all the same.
-        need: what it is predicted to need.
+        need: what it is predicted to need for a step.
+        peaks: what the whole process is predicted to hold in host memory, phase by phase.
         fits: whether that is there.
         step_s: predicted seconds of a step.
         reason: why this one, in a sentence.
@@ -90,6 +92,7 @@ class EnginePlan:
     options: EngineOptions
     below: tuple[EngineOptions, ...]
     need: Need
+    peaks: HostPeaks
     fits: bool
     step_s: float
     reason: str
@@ -151,13 +154,12 @@ def _rungs(
         yield replace(last, frozen_folder=wishes.folder, frozen_lent=lent)
 
 
-def fits(need: Need, machine: Machine) -> bool:
-    """Whether a machine has what an engine needs; the disk also holds the state directory."""
-    if need.disk > machine.disk_bytes:
+def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
+    """Whether a machine has what an engine and the rounds need; a state directory comes besides."""
+    on_gpu = machine.device != "cpu"
+    if need.disk > machine.disk_bytes or peaks.highest > machine.usable_host:
         return False
-    if machine.device == "cpu":
-        return need.device + need.host <= machine.usable_host
-    return need.device <= machine.usable_device and need.host <= machine.usable_host
+    return not on_gpu or need.device <= machine.usable_device
 
 
 def plan_engine(
@@ -166,7 +168,8 @@ def plan_engine(
     """The fastest engine that fits; if none does, the one that needs least."""
     all_rungs = rungs(run, machine, wishes or Wishes())
     needs = [need_of(run, num_owned, options) for options in all_rungs]
-    fitting = [index for index, need in enumerate(needs) if fits(need, machine)]
+    peaks = [host_peaks(run, num_owned, each, num_peers=run.run.peers) for each in all_rungs]
+    fitting = [i for i in range(len(all_rungs)) if fits(needs[i], peaks[i], machine)]
     index = fitting[0] if fitting else len(all_rungs) - 1
     options = all_rungs[index]
     words = describe(options, run)
@@ -177,6 +180,7 @@ def plan_engine(
         options=options,
         below=tuple(all_rungs[index + 1 :]),
         need=needs[index],
+        peaks=peaks[index],
         fits=bool(fitting),
         step_s=step_seconds(run, num_owned, options, machine),
         reason=reason,

@@ -7,7 +7,7 @@ K experts of a token, I inner size of an expert, H query heads, G key heads, C s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Shape, shared_shapes
@@ -96,6 +96,27 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     if options.kind is EngineKind.RESIDENT:
         return _resident(run, num_owned, options)
     return _streaming(run, num_owned, options)
+
+
+def largest_tensor_bytes(model: ModelConfig) -> int:
+    """The largest tensor of the model in fp32."""
+    return max(4 * sizes_of(model, 0).table, expert_matrix_bytes(model))
+
+
+def expert_matrix_bytes(model: ModelConfig) -> int:
+    """One matrix of one expert in one layer, in fp32."""
+    return 4 * max(math.prod(shape) for shape in matrix_shapes(model).values())
+
+
+def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
+    """What exists beside the weights while a micro-batch is evaluated, in fp32, without a graph.
+
+    Activations of one layer, two slices of logits, and one expert's matrices as they are converted.
+    """
+    micro = _Micro(run, replace(options, compute="fp32"))
+    logits = slice_tokens(micro.tokens, run.model.vocab_size) * run.model.vocab_size
+    matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
+    return micro.kept() + 3 * micro.boundary() + 2 * 4 * logits + 4 * matrices
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:

@@ -158,7 +158,7 @@ def test_disk_holds_three_manifests_an_offer_and_two_private_states() -> None:
     counted = parameters(run.model)
     offer = 4 * (counted.shared + 4 * counted.per_expert)
     private = 12 * (counted.shared + 4 * counted.per_expert)
-    assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 2 * private
+    assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 3 * private
 
 
 def with_backup(run: RunConfig, **ownership: int) -> RunConfig:

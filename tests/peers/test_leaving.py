@@ -30,6 +30,7 @@ class Scene:
         self.left: str | None = None
         self.handed_over = False
         self.told: list[Manifest] = []
+        self.given: list[float] = []
         self.asked = 0
         self.script: dict[int, Any] = {}
         """Second -> what happens then."""
@@ -46,7 +47,8 @@ class Scene:
     def run(self) -> str:
         keeper = SimpleNamespace(
             model=SimpleNamespace(me="me"),
-            leave=lambda adopted, tip, deadline_s: self.told.append(tip),
+            leave=lambda adopted, tip: self.told.append(tip),
+            hand_over=lambda remaining_s: self.given.append(remaining_s),
             all_handed_over=lambda: self.handed_over,
             summary=lambda: "moments of 2 of 2 experts handed over",
         )

@@ -12,9 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from peers import moments as moments_module
 from peers.leaving import Stop
 from peers.live_model import Agreed, LiveModel, initial_blobs
 from peers.moments import MomentsKeeper
+from peers.phases import PhaseMeter
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus
 from peers.trainer import Trainer
@@ -29,7 +31,13 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
-from swarm.protocol.moments import Moments, Search, backup_holders, moments_layout
+from swarm.protocol.moments import (
+    Moments,
+    Search,
+    backup_holders,
+    moments_layout,
+    transfer_limit_s,
+)
 from swarm.train.engine import ResidentEngine
 from tests.train.runs import batch, same, tiny_run
 
@@ -45,6 +53,8 @@ class Exchange:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.blobs: dict[str, memoryview] = {}
         self.announced: list[dict[Moments, tuple[str, ...]]] = []
+        self.confirms = True
+        self.open: list[tuple[Future[Any], tuple[Moments, ...]]] = []
         self.taken_up: list[int] = []
         self.searches: list[Search] = []
 
@@ -56,8 +66,16 @@ class Exchange:
     def announce(self, wanted: dict[Moments, tuple[str, ...]], _: float) -> Future[Any]:
         self.announced.append(dict(wanted))
         future: Future[Any] = Future()
-        future.set_result(tuple(wanted))
+        self.open.append((future, tuple(wanted)))
+        if self.confirms:
+            self.confirm_all()
         return future
+
+    def confirm_all(self) -> None:
+        """All who were told have it by now."""
+        for future, wanted in self.open:
+            future.set_result(wanted)
+        self.open = []
 
     def take_up(self, search: Search) -> None:
         self.taken_up += search.experts
@@ -76,6 +94,7 @@ class Status:
     def __init__(self) -> None:
         self.taken: list[tuple[int, Moments | None, str]] = []
         self.manifest: Manifest | None = None
+        self.phases = PhaseMeter()
 
     def took_moments(self, *told: Any) -> None:
         self.taken.append(told)
@@ -366,15 +385,44 @@ def test_backups_go_in_due_rounds_to_who_would_adopt_once_the_round_is_over(
 
 def test_a_leaver_whose_leave_is_not_decided_tells_who_would_adopt(me: Side) -> None:
     me.train(1)
-    me.keeper.leave(me.at, me.at, 1.0)
+    me.keeper.leave(me.at, me.at)
+    assert not me.keeper.all_handed_over()
+    me.keeper.hand_over(1.0)
     holders = backup_holders(me.at)
-    (told,) = me.exchange.announced
-    assert {m.expert: peers[0] for m, peers in told.items()} == {
-        expert: holders[expert] for expert in me.model.engine.owned
-    }
+    told = {m.expert: peers for each in me.exchange.announced for m, peers in each.items()}
+    assert told == {expert: (holders[expert],) for expert in me.model.engine.owned}
     assert me.keeper.all_handed_over()
     count = len(me.model.engine.owned)
     assert me.keeper.summary() == f"moments of {count} of {count} experts handed over"
+    announced = len(me.exchange.announced)
+    me.keeper.leave(me.at, me.at)  # nothing is new
+    me.keeper.hand_over(1.0)
+    assert len(me.exchange.announced) == announced
+
+
+def test_a_leaver_copies_only_what_is_on_its_way(me: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_module, "TOGETHER", 1)
+    everything = dict.fromkeys(me.at.owners, ("me",))
+    me.move_to(replace(me.at, height=1, parent=me.at.digest, owners=everything))
+    me.train(1)
+    me.exchange.confirms = False
+    me.keeper.leave(me.at, me.at)
+    count = len(me.model.engine.owned)
+    assert count > 1
+    for _ in range(3):
+        me.keeper.hand_over(1.0)
+    assert len(me.exchange.blobs) == 1
+    assert not me.keeper.all_handed_over()
+    said = me.keeper.summary()
+    assert said.startswith(f"moments of 0 of {count} experts handed over; no time for")
+    me.exchange.confirm_all()
+    me.keeper.hand_over(1.0)
+    assert len(me.exchange.blobs) == 2
+
+
+@pytest.mark.parametrize(("gigabytes", "minutes"), [(0.0, 5), (2.4, 48), (19.3, 386)])
+def test_moments_have_as_long_as_a_slow_line_takes(gigabytes: float, minutes: float) -> None:
+    assert transfer_limit_s(int(gigabytes * 1e9)) == pytest.approx(60 * minutes, rel=0.01)
 
 
 def test_a_peer_killed_while_it_looks_goes_on_looking_and_ends_where_it_would_have(

@@ -68,6 +68,9 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "micro_batch_tokens",
         "device_peak_bytes",
         "host_peak_bytes",
+        "host_training_bytes",
+        "host_round_bytes",
+        "host_merge_bytes",
         "engine_disk_bytes",
         "step_s",
     ]
@@ -115,7 +118,7 @@ def test_a_disk_that_is_too_small_is_said_with_the_numbers() -> None:
 def test_memory_that_is_too_small_is_said_with_the_numbers() -> None:
     said = refused("--gpu", "2GB", "--host", "4GB", "--disk", "2TB")
     assert "GB of GPU memory needed, 1.2 GB usable" in said
-    assert "GB of host memory needed, 2.5 GB usable" in said
+    assert "GB of host memory needed, 3.0 GB usable" in said
     assert "disk" not in said
     said = refused("--gpu", "0", "--host", "16GB", "--disk", "2TB")
     assert re.search(r"[\d.]+ GB of memory needed, 14.5 GB usable", said)
