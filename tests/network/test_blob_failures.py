@@ -6,8 +6,8 @@ import errno
 import os
 import random
 import shutil
-import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -336,17 +336,35 @@ def test_a_blob_that_came_again_while_its_damage_was_found_stays(meddled, monkey
     assert meddled.get(digest) == content(0)
 
 
-def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path):
-    """Four writers and a collector with threads that change places after every few bytecodes."""
-    store, done, interval = BlobStore(tmp_path), threading.Event(), sys.getswitchinterval()
+class YieldingLock:
+    """A lock after whose release the thread often stands still for a moment."""
+
+    def __init__(self) -> None:
+        self._lock, self._random = _Lock(), random.Random(0)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        pause_s = self._random.choice([0.0, 0.0, 0.001])
+        self._lock.release()
+        time.sleep(pause_s)
+
+
+def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path, monkeypatch):
+    """Two writers and a collector that come between each other's sections."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", YieldingLock)
+        store = BlobStore(tmp_path)
+    done = threading.Event()
 
     def write(seed: int) -> list[str]:
         choose, synced = random.Random(seed), []
-        for _ in range(100):
+        for number in range(60):
             blob = choose.randbytes(50)
             digest = digest_of(blob)
             store.put_pinned(blob, digest)
-            if choose.random() < 0.1:
+            if number % 3 == 0:
                 store.sync([digest])
                 synced.append(digest)
             else:
@@ -357,17 +375,13 @@ def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path)
         while not done.is_set():
             store.collect(set())
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(5) as pool:
-            collector = pool.submit(collect)
-            try:
-                writers = [pool.submit(write, seed) for seed in range(4)]
-                synced = [digest for writer in writers for digest in writer.result(WAIT_S)]
-            finally:
-                done.set()
-            collector.result(WAIT_S)
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(synced) > 20
+    with ThreadPoolExecutor(3) as pool:
+        collector = pool.submit(collect)
+        try:
+            writers = [pool.submit(write, seed) for seed in range(2)]
+            synced = [digest for writer in writers for digest in writer.result(WAIT_S)]
+        finally:
+            done.set()
+        collector.result(WAIT_S)
+    assert len(synced) == 40
     assert BlobStore(tmp_path).verify(synced) == []
