@@ -1,11 +1,15 @@
-"""Whether the run that a peer found is the one that its person asked for."""
+"""Whether a run and a peer agree: on settings that a person asked for, and on the text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from swarm.config import RunConfig
-from swarm.errors import RunMismatch
+from swarm.data.corpus import STANDARD_LIBRARY
+from swarm.errors import BadManifest, RunMismatch, TextMismatch
+from swarm.protocol.manifest import Text
 
 
 def explain_difference(asked: RunConfig, running: RunConfig) -> str:
@@ -32,6 +36,70 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
     ]
     if wrong:
         raise RunMismatch("; ".join(wrong), hint="leave the option out to join as it is")
+
+
+def require_text(needed: Text, have: Text, root: Path) -> None:
+    """Refuses a machine's text unless it is the run's; names alone may differ.
+
+    Args:
+        needed: by manifest 0.
+        have: of this machine.
+        root: the folder that it is in.
+
+    Raises:
+        TextMismatch: names both, with digests and sizes.
+        BadManifest: the digests are equal, and what the run says besides is not.
+    """
+    if replace(have, name=needed.name) == needed:
+        return
+    if have.tokenizer != needed.tokenizer:
+        raise TextMismatch(
+            f"the run's tokenizer is {needed.tokenizer}, this machine's is {have.tokenizer}",
+            hint="install the version of swarm that the run's founder has",
+        )
+    if have.digest == needed.digest:
+        raise BadManifest("manifest_text", f"manifest 0 is wrong about {_described(needed)}")
+    raise TextMismatch(
+        f"the run trains on {_described(needed)}, and this machine has {_described(have)} "
+        f"in {root}",
+        hint=_remedy(needed),
+    )
+
+
+def missing_text(needed: Text, problem: str) -> TextMismatch:
+    """What a peer says that cannot read any text; `problem` is why."""
+    return TextMismatch(
+        f"the run trains on {_described(needed)}, and this machine has no text: {problem}",
+        hint=_remedy(needed),
+    )
+
+
+def joiners_need(text: Text | None) -> str:
+    """The line that says which text a joiner must have; None: each its own."""
+    if text is None:
+        return "In this run every peer trains on its own text: joiners name theirs, --corpus FOLDER"
+    if text.name.startswith(STANDARD_LIBRARY):
+        how = "without --corpus and with the same Python"
+    else:
+        how = "by --corpus FOLDER"
+    return f"This run trains on {_described(text)}: joiners need the same, {how}"
+
+
+def _described(text: Text) -> str:
+    return (
+        f"the text '{text.name}' (digest {text.digest}, {text.tokens:,} tokens in "
+        f"{text.documents:,} documents)"
+    )
+
+
+def _remedy(needed: Text) -> str:
+    if needed.name.startswith(STANDARD_LIBRARY):
+        version = needed.name.removeprefix(STANDARD_LIBRARY).strip()
+        return (
+            f"leave --corpus out and use Python {version}, from where the founder has it: some "
+            "distributions change its library"
+        )
+    return f"name a folder that holds the files of '{needed.name}' unchanged: --corpus FOLDER"
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

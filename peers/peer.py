@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from peers.agreement import explain_difference, require_settings
 from peers.leaving import Stop, leave
@@ -23,6 +21,7 @@ from peers.machine import device_of, engine_for
 from peers.moments import MomentsKeeper
 from peers.options import Options, as_toml, options, program
 from peers.publisher import Publisher
+from peers.run_text import RunText
 from peers.start import (
     Started,
     Starter,
@@ -33,10 +32,8 @@ from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
 from peers.trainer import StopAsked, Trainer
 from swarm.config import PeerConfig, RunConfig
-from swarm.data.corpus import Corpus, open_corpus
-from swarm.data.loader import Loader, held_out_tokens
-from swarm.data.shards import open_shards
-from swarm.errors import DataError, RunMismatch
+from swarm.data.loader import Loader
+from swarm.errors import RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -76,6 +73,7 @@ class Peer:
     def __post_init__(self) -> None:
         """Prepares to serve blobs and to answer questions."""
         self.prober = Prober()
+        self.text = RunText(self.config.corpus.folder, self.state.data_path)
         self.server = BlobServer(
             on_ask=self._on_ask,
             is_member=self._is_member,
@@ -149,7 +147,7 @@ class Peer:
     def start_run(self, wanted: RunConfig | None, options: Options) -> Started:
         """Resumes, joins or founds, in this order."""
         starter = Starter(
-            self.node, self.state, self.config, self.stop, self.serve, self._status, self._held_out
+            self.node, self.state, self.config, self.stop, self.serve, self._status, self.text
         )
         current = self._run_to_resume(wanted, options.run_id)
         if current and (started := starter.resume(current, may_join=wanted is None)):
@@ -189,24 +187,6 @@ class Peer:
             capacity=self.config.peer.capacity,
         )
 
-    def _corpus(self, run: RunConfig) -> Corpus:
-        """This machine's text.
-
-        Raises:
-            DataError: it is missing, or the run asks every peer to bring its own.
-        """
-        folder = self.config.corpus.folder
-        if run.data.mode == "own" and folder is None:
-            raise DataError(
-                "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
-            )
-        return open_corpus(folder)
-
-    def _held_out(self, run: RunConfig) -> NDArray[np.uint32]:
-        corpus = self._corpus(run)
-        tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
-        return tokens.astype(np.uint32)
-
     # ------------------------------------------------ training
 
     def train(self, started: Started) -> None:
@@ -234,11 +214,10 @@ class Peer:
         status.watch(self.driver, started.run_id)
         self.exchange = self._exchange(started, self.driver)
         engine = engine_for(run, self.config.compute, started.directory.path)
-        shards = open_shards(self._corpus(run), self.state.data_path)
         on_gpu = device_of(self.config.compute.device) == "cuda"
         text = started.record.tip.founding.text
         agreed_windows = text.windows if text else None
-        loader = Loader(shards, run, agreed_windows=agreed_windows, pin_memory=on_gpu)
+        loader = Loader(self.text.shards, run, agreed_windows=agreed_windows, pin_memory=on_gpu)
         model = LiveModel(self.node.peer_id, run, engine, agreed)
         keeper = MomentsKeeper(model, self.exchange, status)
         trainer = Trainer(
@@ -343,8 +322,9 @@ def main(options: Options) -> None:
     Join a run:     swarm-peer --initial-peers ADDRESS
     Go on with one: swarm-peer --state-dir DIR
 
-    Every start prints the line with which others join. The first Ctrl+C or SIGTERM finishes the
-    round and hands the experts over, within --leave-timeout; the second leaves at once.
+    Every start prints the line with which others join, and which text they need. The first Ctrl+C
+    or SIGTERM finishes the round and hands the experts over, within --leave-timeout; the second
+    leaves at once.
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     wanted = options.run_config() if options.run else None

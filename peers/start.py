@@ -1,7 +1,6 @@
 """Three ways into a run: resume it from the state directory, join it, or found it.
 
-Each ends with the same thing: a configuration, a record with a tip, and a store that holds every
-blob of that tip.
+Each ends with a configuration, a record with a tip, and a store that holds every blob of that tip.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from peers.link_check import measured_verdict, require_link
 from peers.live_model import initial_blobs
+from peers.run_text import RunText
 from peers.state_directory import RunDirectory, StateDirectory
 from peers.status import NO_DIGEST, PeerStatus
 from swarm.config import PeerConfig, RunConfig
@@ -84,8 +81,8 @@ class Starter:
     serve: Callable[[BlobStore], Downloads]
     """Makes a store's blobs available to others and returns what fetches into it."""
     status: Callable[[RunConfig], PeerStatus]
-    held_out: Callable[[RunConfig], NDArray[np.uint32]]
-    """The held-out tokens of this machine's corpus: only a founder's count."""
+    text: RunText
+    """This machine's, which must be the run's before anything of the run is kept or trained."""
 
     # ------------------------------------------------ resume
 
@@ -96,6 +93,7 @@ class Starter:
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
+            DataError: the text that the run trained on is not there any more.
         """
         directory = self.state.run(run_id)
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
@@ -108,6 +106,8 @@ class Starter:
                 raise
             logger.error("%s; joining the run anew", error)
             return None
+        self.text.require(run, founding.founding.text, directory.read_text_folder())
+        directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.serve(store)
@@ -173,6 +173,7 @@ class Starter:
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
             RunMismatch: the run is not what was asked for.
+            DataError: this machine's text is not the run's.
         """
         announced = self._wait_for(
             find_run(
@@ -200,10 +201,14 @@ class Starter:
     ) -> Started:
         gathered = announced.record.state is RunState.GATHERING
         if gathered:
-            announced = self._await_founding(announced, run)
-        record = announced.record
-        check_run_id(record)
+            self.text.require(run, announced.record.text, None)
+            logger.info("the run gathers %d peers", announced.record.wait_for_peers)
+            mine = self.status(run).record
+            announced = self._wait_for(await_founding(self.node, announced.record, mine))
+        check_run_id(record := announced.record)
         founding = self._wait_for(fetch_founding_manifest(announced, downloads))
+        remembered = self.state.run(record.run).read_text_folder()
+        self.text.require(run, founding.founding.text, remembered)
         directory = self._directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
@@ -218,8 +223,7 @@ class Starter:
             shown = self._wait_for(newest_tip(self.node, store, downloads, record, peers))
             tip = self._without_old_votes(shown)
             if tip is shown:  # a member that comes back has shown that its link will do
-                verdict = self._wait_for(measured_verdict(self.node, run, tip.tip, present))
-                require_link(verdict)
+                require_link(self._wait_for(measured_verdict(self.node, run, tip.tip, present)))
         self._recompute_initial(tip, run, layout, store)
         sources = peers | set(tip.tip.members)
         tip = self._wait_for(
@@ -245,26 +249,21 @@ class Starter:
             logger.warning("a member without its record: no vote until it has contributed again")
         return record
 
-    def _await_founding(self, gathering: Announced, run: RunConfig) -> Announced:
-        status = self.status(run)
-        logger.info("the run gathers %d peers", gathering.record.wait_for_peers)
-        return self._wait_for(await_founding(self.node, gathering.record, status.record))
-
     # ------------------------------------------------ found
 
     def found(self, run: RunConfig) -> Started:
         """Founds a run: gathers its peers, writes manifest 0 and announces it."""
         layout = layout_of(run)
-        nonce = secrets.token_hex(16)
         config_blob = run.canonical_json()
-        held_out = self.held_out(run).astype("<u4").tobytes()
+        text, held_out = self.text.found(run)
         founding = Founding(
             founder=self.node.peer_id,
-            nonce=nonce,
+            nonce=secrets.token_hex(16),
             config=digest_of(config_blob),
             config_bytes=len(config_blob),
             validation=digest_of(held_out),
             validation_bytes=len(held_out),
+            text=text,
         )
         gathering = self._announcement(run, founding)
         present = self._gather(run, gathering, config_blob)
@@ -300,6 +299,7 @@ class Starter:
             config_bytes=founding.config_bytes,
             state=RunState.GATHERING,
             wait_for_peers=self.config.peer.wait_for_peers,
+            text=founding.text,
         )
 
     def _gather(
@@ -339,6 +339,7 @@ class Starter:
         directory = self.state.run(name)
         directory.write_config(run)
         directory.write_founding(founding)
+        directory.write_text_folder(self.text.folder)
         return directory
 
     def _recompute_initial(

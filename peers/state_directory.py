@@ -10,6 +10,7 @@ STATE_DIR/
 └── runs/RUN_ID/
     ├── config.json     the run configuration, canonical
     ├── founding        manifest 0
+    ├── text            folder that the run's text comes from; empty for the standard library
     ├── record          tip, promise and vote of the round protocol
     ├── private         masters, moments and bases, saved with every offer
     ├── moments         which moments of experts are kept for others, in packs/
@@ -97,6 +98,17 @@ class RunDirectory:
     def write_founding(self, manifest: Manifest) -> None:
         """Keeps manifest 0, which the run id is made of."""
         write_whole(self.path / "founding", manifest.encoded)
+
+    def read_text_folder(self) -> str | None:
+        """The absolute path of the folder that the run's text comes from; None if it has none."""
+        try:
+            return os.fsdecode((self.path / "text").read_bytes()) or None
+        except FileNotFoundError:
+            return None
+
+    def write_text_folder(self, folder: str | None) -> None:
+        """Keeps where the run's text comes from."""
+        write_whole(self.path / "text", os.fsencode(folder or ""))
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""

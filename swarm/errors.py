@@ -7,6 +7,7 @@ SwarmError (1)
 │       ├── Refused            it answered with an error
 │       └── NoRoute            it cannot be dialled from here; a third peer may reach it
 ├── DataError (4)              the corpus is missing, empty or too small
+│   └── TextMismatch           it is not the text that the run trains on
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
 │   ├── StateLocked            another process uses it
@@ -72,6 +73,10 @@ class DataError(SwarmError):
     """The corpus is missing, empty or too small for the run."""
 
     exit_code = 4
+
+
+class TextMismatch(DataError):
+    """This machine's text is not the run's; says both, and what to do."""
 
 
 class TrainingDiverged(SwarmError):

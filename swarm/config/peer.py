@@ -69,8 +69,9 @@ class ComputeSection(Section):
 class CorpusSection(Section):
     """This machine's text."""
 
-    folder: str | None = None
-    """Folder of .txt, .md, .py and .jsonl files; by default the Python standard library."""
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of .txt, .md, .py and .jsonl files; by default the one that the run's text came from
+    before, or else the Python standard library."""
 
 
 class PeerConfig(Section):

@@ -1,27 +1,38 @@
-"""The documents of a corpus: which files, in which order, as which text.
+"""The documents of a corpus: which files, in which order, and which of them are held out.
 
 A corpus is the Python standard library of this machine (real text that is always there) or a
-folder of .txt, .md, .py and .jsonl files. Files are sorted by relative path, so that equal files
-give equal corpora wherever they lie.
+folder of .txt, .md, .py and .jsonl files. Files are taken in the order of their relative paths, by
+bytes; beyond this order their names do not matter, nor does where the folder lies. So equal files
+give equal corpora.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import platform
+import re
+import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
+from swarm.data.documents import Skipped, file_documents
 from swarm.errors import DataError
 
 SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+STANDARD_LIBRARY = "standard library of Python"
+"""With the version behind it, the name of the corpus that every machine has."""
+MAX_NAME = 64
 _OMITTED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
+_OF_THE_MACHINE = re.compile(r"_sysconfigdata.*|config-.*/.*|(site|user)customize\.py")
+"""What an installation writes, with its own paths in it."""
 _HELD_OUT_ONE_IN = 50
 
 
@@ -30,31 +41,36 @@ class Corpus:
     """A sorted list of files.
 
     Attributes:
-        name: what errors and logs call it.
-        root: the folder that holds the files.
+        name: what people call it; nothing depends on it.
+        root: the folder that holds the files, absolute.
         files: paths relative to `root`, with forward slashes, sorted.
+        unlisted: what is of a kind that is read, but is no file, with the reason.
     """
 
     name: str
     root: Path
     files: tuple[str, ...]
+    unlisted: tuple[tuple[str, str], ...] = ()
 
-    def documents(self) -> Iterator[str]:
-        """The documents that are not blank, in order: a file, or one line of a .jsonl file.
+    def documents(self, skipped: Skipped | None = None) -> Iterator[bytes]:
+        """The documents that are not blank, in order; see `swarm.data.documents`.
 
-        Bytes that are not UTF-8 become U+FFFD, so a damaged file still counts.
+        Args:
+            skipped: takes up what is not read, `unlisted` included.
 
         Raises:
-            DataError: a file cannot be read, or a .jsonl line has no string under "text".
+            DataError: a file could be read at first, and then no more.
         """
+        return itertools.chain.from_iterable(self.documents_by_file(skipped or Skipped()))
+
+    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
+        """The documents of each file that is text."""
+        for what, reason in self.unlisted:
+            skipped.add(what, reason)
         for file in self.files:
-            path = self.root / file
-            try:
-                text = path.read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-            texts = _json_lines(path, text) if path.suffix == ".jsonl" else (text,)
-            yield from (text for text in texts if not text.isspace() and text)
+            found = file_documents(self.root / file, file, skipped)
+            if found is not None:
+                yield found
 
     def fingerprint(self) -> str:
         """Digest of the list of files with their sizes and times of change (ns).
@@ -70,8 +86,8 @@ class Corpus:
                 status = (self.root / file).stat()
             except OSError as error:
                 raise DataError(f"{self.root / file}: {error.strerror}") from error
-            listed.append((file, status.st_size, status.st_mtime_ns))
-        return blake3(json.dumps([str(self.root.resolve()), listed]).encode()).hexdigest()
+            listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        return blake3(json.dumps([str(self.root), listed, self.unlisted]).encode()).hexdigest()
 
 
 def open_corpus(folder: str | None) -> Corpus:
@@ -86,21 +102,18 @@ def open_corpus(folder: str | None) -> Corpus:
 def standard_library_corpus() -> Corpus:
     """The .py sources of this interpreter's standard library, about 11 MB.
 
-    Tests and installed packages are left out, so that machines with the same Python agree;
-    `_sysconfigdata*` as well, since it is generated and describes the machine.
+    Tests, installed packages and files that describe the machine are left out, so that machines
+    with the same Python agree.
 
     Raises:
         DataError: this Python came without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = tuple(
-        file
-        for file in _list_files(root, (".py",))
-        if not file.startswith("_sysconfigdata") and _OMITTED_FOLDERS.isdisjoint(file.split("/"))
-    )
+    files, unlisted = _list_files(root, (".py",), _OMITTED_FOLDERS)
+    files = tuple(file for file in files if not _OF_THE_MACHINE.fullmatch(file))
     if not files:
-        raise DataError(f"{root}: holds no .py files", hint="name a folder of text: corpus.folder")
-    return Corpus("the Python standard library", root, files)
+        raise DataError(f"{root}: holds no .py files", hint="name a folder of text: --corpus DIR")
+    return Corpus(f"{STANDARD_LIBRARY} {platform.python_version()}", root, files, unlisted)
 
 
 def folder_corpus(folder: Path) -> Corpus:
@@ -109,17 +122,15 @@ def folder_corpus(folder: Path) -> Corpus:
     Raises:
         DataError: the folder is missing or holds no file of these kinds.
     """
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder", hint="corpus.folder names a folder of text")
-    files = _list_files(folder, SUFFIXES)
+    root = Path(os.path.abspath(folder.expanduser()))
+    if not root.is_dir():
+        what = "is no folder" if root.exists() else "no such folder"
+        raise DataError(f"{root}: {what}", hint="--corpus (corpus.folder) names a folder of text")
+    files, unlisted = _list_files(root, SUFFIXES)
     if not files:
-        raise DataError(f"{folder}: holds none of {', '.join(SUFFIXES)}")
-    return Corpus(str(folder), folder, files)
-
-
-def document_bytes(text: str) -> bytes:
-    """The bytes of a document: UTF-8, lone surrogates (from JSON escapes) as "?"."""
-    return text.encode("utf-8", errors="replace")
+        why = "".join(f"; {what}: {reason}" for what, reason in unlisted[:3])
+        raise DataError(f"{root}: holds no file with {', '.join(SUFFIXES)}{why}")
+    return Corpus(_printable(root.name) or "text", root, files, unlisted)
 
 
 def is_held_out(content: bytes) -> bool:
@@ -127,31 +138,78 @@ def is_held_out(content: bytes) -> bool:
 
     Copies of a text share its fate, and no list of held-out files needs to travel.
     """
-    return int.from_bytes(blake3(content).digest(), "big") % _HELD_OUT_ONE_IN == 0
+    return _digest(content) % _HELD_OUT_ONE_IN == 0
 
 
-def _list_files(root: Path, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+@dataclass(frozen=True)
+class Split:
+    """Which documents of a corpus are held out: those of `is_held_out`, or `instead`.
+
+    Attributes:
+        instead: digest of the document that is held out where by chance no other is: the smallest.
+    """
+
+    instead: int | None = None
+
+    @staticmethod
+    def of(documents: Iterable[bytes]) -> Split:
+        """The split of a corpus; reads up to the first document that is held out."""
+        smallest: int | None = None
+        for content in documents:
+            if is_held_out(content):
+                return Split()
+            digest = _digest(content)
+            smallest = digest if smallest is None else min(smallest, digest)
+        return Split(smallest)
+
+    def holds_out(self, content: bytes) -> bool:
+        """Whether a document of the corpus is never trained on."""
+        return _digest(content) == self.instead or is_held_out(content)
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(blake3(content).digest(), "big")
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "_" for c in name)[:MAX_NAME].strip()
+
+
+def _list_files(
+    root: Path, suffixes: tuple[str, ...], omitted: frozenset[str] = frozenset()
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Files of these kinds, and what else there is that they might have been, both sorted."""
+    files: list[str] = []
+    unlisted: list[tuple[str, str]] = []
+
+    def cannot_list(error: OSError) -> None:
+        unlisted.append(
+            (os.path.relpath(error.filename, root), f"cannot be read: {error.strerror}")
+        )
+
+    for folder, subfolders, names in os.walk(root, onerror=cannot_list):
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n not in omitted]
         relative = Path(folder).relative_to(root)
-        found += [
-            (relative / name).as_posix()
-            for name in names
-            if name.endswith(suffixes) and not name.startswith(".")
-        ]
-    return tuple(sorted(found))
+        for name in subfolders:
+            if os.path.islink(os.path.join(folder, name)):
+                reason = "a link to a folder, which is not followed"
+                unlisted.append(((relative / name).as_posix(), reason))
+        for name in names:
+            if name.startswith(".") or not name.endswith(suffixes):
+                continue
+            file = (relative / name).as_posix()
+            reason = _no_file(os.path.join(folder, name))
+            if reason:
+                unlisted.append((file, reason))
+            else:
+                files.append(file)
+    return tuple(sorted(files, key=os.fsencode)), tuple(sorted(unlisted))
 
 
-def _json_lines(path: Path, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
-        document = value.get("text") if isinstance(value, dict) else None
-        if not isinstance(document, str):
-            raise DataError(f'{path}:{number}: expected an object with a string under "text"')
-        yield document
+def _no_file(path: str) -> str:
+    """Why a name is not of a regular file; empty if it is."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "" if stat.S_ISREG(mode) else "a pipe, socket or device"

@@ -17,7 +17,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from swarm.config import RunConfig
-from swarm.data.corpus import document_bytes, is_held_out
+from swarm.data.corpus import is_held_out
 from swarm.data.shards import Shards
 from swarm.data.streams import samples_at, windows_of
 from swarm.data.tokenise import document_tokens
@@ -60,7 +60,7 @@ class Loader:
         self._pin_memory = pin_memory
         self._length = run.data.sequence_length
         self._arrays = shards.arrays
-        counts = [max(0, len(array) - 1) // self._length for array in shards.arrays]
+        counts = shards.windows(self._length)
         self._first_windows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_windows = int(self._first_windows[-1])
         """Windows of T + 1 tokens in the text: the samples of one lap."""
@@ -70,14 +70,7 @@ class Loader:
                 f"run's has {agreed_windows}",
                 hint="every peer of a run reads the same text: name the founder's (--corpus)",
             )
-        batches = [run.train.batch_tokens, *(phase.batch_tokens for phase in run.phases)]
-        largest = max(batches) // self._length
-        if self.num_windows < largest:
-            raise DataError(
-                f"the corpus of {shards.num_tokens} tokens holds {self.num_windows} sequences of "
-                f"{self._length}, less than one batch of {largest}",
-                hint="add text, or choose smaller batches or sequences",
-            )
+        require_a_batch(shards, run)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: Wanted | None = None
         self._future: Future[torch.Tensor] | None = None
@@ -145,33 +138,53 @@ def _num_samples(dealt: Dealt) -> int:
     return sum(stop - start for start, stop in dealt)
 
 
-def held_out_tokens(documents: Iterable[str], limit: int) -> NDArray[np.uint16]:
+def require_a_batch(shards: Shards, run: RunConfig) -> None:
+    """Looks whether a text is large enough for the batches of a run.
+
+    Raises:
+        DataError: the corpus holds fewer.
+    """
+    batches = [run.train.batch_tokens, *(phase.batch_tokens for phase in run.phases)]
+    rows_per_step = max(batches) // run.data.sequence_length
+    num_windows = sum(shards.windows(run.data.sequence_length))
+    if num_windows < rows_per_step:
+        raise DataError(
+            f"the corpus of {shards.num_tokens} tokens holds {num_windows} sequences of "
+            f"{run.data.sequence_length}, less than one batch of {rows_per_step}",
+            hint="add text, or choose smaller batches or sequences",
+        )
+
+
+def held_out_tokens(documents: Iterable[bytes], limit: int) -> NDArray[np.uint16]:
     """At most `limit` tokens of the held-out documents, those with the smallest digests first.
 
     This order does not depend on where files lie or what they are called, and takes from all over
-    the corpus. Reads every document, holds those that it returns.
+    the corpus. Where no document happens to be held out, the one with the smallest digest is
+    (`swarm.data.corpus.Split`). Reads every document, holds those that it returns.
 
     Raises:
-        DataError: no document is held out; about one in fifty is.
+        DataError: there is no document.
     """
     # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
     kept: list[tuple[int, bytes]] = []
     num_tokens = 0
-    for text in documents:
-        content = document_bytes(text)
+    instead: tuple[int, bytes] | None = None
+    for content in documents:
+        digest = int.from_bytes(blake3(content).digest(), "big")
         if not is_held_out(content):
+            if not kept and (instead is None or digest < instead[0]):
+                instead = (digest, content)
             continue
-        heapq.heappush(kept, (-int.from_bytes(blake3(content).digest(), "big"), content))
+        heapq.heappush(kept, (-digest, content))
         num_tokens += len(content) + 1
         while num_tokens - len(kept[0][1]) - 1 >= limit:
             num_tokens -= len(heapq.heappop(kept)[1]) + 1
-    if not kept:
-        raise DataError(
-            "no document of the corpus is held out, so the loss could not be measured",
-            hint="one document in 50 is, by its digest: add documents, or split long ones",
-        )
-    ordered = [document_tokens(content) for _, content in sorted(kept, reverse=True)]
-    return np.concatenate(ordered)[:limit]
+    contents = [content for _, content in sorted(kept, reverse=True)]
+    if not contents:
+        if instead is None:
+            raise DataError("the corpus holds no text", hint="add documents")
+        contents = [instead[1]]
+    return np.concatenate([document_tokens(content) for content in contents])[:limit]
 
 
 def held_out_sequences(tokens: NDArray[np.integer[Any]], sequence_length: int) -> torch.Tensor:

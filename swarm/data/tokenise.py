@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 END_OF_TEXT = 256
@@ -26,6 +27,12 @@ def document_tokens(content: bytes) -> NDArray[np.uint16]:
     tokens[:-1] = np.frombuffer(content, dtype=np.uint8)
     tokens[-1] = END_OF_TEXT
     return tokens
+
+
+def tokenizer_name() -> str:
+    """`byte-` and 16 hex digits over the exported tokenizer: equal where all its ids are."""
+    content = json.dumps(_tokenizer(), sort_keys=True).encode()
+    return f"byte-{blake3(content).hexdigest()[:16]}"
 
 
 def save_tokenizer(folder: Path, *, model_max_length: int) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
+from typing import Annotated
 
 from blake3 import blake3
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.errors import BadManifest
 from swarm.protocol.digests import Buffer, digest_of
@@ -40,18 +41,27 @@ class Kind(Enum):
     REFORM = "reform"  # survivors of a lost majority go on, self-asserted
 
 
+TextCount = Annotated[int, Field(ge=1, le=2**48)]
+
+
 @dataclass(frozen=True)
 class Text:
-    """The common text of a run, as its founder has it: every peer must have the same."""
+    """The common text of a run, as its founder has it: every peer must have the same.
 
-    name: str
+    All but the name must be equal; documents and tokens are those that are trained on.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    # People see the name on their terminals: no control characters.
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
     """What people call it: a folder's name, or the version of the standard library."""
-    tokenizer: str
-    digest: Digest
+    tokenizer: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+    digest: Annotated[Digest, Field(pattern=r"^[0-9a-f]{64}$")]
     """Of all its training tokens, in order."""
-    documents: int
-    tokens: int
-    windows: int
+    documents: TextCount
+    tokens: TextCount
+    windows: TextCount
     """Windows of the run's sequence length: the samples of one lap."""
 
 

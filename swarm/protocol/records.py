@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
+from swarm.protocol.manifest import Text
 
 MAX_RECORD_BYTES = 20_000
 NUM_SHARDS = 16
@@ -85,6 +86,8 @@ class RunRecord:
     state: RunState
     wait_for_peers: Count
     """How many peers the founder waits for."""
+    text: Text | None = None
+    """While peers are gathered, what manifest 0 will say: who lacks it need not wait."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.data.corpus import document_bytes, folder_corpus, is_held_out
+from swarm.data.corpus import Split, folder_corpus, is_held_out
 from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
 from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import document_tokens
 from swarm.errors import DataError
 from swarm.protocol.dealing import Book, next_book, num_samples
 
@@ -221,7 +222,7 @@ def write_documents(folder, count):
 def test_no_training_batch_ever_shows_a_held_out_document(tmp_path):
     corpus = write_documents(tmp_path / "text", 300)
     texts = list(corpus.documents())
-    held_out = {text[:6] for text in texts if is_held_out(document_bytes(text))}
+    held_out = {text[:6].decode() for text in texts if is_held_out(text)}
     assert len(held_out) >= 3
     run = run_of()
     with Loader(open_shards(corpus, tmp_path / "cache"), run) as loader:
@@ -239,7 +240,7 @@ def test_held_out_tokens_are_whole_held_out_documents_by_digest(tmp_path):
     texts = list(corpus.documents())
     tokens = held_out_tokens(texts, 10**6)
     documents = bytes(t if t < 256 else 0 for t in tokens.tolist()).decode().split("\0")[:-1]
-    assert set(documents) == {text for text in texts if is_held_out(document_bytes(text))}
+    assert set(documents) == {text.decode() for text in texts if is_held_out(text)}
     assert np.array_equal(tokens, held_out_tokens(reversed(texts), 10**6))
 
 
@@ -249,10 +250,16 @@ def test_a_limit_cuts_the_held_out_tokens_and_changes_no_token_before(tmp_path, 
     assert np.array_equal(held_out_tokens(texts, limit), held_out_tokens(texts, 10**6)[:limit])
 
 
-def test_a_corpus_without_held_out_document_says_so():
-    kept = [text for text in map(str, range(20)) if not is_held_out(text.encode())]
-    with pytest.raises(DataError, match="no document of the corpus is held out"):
-        held_out_tokens(kept, 100)
+def test_without_a_held_out_document_the_one_with_the_smallest_digest_is():
+    kept = [text for text in (b"%d" % n for n in range(20)) if not is_held_out(text)]
+    (held_out,) = [text for text in kept if Split.of(kept).holds_out(text)]
+    for order in (kept, kept[::-1]):
+        assert np.array_equal(held_out_tokens(order, 100), document_tokens(held_out))
+
+
+def test_a_corpus_without_document_has_no_held_out_tokens():
+    with pytest.raises(DataError, match="holds no text"):
+        held_out_tokens([], 100)
 
 
 def test_held_out_sequences_predict_each_token_once():

@@ -1,10 +1,13 @@
 import json
+import shutil
 import threading
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
-from swarm.data.corpus import document_bytes, folder_corpus, is_held_out
+from swarm.data.corpus import folder_corpus, is_held_out
+from swarm.data.loader import held_out_tokens
 from swarm.data.shards import open_shards, token_dtype
 from swarm.data.tokenise import document_tokens
 from swarm.errors import DataError
@@ -20,7 +23,7 @@ def corpus(tmp_path):
 
 
 def expected_tokens(corpus):
-    contents = [document_bytes(text) for text in corpus.documents()]
+    contents = list(corpus.documents())
     kept = [content for content in contents if not is_held_out(content)]
     assert len(kept) < len(contents), "the test needs a held-out document"
     return np.concatenate([document_tokens(content) for content in kept])
@@ -62,6 +65,75 @@ def test_a_changed_corpus_gets_a_cache_of_its_own(corpus, tmp_path):
     shards = open_shards(corpus, tmp_path / "cache")
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_digest_is_of_all_training_tokens_however_they_are_cut(corpus, tmp_path):
+    expected = blake3(expected_tokens(corpus).astype("<u2").tobytes()).hexdigest()
+    whole = open_shards(corpus, tmp_path / "one")
+    cut = open_shards(corpus, tmp_path / "two", shard_tokens=500)
+    again = open_shards(corpus, tmp_path / "two", shard_tokens=500)
+    assert len(cut.arrays) > len(whole.arrays)
+    assert {each.contents.digest for each in (whole, cut, again)} == {expected}
+
+
+def test_the_digest_depends_on_the_text_and_not_on_where_it_lies(corpus, tmp_path):
+    elsewhere = tmp_path / "else" / "where"
+    shutil.copytree(corpus.root, elsewhere)
+    first = open_shards(corpus, tmp_path / "cache").contents
+    assert open_shards(folder_corpus(elsewhere), tmp_path / "cache").contents == first
+    (elsewhere / "000.txt").rename(elsewhere / "zzz.txt")
+    moved = open_shards(folder_corpus(elsewhere), tmp_path / "cache").contents
+    assert moved.digest != first.digest, "another order of documents is another text"
+
+
+def test_a_line_says_files_documents_tokens_split_and_what_was_skipped(corpus, tmp_path):
+    (corpus.root / "bad.txt").write_bytes(b"\0")
+    (corpus.root / "bad.jsonl").write_text("1\n2\n3\n")
+    corpus = folder_corpus(corpus.root)
+    for _ in range(2):  # built, and from the cache
+        shards = open_shards(corpus, tmp_path / "cache")
+        held_out = [len(each) + 1 for each in corpus.documents() if is_held_out(each)]
+        assert shards.summary() == (
+            f"121 files, 120 documents, {shards.num_tokens + sum(held_out):,} tokens: "
+            f"{shards.num_tokens:,} in {120 - len(held_out)} documents to train on, "
+            f"{sum(held_out)} in {len(held_out)} held out; 4 skipped (bad.jsonl:1: no object with "
+            'a string under "text", bad.jsonl:2: no object with a string under "text", '
+            'bad.jsonl:3: no object with a string under "text", ...)'
+        )
+
+
+def test_one_large_text_is_split_into_training_and_held_out_documents(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "book.txt").write_text("".join(f"line {n}\n" for n in range(30_000)))
+    corpus = folder_corpus(tmp_path / "text")
+    assert 3 < len(list(corpus.documents())) < 10
+    assert not any(map(is_held_out, corpus.documents())), "by chance no document is held out"
+    shards = open_shards(corpus, tmp_path / "cache")
+    held_out = held_out_tokens(corpus.documents(), 10**6)
+    assert shards.contents.held_out_documents == 1
+    assert shards.contents.held_out_tokens == len(held_out)
+    assert bytes(held_out[:-1].astype(np.uint8)) not in bytes(all_tokens(shards).astype(np.uint8))
+
+
+def test_a_text_of_one_document_says_that_nothing_is_left(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "note.txt").write_text("one small document")
+    with pytest.raises(DataError, match=r"1 documents are all held out.*add documents"):
+        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache")
+
+
+def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"holds no text; a\.txt: binary"):
+        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache")
+
+
+def test_a_long_build_says_how_far_it_is(corpus, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("swarm.data.shards.PROGRESS_S", 0.0)
+    with caplog.at_level("INFO"):
+        open_shards(corpus, tmp_path / "cache")
+    assert "tokenising text: 0 MB so far, file 120 of 120" in caplog.text
 
 
 def cut_tokens(folder):

@@ -3,7 +3,7 @@ import pytest
 import transformers
 from hypothesis import given
 
-from swarm.data.tokenise import END_OF_TEXT, PAD, document_tokens, save_tokenizer
+from swarm.data.tokenise import END_OF_TEXT, PAD, document_tokens, save_tokenizer, tokenizer_name
 
 AWKWARD = (
     "".join(map(chr, range(0x200)))
@@ -22,6 +22,11 @@ def exported(tmp_path_factory):
 def test_a_document_is_its_bytes_and_an_end():
     tokens = document_tokens("é\x00".encode())
     assert tokens.tolist() == [0xC3, 0xA9, 0, END_OF_TEXT]
+
+
+def test_the_name_of_the_tokenizer_binds_its_ids():
+    """A run's manifest 0 has it: whoever changes an id makes another tokenizer."""
+    assert tokenizer_name() == "byte-0a07252260757e91"
 
 
 def test_the_exported_tokenizer_knows_its_length_and_specials(exported):

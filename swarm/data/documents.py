@@ -1,0 +1,149 @@
+"""The documents of one file: what is text, and where large texts are cut.
+
+Everything here is a function of the file's bytes alone, so that equal files give equal documents
+on every machine, and works through buffers of bounded size.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from swarm.errors import DataError
+
+MAX_DOCUMENT_BYTES = 2**16
+MAX_LINE_BYTES = 2**26
+"""A line of a .jsonl file is in memory as a whole."""
+_READ_BYTES = 2**20
+_BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
+"""Where a text is cut, the best first: after a blank line, a line, a word."""
+
+
+@dataclass
+class Skipped:
+    """What of a corpus is not read: how many files and lines, and the first few with the reason."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+    max_named: int = 3
+
+    def add(self, what: str, reason: str) -> None:
+        """Counts a file, folder or line."""
+        self.count += 1
+        if len(self.named) < self.max_named:
+            self.named.append(f"{what}: {reason}")
+
+
+def file_documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes] | None:
+    """The documents of a file that are not blank, in order, each of at most 64 KiB of UTF-8.
+
+    A .jsonl file holds one text a line, in objects with a string under "text"; lines that are
+    something else are skipped. Any other file is one text. Texts are cut by `pieces`.
+
+    Args:
+        path: of a regular file.
+        name: what `skipped` calls it.
+        skipped: takes up what is not read.
+
+    Returns:
+        None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            reason = _unfit(file)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    if reason:
+        skipped.add(name, reason)
+        return None
+    return _documents(path, name, skipped)
+
+
+def pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Cuts a text into documents of at most 64 KiB.
+
+    A text that is longer is cut after the last blank line in the second half of its first 64 KiB,
+    or else after the last line end there, the last space, or the last whole character; the rest
+    likewise.
+    """
+    rest = b""
+    while chunk := file.read(_READ_BYTES):
+        rest += chunk
+        begin = 0
+        while len(rest) - begin > MAX_DOCUMENT_BYTES:
+            piece = rest[begin : begin + _cut(rest[begin : begin + MAX_DOCUMENT_BYTES + 1])]
+            begin += len(piece)
+            yield piece
+        rest = rest[begin:]
+    yield rest
+
+
+def _unfit(file: BinaryIO) -> str:
+    """Why a file is no text; empty if it is."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while chunk := file.read(_READ_BYTES):
+            if b"\0" in chunk:
+                return "binary, since it has NUL bytes"
+            decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    return ""
+
+
+def _documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            texts = _json_texts(file, name, skipped.add) if path.suffix == ".jsonl" else (file,)
+            for text in texts:
+                yield from (piece for piece in pieces(text) if piece.strip())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read to its end: {error.strerror}") from error
+
+
+def _cut(head: bytes) -> int:
+    """Length of the first document of a text that begins with these 64 KiB and one byte."""
+    for marks in _BREAKS:
+        found = [
+            head.rfind(mark, MAX_DOCUMENT_BYTES // 2, MAX_DOCUMENT_BYTES) + len(mark)
+            for mark in marks
+            if mark in head[MAX_DOCUMENT_BYTES // 2 : MAX_DOCUMENT_BYTES]
+        ]
+        if found:
+            return max(found)
+    end = MAX_DOCUMENT_BYTES
+    while head[end] & 0xC0 == 0x80:  # inside a character
+        end -= 1
+    return end
+
+
+def _json_texts(
+    file: BinaryIO, name: str, skip: Callable[[str, str], None]
+) -> Iterator[io.BytesIO]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE_BYTES)
+            skip(f"{name}:{number}", f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            continue
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            skip(f"{name}:{number}", "not valid JSON")
+            continue
+        text = value.get("text") if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            skip(f"{name}:{number}", 'no object with a string under "text"')
+            continue
+        # Lone surrogates, which JSON escapes can make, have no UTF-8 form.
+        yield io.BytesIO(text.encode("utf-8", errors="replace"))
