@@ -57,7 +57,7 @@ def verdict_for(
     """What these rates mean for one peer more in this run."""
     phase = run.phase_at(tip.tokens)
     num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
-    round_s = training_s(
+    round_s = run.round.seconds or training_s(
         phase.local_steps * phase.batch_tokens,
         [record.tokens_per_s for record in present.values()],
     )

@@ -21,7 +21,8 @@ def parse() -> argparse.Namespace:
         epilog="""Classes of the base model: A anything, B a majority is spared, C a majority dies,
 D short time-outs, E the same with cut links. Of the extended model: F lost and rolled-back disks,
 G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow links with adapted
-timers, K moments, L all of it, M a deaf or mute minority. Exit status: 0 if no invariant broke
+timers, K moments, L all of it, M a deaf or mute minority, N rounds of a
+given time. Exit status: 0 if no invariant broke
 (with --mutant: if one did), else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
@@ -29,7 +30,7 @@ timers, K moments, L all of it, M a deaf or mute minority. Exit status: 0 if no 
     parser.add_argument(
         "--extended",
         action="store_true",
-        help="classes F to M, the extended model, instead of A to E",
+        help="classes F to N, the extended model, instead of A to E",
     )
     parser.add_argument("--classes", help="such as ABC, of either model")
     parser.add_argument("--processes", type=int, default=2)

@@ -169,6 +169,35 @@ def test_the_largest_admitted_values_have_a_finite_mean() -> None:
     codecs.check_finite(layout, codecs.mean([largest] * 1000, "bf16"))
 
 
+@pytest.mark.usefixtures("_chunk_sizes")
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_a_weighted_mean_is_the_sum_in_order_of_shares(codec: str) -> None:
+    layout = whole(codec)
+    blobs = [codecs.encode_unit(layout, tensors(seed)) for seed in range(3)]
+    weights = [1, 2, 13]
+    values = [codecs._values_in(blob, codec).float().numpy() for blob in blobs]
+    wanted = numpy.zeros_like(values[0])
+    for weight, value in zip(weights, values, strict=True):
+        wanted = wanted + numpy.float32(weight / 16) * value
+    encoded = torch.from_numpy(wanted).to(codecs.DTYPES[codec])
+    assert bytes(codecs.mean(blobs, codec, weights)) == bytes(encoded.view(torch.uint8).numpy())
+    assert bytes(codecs.mean(blobs, codec, weights)) != bytes(codecs.mean(blobs, codec))
+
+
+def test_weights_whose_shares_were_rounded_up_keep_the_limit() -> None:
+    layout = layout_of("fp32", Slice("x", 0, 1))
+    largest = codecs.encode_unit(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
+    sums = [sum(float(numpy.float32(w / (n * w + 1))) for w in [w] * n + [1]) for n, w in CASES]
+    assert max(sums) > 1, "else the test says nothing"
+    for number, weight in CASES:
+        mean = codecs.mean([largest] * (number + 1), "fp32", [weight] * number + [1])
+        codecs.check_finite(layout, mean)
+
+
+CASES = [(number, weight) for number in (2, 3, 5, 7, 40) for weight in (2, 3, 5, 11)]
+"""So many peers of this weight beside one of weight 1."""
+
+
 def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:
     layout = whole("fp32")
     blob = codecs.encode_unit(layout, tensors())

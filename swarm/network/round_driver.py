@@ -323,7 +323,7 @@ class RoundDriver:
                 logger.debug("%s: an input was collected before it was reduced", effect.unit)
                 return None
             blobs.append(blob)
-        value = mean(blobs, self.layout.by_unit[effect.unit].codec)
+        value = mean(blobs, self.layout.by_unit[effect.unit].codec, effect.weights)
         return ReducedUnit(*self.store_value(value))
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:

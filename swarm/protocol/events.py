@@ -227,6 +227,8 @@ class Reduce:
     roster_id: Digest
     unit: Unit
     inputs: tuple[tuple[PeerId, Digest], ...]
+    weights: tuple[int, ...] | None = None
+    """What each of them weighs; None: all the same [W1]."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ CAUGHT = {
     "first_answer_taken": "K:2",
     "search_forgotten": "K:81",
     "waits_for_moments": "K:1",
+    "weights_ignored": "N:0",
+    "whole_deals_count": "N:0",
+    "holes_forgotten": "N:0",
+    "dealt_anew_at_reform": "N:23",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes F --mutant NAME`."""

@@ -112,6 +112,15 @@ def test_steps_under_way_count_from_the_tip(status: PeerStatus) -> None:
     assert status.record().step == successor(one).step
 
 
+def test_a_round_s_event_says_how_much_of_it_was_training(status: PeerStatus) -> None:
+    watch(status)
+    status.applied(report(successor(TIP)))
+    last = events(status)[-1]
+    assert (last["steps"], last["training_s"], last["wait_s"]) == (3, 0.5, 0.25)
+    status.applied(report(successor(successor(TIP)), None))
+    assert (events(status)[-1]["steps"], events(status)[-1]["training_s"]) == (0, 0.0)
+
+
 def test_a_round_s_bytes_are_those_since_the_manifest_before(
     status: PeerStatus, node: SimpleNamespace
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.trainer import Task
-from swarm.emulation.simulator.values import Mean, Merged
+from swarm.emulation.simulator.values import Merged, mean_of
 from swarm.experts import expert_unit
 from swarm.protocol.events import MergeComputed, Reduce, UnitReduced
 from swarm.protocol.manifest import Digest, Manifest, PeerId
@@ -21,7 +21,7 @@ def average(
         if disk.record.tip.digest != asked_at:
             return None
         raise Violation("I8", f"{me} cannot average {effect.unit}: {missing} not here")
-    mean = Mean(effect.unit, tuple(digest for _, digest in effect.inputs))
+    mean = mean_of(effect.unit, [digest for _, digest in effect.inputs], effect.weights)
     digest = task.values.digest_of(mean)
     disk.write(digest)
     size = task.rules.unit_bytes[effect.unit]

@@ -22,6 +22,8 @@ class Character:
 
     capacity: float = 1.0
     local_steps_s: float = 3.0
+    step_s: float = 1.0
+    """Of one local step, where rounds last a given time."""
     sync_s: float = 0.1
     failing_syncs: float = 0.0
     """Chance that its disk fails for good to make the blobs of a manifest durable."""

@@ -9,6 +9,7 @@
 | K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
 | L | all of this at once |
 | M | a minority hears nobody, or is heard by nobody; the majority must go on |
+| N | rounds last a given time, in which peers do 1 to 16 steps; anything on anybody |
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
 
+STEPS_S = (0.2, 0.4, 1.6, 4.0)
+"""Of a local step where rounds last a given time."""
 STRANGER = "s"
 """Ends the name under which a peer comes back that lost its key."""
 JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
@@ -42,6 +45,8 @@ class ExtendedMix(Mix):
     has_adapted_timers: bool = False
     failing_syncs: float = 0.0
     """Chance that a sync fails for good on the peers that faults may befall."""
+    round_seconds: float | None = None
+    """How long local steps take; None: every peer takes the same number."""
     backup_every: tuple[int, ...] = ()
     """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
 
@@ -143,6 +148,24 @@ EXTENDED: dict[str, ExtendedMix] = {
         slow=0.1,
         merging=0.2,
     ),
+    "N": ExtendedMix(
+        peers=(2, 7),
+        strangers=0.3,
+        window_s=(50.0, 130.0),
+        kinds={
+            "crash": 3.0,
+            "trap": 3.0,
+            "lose_disk": 0.5,
+            "pause": 1.0,
+            "split": 3.0,
+            "cut": 2.0,
+            "die": 0.5,
+            "leave": 0.5,
+        },
+        loss=0.1,
+        merging=0.4,
+        round_seconds=3.2,
+    ),
 }
 ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED}
 
@@ -180,7 +203,7 @@ class _ExtendedDraw(Draw):
         return replace(scenario, setup=setup)
 
     def _rules(self) -> Rules:
-        rules = super()._rules()
+        rules = replace(super()._rules(), round_seconds=self.mix.round_seconds)
         if self.mix.unit_mbytes is None:
             return rules
         sizes = {
@@ -192,6 +215,8 @@ class _ExtendedDraw(Draw):
         character = replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))
         if self.mix.failing_syncs and peer in self.victims:
             character = replace(character, failing_syncs=self.mix.failing_syncs)
+        if self.mix.round_seconds is not None:
+            character = replace(character, step_s=self.random.choice(STEPS_S))
         if self.mix.unit_mbytes is None:
             return character
         if self.mix.local_steps_s is not None:

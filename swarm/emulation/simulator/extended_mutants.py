@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import Conduct
@@ -17,11 +18,12 @@ from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol import abstaining
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.dealing import Book, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds import RoundMachine, Rules
 
 # ---------------------------------------------------------------- lost and damaged records
 
@@ -129,6 +131,49 @@ class _WaitsForMoments(Trainer):
         return adoption
 
 
+# ---------------------------------------------------------------- the text and weights
+
+
+class _WeightsIgnored(RoundMachine):
+    def _weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
+    ) -> tuple[int, ...] | None:
+        return None
+
+
+class _WholeDealsCount(Rules):
+    def next_book(
+        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
+    ) -> Book:
+        whole = {peer: num_samples(book.dealt[peer]) for peer in counted}
+        return super().next_book(book, whole, quotas)
+
+
+class _HolesForgotten(Rules):
+    def next_book(
+        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
+    ) -> Book:
+        return super().next_book(Book(book.cursor), {}, quotas)
+
+
+class _DealtAnewAtReform(Rules):
+    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+        return self.next_book(book, {}, quotas)
+
+
+def _under(changed: type[Rules]) -> Cast:
+    """Machines that all go by these rules."""
+
+    class Machine(RoundMachine):
+        def __init__(
+            self, me: PeerId, capacity: float, rules: Rules, *rest: Any, **options: Any
+        ) -> None:
+            other = changed(**{each.name: getattr(rules, each.name) for each in fields(rules)})
+            super().__init__(me, capacity, other, *rest, **options)
+
+    return Cast(Machine)
+
+
 _F, _J = EXTENDED["F"], EXTENDED["J"]
 BETRAYED_REVOLTS = replace(
     _F,
@@ -190,6 +235,10 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "search_forgotten": Mutant(
         "N5: who starts again looks on for moments", Cast(keeper=_SearchForgotten)
     ),
+    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(_WeightsIgnored)),
+    "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
+    "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
+    "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS}

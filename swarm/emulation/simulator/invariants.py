@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.values import Mean, Merged, Trained, Values
+from swarm.emulation.simulator.ledger import Ledger
+from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
     Digest,
-    Entry,
     Kind,
     Manifest,
     PeerId,
@@ -23,6 +23,7 @@ from swarm.protocol.manifest import (
 )
 from swarm.protocol.merging import merge_due, merged_until
 from swarm.protocol.rounds import Rules
+from swarm.protocol.weights import weights
 
 DECIDED = (Kind.QUORUM, Kind.MERGE)
 
@@ -57,6 +58,7 @@ class Invariants:
         self.values = values
         self.manifests: dict[Digest, Manifest] = {founding.digest: founding}
         self.first_seen_s: dict[Digest, float] = {founding.digest: 0.0}
+        self._ledger = Ledger(rules, values, founding)
         self._applied: dict[tuple[str, int], Digest] = {}
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
@@ -138,6 +140,7 @@ class Invariants:
         self._check_owners(manifest)
         if manifest.kind is Kind.REFORM:
             self._check_reform(manifest, parent)
+            self._book_keeping(manifest)
             return
         require(
             manifest.generation == parent.generation and manifest.lineage == parent.lineage,
@@ -155,6 +158,11 @@ class Invariants:
             self._check_merge(manifest, parent)
         else:
             self._check_round(manifest, parent)
+        self._book_keeping(manifest)
+
+    def _book_keeping(self, manifest: Manifest) -> None:
+        problem = self._ledger.enter(manifest)
+        require(problem is None, "T1", f"{short(manifest)}: {problem}")
 
     def _require_blobs(
         self, peer: PeerId, disk: Disk, manifest: Manifest, invariant: str, what: str
@@ -224,7 +232,8 @@ class Invariants:
         require(manifest.lineage == (*parent.lineage, place), "I1", f"lineage of {short(manifest)}")
 
     def _check_merge(self, manifest: Manifest, parent: Manifest) -> None:
-        same = ("round", "step", "tokens", "members", "contributors", "owners", "order")
+        counted = ("round", "step", "tokens", "work", "cursor", "holes", "dealt")
+        same = (*counted, "members", "contributors", "owners", "order")
         for name in same:
             require(
                 getattr(manifest, name) == getattr(parent, name),
@@ -262,7 +271,7 @@ class Invariants:
         name = short(manifest)
         require(
             (manifest.round, manifest.merged) == (parent.round + 1, parent.merged)
-            and manifest.step > parent.step
+            and manifest.step > parent.step - bool(self.rules.round_seconds)
             and manifest.tokens > parent.tokens,
             "I11",
             f"{name}: round, step, tokens or merged do not follow {short(parent)}",
@@ -284,7 +293,7 @@ class Invariants:
                 continue
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
-            self._check_value(name, unit, entry, parent.entries[unit], sources)
+            self._check_value(name, unit, manifest, parent)
 
     def _check_sources(
         self,
@@ -311,18 +320,17 @@ class Invariants:
                 f"{name}: {unit} is from {peers}, its owners are {parent.owners[expert]}",
             )
 
-    def _check_value(
-        self,
-        name: str,
-        unit: Unit,
-        entry: Entry,
-        before: Entry,
-        sources: tuple[tuple[PeerId, Digest], ...],
-    ) -> None:
-        inputs = tuple(digest for _, digest in sources)
-        mean = inputs[0] if len(inputs) == 1 else self.values.digest_of(Mean(unit, inputs))
+    def _check_value(self, name: str, unit: Unit, manifest: Manifest, parent: Manifest) -> None:
+        sources, before = manifest.sources[unit], parent.entries[unit]
+        inputs = [digest for _, digest in sources]
+        weighed = weights(manifest.work, [peer for peer, _ in sources])
+        mean = inputs[0]
+        if len(inputs) > 1:
+            mean = self.values.digest_of(mean_of(unit, inputs, weighed))
         require(
-            entry.digest == mean, "I8", f"{name}: {unit} is not the mean of its sources {sources}"
+            manifest.entries[unit].digest == mean,
+            "I8",
+            f"{name}: {unit} is not the mean of its sources {sources} with weights {weighed}",
         )
         for peer, digest in sources:
             value = self.values.get(digest)

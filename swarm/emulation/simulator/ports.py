@@ -87,6 +87,10 @@ class Ports:
         """How long the next local steps take."""
         return self._duration(self.character.local_steps_s)
 
+    def step_s(self) -> float:
+        """How long each of the next local steps takes, where rounds last a given time."""
+        return self._duration(self.character.step_s)
+
     def next_serial(self) -> int:
         """A number that this peer never used before."""
         self._serials += 1

@@ -11,6 +11,7 @@ from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.values import Trained, Values
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units, still_late
+from swarm.protocol.dealing import Stretches, num_samples, split
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
@@ -36,6 +37,9 @@ class Shell(Protocol):
     def local_steps_s(self) -> float:
         """How long the next local steps take."""
 
+    def step_s(self) -> float:
+        """How long each of the next local steps takes, where rounds last a given time."""
+
     def next_serial(self) -> int:
         """A number that this peer never used before."""
 
@@ -44,6 +48,16 @@ class Shell(Protocol):
 
     def stepped(self) -> None:
         """Hears that the experts were trained."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The local steps of one round."""
+
+    steps: int
+    seconds: float
+    read: Stretches
+    """Samples that they are trained on."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,7 @@ class Trainer:
         self._late_offer: Offer | None = None
         self._job = 0
         self._is_training = False
+        self._lesson = Lesson(0, 0.0, ())
 
     def restore(self) -> Adoption | None:
         """Takes up the private state on the disk, at the record's tip [P6].
@@ -113,7 +128,7 @@ class Trainer:
         self._swap(manifest)
         keeps_shared = adoption.shared is Action.KEEP
         if keeps_shared and self.offer is not None:
-            self.offer = self._make_offer()
+            self.offer = self._make_offer(self._done_before(self.offer))
         elif not (keeps_shared and self._is_training and self._may_train()):
             self.offer = None
             self._job += 1
@@ -144,9 +159,29 @@ class Trainer:
         self._job += 1
         self._offer_late()
         self._is_training = True
-        steps_s = self.shell.local_steps_s()
+        self._lesson = self._next_lesson()
+        steps_s = self._lesson.seconds
         self.shell.after(WRITE_S, self._expect, self._job, steps_s - WRITE_S)
         self.shell.after(steps_s, self._finish, self._job)
+
+    def _next_lesson(self) -> Lesson:
+        """What the next local steps are: as many as fit the time, or as everybody takes [T3]."""
+        rules, dealt = self.task.rules, self.tip.dealt[self.shell.me]
+        per_step = rules.batch_tokens_at(self.tip.tokens) // rules.sequence_length
+        if rules.round_seconds is None:
+            steps, seconds = rules.local_steps_at(self.tip.tokens), self.shell.local_steps_s()
+        else:
+            step_s = self.shell.step_s()
+            most = num_samples(dealt) // per_step
+            steps = max(1, min(most, int(rules.round_seconds / step_s)))
+            seconds = steps * step_s
+        return Lesson(steps, seconds, split(dealt, steps * per_step)[0])
+
+    def _done_before(self, offer: Offer) -> Lesson:
+        """The local steps behind an offer."""
+        shared = next(unit for unit in offer.units if expert_of_unit(unit) is None)
+        read = self.task.values.reads[offer.units[shared].digest]
+        return Lesson(offer.steps, offer.seconds, read)
 
     def _offer_late(self) -> None:
         """What the rounds so far have left out is offered at once; the shared steps follow [O2]."""
@@ -176,7 +211,7 @@ class Trainer:
             return
         self._is_training = False
         self._advance()
-        self.offer = self._make_offer()
+        self.offer = self._make_offer(self._lesson)
         self.shell.after(WRITE_S, self._publish, job)
 
     def _publish(self, job: int) -> None:
@@ -228,7 +263,7 @@ class Trainer:
             Trained(unit, base, self.shell.me, self.shell.next_serial())
         )
 
-    def _make_offer(self) -> Offer:
+    def _make_offer(self, done: Lesson) -> Offer:
         rules = self.task.rules
         units = {}
         for unit in due_units(self.shell.me, self.tip, rules.experts_every):
@@ -236,11 +271,12 @@ class Trainer:
             if expert is None:
                 base = self.model[unit]
                 value = self._trained(unit, base)
+                self.task.values.reads[value] = done.read
             else:
                 base, value = self.progress[expert]
             units[unit] = OfferedUnit(value, rules.unit_bytes[unit], base)
-        steps = rules.local_steps_at(self.tip.tokens)
-        return Offer(tip=self.tip.digest, steps=steps, tokens=8 * steps, units=units)
+        tokens = done.steps * rules.batch_tokens_at(self.tip.tokens)
+        return Offer(self.tip.digest, done.steps, tokens, units, done.seconds)
 
     def decide(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, PeerId, Unit
 
 # As tuples these must never be equal across classes; their lengths differ.
@@ -16,10 +18,11 @@ class Initial(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The fp32 mean of these values, summed in this order."""
+    """The weighted fp32 mean of these values, summed in this order."""
 
     unit: Unit
-    inputs: tuple[Digest, ...]
+    inputs: tuple[tuple[Digest, int], ...]
+    """Each with its weight."""
 
 
 class Merged(NamedTuple):
@@ -42,12 +45,19 @@ class Trained(NamedTuple):
 Value = Initial | Mean | Merged | Trained
 
 
+def mean_of(unit: Unit, inputs: Sequence[Digest], weights: Sequence[int] | None) -> Mean:
+    """The mean of these values; without weights all count the same."""
+    return Mean(unit, tuple(zip(inputs, weights or [1] * len(inputs), strict=True)))
+
+
 class Values:
     """All values of one schedule, by digest."""
 
     def __init__(self) -> None:
         self._digests: dict[Value, Digest] = {}
         self._values: dict[Digest, Value] = {}
+        self.reads: dict[Digest, Stretches] = {}
+        """Of each trained shared value: the samples that it was really trained on."""
 
     def digest_of(self, value: Value) -> Digest:
         """The value's name; equal values have equal names."""

@@ -26,10 +26,12 @@ from swarm.protocol.manifest import (
     Manifest,
     Member,
     PeerId,
+    Text,
 )
 from swarm.protocol.ownership import assign
 from swarm.protocol.rounds.deals import first_book
 
+TEXT = Text("text", "byte", "digest", documents=1, tokens=2001, windows=500)
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
 DISCOVER_S = 20.0
@@ -64,7 +66,7 @@ def found(setup: Setup, values: Values) -> Manifest:
         unit: Entry(values.digest_of(Initial(unit)), size, 0, founder, rules.unit_codec[unit])
         for unit, size in rules.unit_bytes.items()
     }
-    founding = Founding(founder, "nonce", "config", 1, "validation", 4)
+    founding = Founding(founder, "nonce", "config", 1, "validation", 4, TEXT)
     book = first_book(founding, members, rules)
     return Manifest(
         run="",

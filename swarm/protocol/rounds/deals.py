@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 
-from swarm.protocol.dealing import Book, book_of, next_book, num_samples, reformed_book
+from swarm.protocol.dealing import Book, book_of, next_book, num_samples
 from swarm.protocol.manifest import Founding, Manifest, Member, PeerId
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds.rules import Rules
@@ -87,7 +87,7 @@ def book_after(
         return Book()
     counted = {peer: tokens // rules.sequence_length for peer, tokens in work.items()}
     wanted = quotas(members, tokens, _windows(parent.founding), rules)
-    return next_book(book_of(parent), counted, wanted)
+    return rules.next_book(book_of(parent), counted, wanted)
 
 
 def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules) -> Book:
@@ -95,7 +95,7 @@ def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules
     if not rules.is_dealt:
         return Book()
     wanted = quotas(members, tip.tokens, _windows(tip.founding), rules)
-    return reformed_book(book_of(tip), wanted)
+    return rules.reformed_book(book_of(tip), wanted)
 
 
 def _windows(founding: Founding) -> int | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from swarm.protocol.events import BlobWanted, CancelFetch, Fetch, Purpose, Reduce, UnitReduced
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Reduced, Roster
 from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
+from swarm.protocol.weights import weights
 
 MAX_RESULTS = 200
 
@@ -42,7 +46,7 @@ class Reducer(Acceptor):
         inputs = {unit: sources[unit] for unit, peer in reducers.items() if peer == self.me}
         if not inputs:
             return
-        job = self._job = Job(roster.ballot, roster.roster_id, inputs)
+        job = self._job = Job(roster.ballot, roster.roster_id, inputs, work_of(roster.offers))
         offers: dict[str, dict[PeerId, None]] = {}
         wants = []
         for unit, values in inputs.items():
@@ -76,7 +80,14 @@ class Reducer(Acceptor):
             if unit in job.asked or any(digest not in self._stored for _, digest in values):
                 continue
             job.asked.add(unit)
-            self._effects.append(Reduce(job.roster_id, unit, values))
+            weighed = self._weights(job.work, [peer for peer, _ in values])
+            self._effects.append(Reduce(job.roster_id, unit, values, weighed))
+
+    def _weights(
+        self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
+    ) -> tuple[int, ...] | None:
+        """What the values of a unit weigh: the tokens of their sources [W1]."""
+        return weights(work, peers)
 
     def _on_unit_reduced(self, event: UnitReduced) -> None:
         self._have([event.result.digest])

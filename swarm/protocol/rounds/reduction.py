@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import Digest, PeerId, Unit
@@ -16,6 +17,8 @@ class Job:
     roster_id: Digest
     inputs: dict[Unit, tuple[tuple[PeerId, Digest], ...]]
     """Of each unit: the values to average, in peer-id order."""
+    work: Mapping[PeerId, int]
+    """Tokens of each offer in the roster: what its values weigh."""
     asked: set[Unit] = field(default_factory=set)
     """Units whose averaging was started."""
     results: dict[Unit, ReducedUnit] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which offers count, what is averaged from them, and who averages it [C3, S1, S3]. Pure."""
+"""Which offers count, what is averaged from them, and who averages it [C3, S1, S3, W1]. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.protocol.adoption import experts_due
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.rounds.deals import tokens_problem
+from swarm.protocol.rounds.deals import tokens_problem, work_of
 from swarm.protocol.rounds.rules import Rules
 
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -98,7 +98,8 @@ def plan_roster(
     sources = sources_of(ordered)
     able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
     reducers = assign_reducers(ordered, able, rules.unit_bytes)
-    identity = json.dumps([tip.digest, sources, reducers], sort_keys=True, separators=(",", ":"))
+    what = [tip.digest, sources, reducers, work_of(ordered)]
+    identity = json.dumps(what, sort_keys=True, separators=(",", ":"))
     return Plan(digest_of(identity.encode()), ordered, sources, reducers, able)
 
 

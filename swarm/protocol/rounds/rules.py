@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar
 
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
+from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Manifest, Unit
+from swarm.protocol.manifest import Manifest, PeerId, Unit
 
 T = TypeVar("T")
 
@@ -78,6 +79,16 @@ class Rules:
             round_seconds=run.round.seconds,
             is_dealt=run.data.mode == "common",
         )
+
+    def next_book(
+        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
+    ) -> Book:
+        """The book after a round [T1]."""
+        return next_book(book, counted, quotas)
+
+    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+        """The book of a reform [T4]."""
+        return reformed_book(book, quotas)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
         """Cumulative steps after a round that brings the run to so many tokens [W3].

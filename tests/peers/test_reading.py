@@ -1,0 +1,199 @@
+"""What the trainer reads in a round, for how long, and what it offers of that after a crash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peers import reading
+from peers.leaving import Stop
+from peers.live_model import Agreed, LiveModel, initial_blobs
+from peers.moments import MomentsKeeper
+from peers.reading import Reading
+from peers.state_directory import RunDirectory
+from peers.status import PeerStatus
+from peers.trainer import Trainer
+from swarm.config import RunConfig
+from swarm.data.loader import Loader
+from swarm.network.blobs import BlobStore
+from swarm.network.founding import founding_manifest
+from swarm.network.round_driver import RoundDriver
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, Kind, Manifest
+from swarm.protocol.messages import Offer
+from swarm.train import local_steps
+from swarm.train.engine import ResidentEngine
+from tests.train.runs import LENGTH, batch, patterned_shards, tiny_run
+
+ROWS = 4
+EXACT = tiny_run()
+TIMED = tiny_run(round={"seconds": 10.0})
+OWN = tiny_run(data={"mode": "own"})
+DEALT = ((40, 60), (8, 30))
+"""Ten steps and two samples over."""
+
+
+class Peer:
+    """A trainer whose rounds know only the tip, with a clock that moves when a step was done."""
+
+    def __init__(self, run: RunConfig, folder: Path, tip: Manifest, store: BlobStore) -> None:
+        self.expected: list[float] = []
+        self.now_s, self.step_s = 100.0, 2.0
+        rounds = SimpleNamespace(
+            tip=tip,
+            layout=layout_of(run),
+            machine=SimpleNamespace(
+                record=SimpleNamespace(parent=None), rules=SimpleNamespace(run="run")
+            ),
+            store_value=lambda value: (store.put(value), len(value)),
+            expect=lambda _, seconds: self.expected.append(seconds),
+        )
+        nothing = SimpleNamespace(
+            resume=lambda *_: None, install=lambda: None, on_step=lambda **_: None, searches=""
+        )
+        nothing.before_adopt = nothing.adopted = lambda *_: None
+        status = SimpleNamespace(
+            begin=lambda _: None,
+            end_steps=lambda _: None,
+            on_step=self._pass,
+            applied=lambda _: None,
+            validated=lambda *_: None,
+            since_begin_s=lambda: 0.0,
+            lose_tokens=lambda *_: None,
+        )
+        self.trainer = Trainer(
+            LiveModel("me", run, ResidentEngine(run), Agreed(store, layout_of(run))),
+            Loader(patterned_shards(), run),
+            cast(RoundDriver, rounds),
+            RunDirectory(folder),
+            validation_BT1=batch(run, 0),
+            status=cast(PeerStatus, status),
+            moments=cast(MomentsKeeper, nothing),
+            stop=cast(Stop, lambda: False),
+        )
+
+    def _pass(self, *_: Any) -> None:
+        self.now_s += self.step_s
+
+    def round(self, tip: Manifest) -> Offer:
+        """Trains on a tip and saves the offer."""
+        return self.trainer._save_offer(tip, self.trainer._local_steps(tip, None))
+
+
+def founded(run: RunConfig, store: BlobStore) -> Manifest:
+    layout = layout_of(run)
+    initial = {u: (store.put(value), len(value)) for u, value in initial_blobs(run, layout)}
+    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
+    tip = founding_manifest(founding, run, layout, initial, {"me": 1.0, "other": 1.0})
+    dealt = {"me": DEALT, "other": ((0, 8),)}
+    return replace(tip, cursor=60, holes=((30, 40),), dealt=dealt if tip.dealt else {})
+
+
+@pytest.fixture
+def store() -> BlobStore:
+    return BlobStore(None)
+
+
+def start(
+    run: RunConfig,
+    store: BlobStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tip: Manifest | None = None,
+) -> tuple[Peer, Manifest, Offer | None]:
+    """A peer that was just started, on a manifest 0 or on another tip."""
+    tip = tip or founded(run, store)
+    peer = Peer(run, folder, tip, store)
+    clock = SimpleNamespace(monotonic=lambda: peer.now_s)
+    monkeypatch.setattr(reading, "time", clock)
+    monkeypatch.setattr(local_steps, "time", clock)
+    peer.trainer.reading.began_s = peer.now_s
+    return peer, *peer.trainer._resume()
+
+
+def test_in_the_exact_mode_all_steps_are_taken_and_the_end_is_told_from_the_pace(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, tip, _ = start(EXACT, store, tmp_path, monkeypatch)
+    peer.now_s += 1000.0
+    offer = peer.round(tip)
+    assert (offer.steps, offer.tokens, offer.seconds) == (3, 3 * ROWS * LENGTH, 6.0)
+    assert peer.expected == [4.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("late_s", "step_s", "steps", "expected"),
+    [
+        pytest.param(0.0, 2.0, 5, [10.0, 8.0, 6.0, 4.0, 2.0, 0.0], id="five fit"),
+        pytest.param(1.0, 2.0, 4, [9.0, 7.0, 5.0, 3.0, 0.0], id="one is lost to a late start"),
+        pytest.param(0.0, 99.0, 1, [10.0, 0.0], id="one does not fit and is taken"),
+        pytest.param(50.0, 2.0, 1, [0.0, 0.0], id="too late"),
+        pytest.param(
+            0.0, 0.5, 10, [10.0, 4.5, 4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0], id="all dealt"
+        ),
+    ],
+)
+def test_with_an_agreed_time_as_many_steps_are_taken_as_fit(
+    store: BlobStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    late_s: float,
+    step_s: float,
+    steps: int,
+    expected: list[float],
+) -> None:
+    peer, tip, _ = start(TIMED, store, tmp_path, monkeypatch)
+    peer.now_s, peer.step_s = peer.now_s + late_s, step_s
+    offer = peer.round(tip)
+    assert (offer.steps, offer.tokens) == (steps, steps * ROWS * LENGTH)
+    assert offer.seconds == steps * step_s
+    assert peer.expected == expected
+
+
+def test_after_a_crash_a_peer_offers_what_it_has_really_done(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five steps fitted the time; `local_steps` is three."""
+    peer, tip, _ = start(TIMED, store, tmp_path, monkeypatch)
+    offer = peer.round(tip)
+    _, _, again = start(TIMED, store, tmp_path, monkeypatch, tip)
+    assert again == offer
+    assert (offer.steps, offer.tokens, offer.seconds) == (5, 5 * ROWS * LENGTH, 10.0)
+
+
+def test_a_text_of_ones_own_is_read_on_from_where_it_was_left(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, tip, _ = start(OWN, store, tmp_path, monkeypatch)
+    assert not tip.dealt
+    first = peer.trainer.reading.task(tip, 0).dealt[0][0]
+    offer = peer.round(tip)
+    restarted, _, again = start(OWN, store, tmp_path, monkeypatch, tip)
+    assert again == offer
+    assert first == restarted.trainer.reading.task(tip, 0).dealt[0][0] == 0
+    follower = replace(tip, height=1, round=1, kind=Kind.QUORUM, parent=tip.digest)
+    later, _, none = start(OWN, store, tmp_path, monkeypatch, follower)
+    assert none is None
+    assert later.trainer.reading.task(follower, 0).dealt[0][0] == offer.steps * ROWS == 12
+
+
+def test_the_place_in_ones_own_text_moves_on_with_each_offer() -> None:
+    own = Reading(OWN, "me")
+    own.next_round(5.0, 0)
+    assert own.position == 0
+    own.next_round(9.0, 3 * ROWS * LENGTH)
+    own.next_round(12.0, 3 * ROWS * LENGTH)
+    assert (own.position, own.began_s) == (24, 12.0)
+
+
+def test_a_common_text_is_read_as_dealt_wherever_the_peer_was_before(
+    store: BlobStore,
+) -> None:
+    tip, read = founded(EXACT, store), Reading(EXACT, "me")
+    read.position = 77
+    task = read.task(tip, 2)
+    assert (task.dealt, task.done, task.batch_tokens) == (DEALT, 2, ROWS * LENGTH)

@@ -1,0 +1,84 @@
+"""Rounds of an agreed time: a fast peer does more, nobody waits for the slow one."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.data.corpus import standard_library_corpus
+from swarm.data.loader import Loader
+from swarm.data.shards import open_shards
+from swarm.emulation.fault_plan import FaultPlan
+from swarm.emulation.fault_runner import FaultRunner
+from swarm.emulation.local_peer import LocalPeer
+from swarm.emulation.local_swarm import LocalSwarm, summary
+from swarm.monitor.snapshot import Coverage, Sighting, snapshot_of
+from swarm.protocol.dealing import num_samples
+from swarm.protocol.manifest import Manifest
+from tests.peer_records import peer_record
+from tests.scenarios.swarms import (
+    finish,
+    peer_id,
+    read_record,
+    read_run,
+    rounds,
+    write_run,
+)
+
+pytestmark = pytest.mark.scenario
+
+SECONDS = 6.0
+STEP_S = (0.1, 0.4)
+"""Compute as a timed wait, far above what a step of this model takes: the second peer is four
+times as slow, on a busy machine less."""
+NUM_ROUNDS = 4
+BATCH_TOKENS = 128
+
+
+def coverage_of(tip: Manifest) -> Coverage:
+    seen = Sighting("run", "run", {"A": peer_record("A")}, {}, {}, tip)
+    snapshot = snapshot_of(seen)
+    assert snapshot and snapshot.coverage
+    return snapshot.coverage
+
+
+def share_of_training(peer: LocalPeer) -> float:
+    """Seconds of local steps by those of the rounds, without the first: the peers start in it."""
+    later = rounds(peer)[1:]
+    return float(sum(e["training_s"] for e in later) / sum(e["seconds"] for e in later))
+
+
+def test_unequal_peers_work_for_the_agreed_time_and_both_count(tmp_path: Path) -> None:
+    settings = [f"round.seconds={SECONDS}", f"run.rounds={NUM_ROUNDS}", "run.peers=2"]
+    run_file = write_run(tmp_path, [*settings, "optimizer.schedule_steps=1000"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+        runner = FaultRunner(swarm, FaultPlan(step_s=STEP_S[0]))
+        runner.prepare()
+        runner.folder.tell(1, step_s=STEP_S[1])
+        swarm.start()
+        finish(swarm, 300)
+        verdict = summary(swarm)
+        ids = [peer_id(peer) for peer in swarm.peers]
+        tip = read_record(swarm.peers[0]).tip
+    assert (verdict["rounds"], verdict["tokens_lost"]) == (NUM_ROUNDS, 0)
+    assert set(verdict["digests_per_height"]) == {1}
+    told = [[event["steps"] for event in rounds(peer)] for peer in swarm.peers]
+    figures = {"steps": told, "training": [share_of_training(peer) for peer in swarm.peers]}
+    assert all(event["counted"] for peer in swarm.peers for event in rounds(peer)), figures
+    # With equal steps both would do as many, and the fast one would wait for three quarters.
+    assert sum(told[0]) > 2 * sum(told[1]), figures
+    assert min(figures["training"]) > 0.5, figures
+    # What was done is what the manifest weighs, and what the schedule goes by.
+    assert dict(tip.work) == {
+        ids[0]: told[0][-1] * BATCH_TOKENS,
+        ids[1]: told[1][-1] * BATCH_TOKENS,
+    }
+    assert tip.tokens == (sum(told[0]) + sum(told[1])) * BATCH_TOKENS == verdict["tokens_total"]
+    assert tip.step == tip.tokens // (2 * BATCH_TOKENS)
+    covered = coverage_of(tip)
+    run = read_run(run_file)
+    assert covered.counted == tip.tokens // run.data.sequence_length
+    with Loader(open_shards(standard_library_corpus(), tmp_path / "data"), run) as loader:
+        assert covered.windows == loader.num_windows
+    # The next deals fit the pace: about four times as much for the fast one.
+    dealt = [num_samples(tip.dealt[peer]) for peer in ids]
+    assert dealt[0] > 2 * dealt[1], dealt
