@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalSwarm
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
 from tests.scenarios.swarms import (
     ROUND_S,
     contributes,
     has_rounds,
     read_record,
-    run_folder,
     write_run,
 )
 
@@ -30,39 +29,45 @@ def write_books(folder: Path) -> Path:
 def test_a_run_keeps_its_text_and_asks_joiners_for_it(tmp_path: Path) -> None:
     books = write_books(tmp_path / "books")
     run_file = write_run(tmp_path, ["run.rounds=100000"])
-    swarm = LocalSwarm(tmp_path / "swarm", run_file, 1, founder_options=["--corpus", str(books)])
-    with swarm:
-        swarm.start()
-        founder = swarm.peers[0]
+    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+        with_books = ["--corpus", str(books)]
+        founder = swarm.add(["--run", str(run_file), "--wait-for-peers", "2", *with_books])
+        line = "This run trains on the text 'books' (digest "
+
+        # While the run gathers its peers ...
+        stranger = LocalPeer(9, tmp_path / "stranger", [], swarm.environment)
+        start_and_be_refused(stranger, founder.join_address())
+        joiner = swarm.add(["--initial-peers", founder.join_address(), *with_books])
         swarm.wait_until(has_rounds(1), what="a round", timeout_s=ROUND_S)
         text = read_record(founder).tip.founding.text
         assert text is not None and text.name == "books"
-        line = f"This run trains on the text 'books' (digest {text.digest}, {text.tokens:,} tokens"
-        assert line in founder.output()
+        assert f"{line}{text.digest}, {text.tokens:,} tokens" in founder.output()
+        assert f"digest {text.digest}" in stranger.output()
 
+        # ... and while it trains, its founder started again with nothing but its state directory.
         founder.kill()
         swarm.restart(founder, [])
         swarm.wait_until(contributes(founder), what="its contribution", timeout_s=ROUND_S)
-        assert line in founder.output(), "the text that its state directory remembers"
-        assert "standard library" not in founder.output()
-
-        joiner = swarm.add(["--initial-peers", founder.join_address()])
-        assert joiner.wait(ROUND_S) == REFUSED
-        swarm.peers.remove(joiner)
-        assert f"digest {text.digest}" in joiner.output()
-        assert "this machine has the text 'standard library of Python" in joiner.output()
-        assert joiner.output().count("(digest ") >= 2 and "--corpus FOLDER" in joiner.output()
-        assert not (joiner.folder / "runs").exists(), "nothing of the run was kept"
-
-        swarm.restart(joiner, ["--initial-peers", founder.join_address(), "--corpus", str(books)])
-        swarm.peers.append(joiner)
-        swarm.wait_until(contributes(joiner), what="its contribution", timeout_s=2 * ROUND_S)
-        assert run_folder(joiner).name == run_folder(founder).name
+        assert f"{line}{text.digest}" in founder.output()
+        start_and_be_refused(stranger, founder.join_address())
+        assert f"digest {text.digest}" in stranger.output()
 
         (books / "0.txt").write_text("another text\n" * 500)
-        founder.kill()
-        swarm.restart(founder, [])
-        assert founder.wait(ROUND_S) == REFUSED
-        swarm.peers.remove(founder)
-        assert f"digest {text.digest}" in founder.output()
         joiner.kill()
+        swarm.restart(joiner, [])
+        assert joiner.wait(ROUND_S) == REFUSED
+        swarm.peers.remove(joiner)
+        assert joiner.output().count("(digest ") > 2, "the run's, and the one that is there now"
+        assert f"in {books}" in joiner.output()
+
+
+def start_and_be_refused(stranger: LocalPeer, address: str) -> None:
+    """It has the standard library, hears of both texts, and keeps nothing of the run."""
+    stranger.arguments = ["--initial-peers", address, "--state-dir", str(stranger.folder)]
+    stranger.start()
+    assert stranger.wait(ROUND_S) == REFUSED
+    said = stranger.output().splitlines()[-1]
+    assert "the run trains on the text 'books' (digest " in said
+    assert "this machine has the text 'standard library of Python" in said
+    assert said.count("(digest ") == 2 and "--corpus FOLDER" in said
+    assert not (stranger.folder / "runs").exists()
