@@ -144,6 +144,10 @@ class Trainer:
         self._job += 1
         self._offer_late()
         self._is_training = True
+        self._start_steps()
+
+    def _start_steps(self) -> None:
+        """The local steps begin; how long they take is known at once."""
         steps_s = self.shell.local_steps_s()
         self.shell.after(WRITE_S, self._expect, self._job, steps_s - WRITE_S)
         self.shell.after(steps_s, self._finish, self._job)
