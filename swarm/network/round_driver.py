@@ -64,7 +64,6 @@ from swarm.protocol.events import (
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Commit, Header, Offer, ReducedUnit
-from swarm.protocol.pace import brings_offer
 from swarm.protocol.rounds import RoundMachine
 
 logger = logging.getLogger(__name__)
@@ -234,8 +233,6 @@ class RoundDriver:
         await self._carry_out(self.machine.start(passed_s()))
         while True:
             event = await self._inbox.get()
-            if brings_offer(event):
-                self.transfers.pace.offered(time.monotonic())
             effects = self.machine.handle(event, passed_s())
             if isinstance(event, Stored):
                 # The machine knows of it now, and decides how long it is kept.
@@ -338,7 +335,6 @@ class RoundDriver:
         self._inbox.put_nowait(MergeComputed(tip.digest, units))
 
     async def _apply(self, effect: Apply) -> None:
-        self.transfers.pace.applied(time.monotonic())
         self._adapt_timers()
         with self._tip_changed:
             applied = Applied(effect.manifest, time.monotonic(), self.last_reason)

@@ -6,7 +6,6 @@ The defaults of `Timers` are the values under which the protocol was model-check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor, inf
@@ -19,8 +18,10 @@ SAFETY = 3.0
 PATIENCE_WITHOUT_REFORM_S = 300.0
 ASSUMED_RATE_BYTES_PER_S = 2.5e6
 """20 Mbit/s: until something was received, links count as the slowest that runs are meant for."""
-FIRST_ROUND_S = 1800.0
-"""Bound on a round's local steps as long as none was seen."""
+FIRST_STEP_S = 1800.0
+"""Bound on a peer's first step: until it has ended the peer cannot say when it will be ready."""
+HICCUP = 5
+"""Without a quorum of offers silence may last so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,18 @@ class Timers:
     roster_s: float = 6.0
     """D1: a roster may close without slow peers so long after the campaign began."""
     straggler_factor: float = 1.5
-    """... and not before this multiple of the time after which a quorum had offered."""
+    """Local steps may take this multiple of what their peer said first that they would take."""
     roster_late_s: float = 14.0
-    """D2: a roster may close without a quorum of offers."""
+    """D2: silence, or delay after its word, for which a peer is waited for that a quorum needs."""
+    wordless_s: float = 14.0
+    """D3: so long it is waited for that does not say when it will be ready."""
     reduce_s: float = 5.0
     """T_red: a reducer's results must be there."""
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att of attempt 0: D2, T_red three times, T_vote twice. Attempts 1 and 2 may take twice and
-    three times as long."""
+    """T_att of attempt 0, from when nobody is waited for any more: D2, T_red three times, T_vote
+    twice. Attempts 1 and 2 may take twice and three times as long."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
@@ -100,10 +103,6 @@ class Measured:
     """Bytes a peer has to receive before it can accept a manifest."""
     rate_bytes_per_s: float
     """Rate at which this peer receives from others."""
-    ready_s: Sequence[float] = ()
-    """Of recent offers of all peers: seconds from the beginning of their round."""
-    round_s: Sequence[float] = ()
-    """Duration of recent rounds."""
 
 
 def production_timers(
@@ -115,14 +114,15 @@ def production_timers(
 ) -> AdaptedTimers:
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
-    T_red and T_vote are three times what the bytes take at the measured rate; D1 is 1.5 times
-    the median of recent ready times; an attempt lasts as long as its phases together; T_reform
-    is ten of the longest recent rounds, at least 10 minutes, unless the run fixes it.
+    T_red and T_vote are three times what the bytes take at the measured rate; an attempt lasts as
+    long as its phases together; T_reform is T_vote, at least 10 minutes, unless the run fixes it:
+    T_reform / 2 without a single new unit is then more than all of them take. No timer follows
+    the length of rounds: they would lengthen each other, a peer that starts again knows of none,
+    and those that live are heard every few seconds in rounds of any length.
 
     Args:
-        measured: sizes, rate and recent durations.
-        roster_after_s: the run's floor of D1, and the silence after which a missing peer is
-            no longer waited for.
+        measured: sizes and rate.
+        roster_after_s: D1, and the silence after which a missing peer is no longer waited for.
         reform_after_s: the run's T_reform, or None to derive it.
         base: smallest values; the model's by default.
 
@@ -134,7 +134,7 @@ def production_timers(
     silence_s = max(MIN_ROSTER_S, roster_after_s)
     reduce_s = _transfer_s("reducing", measured.reduce_bytes, measured, base.reduce_s, reasons)
     vote_s = _transfer_s("voting", measured.proposal_bytes, measured, base.vote_s, reasons)
-    roster_s, late_s = _roster_s(measured, silence_s, base, reasons)
+    late_s = max(base.roster_late_s, HICCUP * silence_s)
     attempt_s = max(base.attempt_s, late_s + 3 * reduce_s + 2 * vote_s)
     reasons.append(
         f"an attempt may take {attempt_s:.1f} s: {late_s:.1f} for the roster, "
@@ -144,12 +144,13 @@ def production_timers(
         replace(
             base,
             silence_s=silence_s,
-            roster_s=roster_s,
+            roster_s=max(base.roster_s, silence_s),
             roster_late_s=late_s,
+            wordless_s=max(base.wordless_s, FIRST_STEP_S),
             reduce_s=reduce_s,
             vote_s=vote_s,
             attempt_s=attempt_s,
-            reform_s=_reform_s(measured, reform_after_s, reasons),
+            reform_s=_reform_s(vote_s, reform_after_s, reasons),
         ),
         tuple(reasons),
     )
@@ -169,43 +170,14 @@ def _transfer_s(
     return seconds
 
 
-def _roster_s(
-    measured: Measured, floor_s: float, base: Timers, reasons: list[str]
-) -> tuple[float, float]:
-    floor_s = max(floor_s, base.roster_s)
-    if not measured.ready_s:
-        # Slow and live is not dead: before the first round has been seen, only a peer's silence
-        # or a quorum's offers (straggler_factor) end the wait for it.
-        reasons.append(
-            f"a roster may close {floor_s:.1f} s after a campaign began once a quorum has offered, "
-            f"and after {FIRST_ROUND_S:.0f} s without one: no round was timed yet"
-        )
-        return floor_s, FIRST_ROUND_S
-    middle = _median(measured.ready_s)
-    roster_s = max(floor_s, 1.5 * middle)
-    late_s = max(base.roster_late_s, 2 * roster_s, 2 * max(measured.ready_s))
-    reasons.append(
-        f"a roster may close after {roster_s:.1f} s: 1.5 x {middle:.1f} s, the median of "
-        f"{len(measured.ready_s)} recent ready times, at least {floor_s:.1f}; "
-        f"without a quorum of offers after {late_s:.1f} s"
-    )
-    return roster_s, late_s
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _reform_s(measured: Measured, fixed_s: float | None, reasons: list[str]) -> float:
+def _reform_s(vote_s: float, fixed_s: float | None, reasons: list[str]) -> float:
     if fixed_s is not None:
         reasons.append(f"a lost majority is given up after {fixed_s:.1f} s: set by the run")
         return fixed_s
-    longest_s = max(measured.round_s, default=0.0)
-    seconds = max(MIN_REFORM_S, 10 * longest_s)
+    seconds = max(MIN_REFORM_S, vote_s)
     reasons.append(
-        f"a lost majority is given up after {seconds:.1f} s: 10 x {longest_s:.1f} s, the longest "
-        f"recent round, at least {MIN_REFORM_S:.0f}"
+        f"a lost majority is given up after {seconds:.1f} s: {vote_s:.1f} s for voting, "
+        f"at least {MIN_REFORM_S:.0f}"
     )
     return seconds
 

@@ -114,6 +114,8 @@ class Ready:
     is it asked to reduce, if anybody else can."""
     remaining_s: float | None = None
     """Until the sender's local steps are done, as it expects; None: it does not know."""
+    worked_s: float = 0.0
+    """What the sender's local steps have taken so far; with an offer, until it was made."""
 
 
 @dataclass(frozen=True)

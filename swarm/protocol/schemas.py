@@ -125,6 +125,7 @@ class ReadySchema(Schema):
     leave: bool
     dialable: bool
     remaining_s: Seconds | None
+    worked_s: Seconds
 
 
 class RosterSchema(Schema):

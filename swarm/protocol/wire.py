@@ -136,6 +136,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "leave": message.leave,
                 "dialable": message.dialable,
                 "remaining_s": message.remaining_s,
+                "worked_s": message.worked_s,
             }
         case Roster():
             body = {
@@ -240,6 +241,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.leave,
                 body.dialable,
                 body.remaining_s,
+                body.worked_s,
             )
         case RosterSchema():
             offers = {

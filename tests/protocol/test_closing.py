@@ -1,26 +1,27 @@
 """When a convener stops waiting for offers: who is silent, who is too late, who is worth it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
+from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, keeps_word, why_close
 
 TIMERS = Timers()
-BUSY = Absent("D", silent_s=1.0, remaining_s=None)
+BUSY = Absent("D", silent_s=1.0, remaining_s=None, worked_s=10.0)
 ROSTER = OpenRoster(
     age_s=10.0,
-    round_s=10.0,
-    quorum_s=9.0,
+    waited_s=1.0,
     num_offers=3,
     num_members=4,
     quorum_answers=True,
+    fastest_s=9.0,
     absent=(BUSY,),
 )
 
 
-def absent(**changes: float) -> OpenRoster:
+def absent(**changes: Any) -> OpenRoster:
     return replace(ROSTER, absent=(replace(BUSY, **changes),))
 
 
@@ -69,28 +70,131 @@ def test_the_more_peers_wait_the_less_a_late_one_is_worth() -> None:
 
 def test_a_peer_that_is_nearly_done_is_waited_for_whatever_it_is_worth() -> None:
     """Rounds of a second on a busy machine must not lose tokens."""
-    short = replace(absent(remaining_s=2.9), age_s=1.0, round_s=1.0, quorum_s=0.5)
+    short = replace(absent(remaining_s=2.9, worked_s=1.0), age_s=1.0, waited_s=0.5)
     assert why_close(short, TIMERS) is None
 
 
+def test_what_a_late_peer_has_worked_itself_is_what_counts() -> None:
+    """A convener that has just started again does not take the round for young."""
+    assert why_close(replace(absent(remaining_s=100.0, worked_s=3500.0), age_s=5.0), TIMERS) is None
+    assert why_close(absent(remaining_s=100.0, worked_s=5.0), TIMERS) is not None
+
+
 def test_everybody_who_is_missing_needs_a_reason_of_its_own() -> None:
-    silent = Absent("E", silent_s=9.0, remaining_s=None)
-    late = Absent("F", silent_s=1.0, remaining_s=30.0)
+    silent = Absent("E", silent_s=9.0, remaining_s=None, worked_s=10.0)
+    late = Absent("F", silent_s=1.0, remaining_s=30.0, worked_s=10.0)
     both = replace(ROSTER, absent=(silent, late))
     why = why_close(both, TIMERS)
     assert why is not None and "peer E silent" in why and "peer F needs" in why
     assert why_close(replace(ROSTER, absent=(silent, late, BUSY)), TIMERS) is None
 
 
-def test_without_a_quorum_of_offers_nobody_is_given_up_before_the_last_limit() -> None:
-    few = replace(absent(remaining_s=100.0, silent_s=100.0), quorum_s=None, num_offers=1)
-    assert why_close(few, TIMERS) is None
-    why = why_close(replace(few, age_s=14.0), TIMERS)
-    assert why is not None and "D not ready after 14.0 s (last limit)" in why
-    assert why_close(replace(few, age_s=14.0, quorum_answers=False), TIMERS) is None
+HOUR = replace(ROSTER, age_s=3700.0, waited_s=100.0, fastest_s=3600.0)
 
 
-def test_who_does_not_keep_its_word_is_waited_for_no_longer_than_anybody() -> None:
-    late = replace(absent(remaining_s=0.0), age_s=13.5, round_s=13.5)
-    why = why_close(late, TIMERS)
-    assert why is not None and "limit 13.5, a quorum was after 9.0" in why
+@pytest.mark.parametrize(
+    ("contributed", "total_s", "limit_s"),
+    [(True, 3600.0, 450.0), (False, 3600.0, 112.5), (True, 10.0, 6.0), (False, 10.0, 6.0)],
+)
+def test_who_says_that_it_is_done_may_be_late_by_a_part_of_its_word(
+    contributed: bool, total_s: float, limit_s: float
+) -> None:
+    """To write its offer down; less if the round before waited for it in vain."""
+    for over_s, waits in ((limit_s - 0.1, True), (limit_s, False)):
+        done = replace(
+            BUSY,
+            remaining_s=0.0,
+            worked_s=3700.0,
+            word=Word(total_s, over_s),
+            contributed=contributed,
+        )
+        why = why_close(replace(HOUR, absent=(done,)), TIMERS)
+        assert (why is None) == waits
+        if why:
+            assert f"not ready {limit_s:.1f} s after its word (limit {limit_s:.1f})" in why
+
+
+def test_who_is_still_at_work_may_take_half_as_long_again_if_that_pays() -> None:
+    def why(over_s: float, remaining_s: float) -> str | None:
+        late = replace(
+            BUSY, remaining_s=remaining_s, worked_s=3600.0 + over_s, word=Word(3600.0, over_s)
+        )
+        return why_close(replace(HOUR, waited_s=over_s, num_offers=1, absent=(late,)), TIMERS)
+
+    assert why(1799.0, 60.0) is None
+    said = why(1800.0, 60.0)
+    assert said is not None and "not ready 1800.0 s after its word (limit 1800.0)" in said
+
+
+def test_what_a_peer_is_overdue_counts_among_what_waiting_for_it_costs() -> None:
+    """Its steps would end in 200 s for ever: what was lost by waiting is not forgotten."""
+    late = replace(BUSY, remaining_s=200.0, worked_s=4600.0, word=Word(3600.0, 1000.0))
+    roster = replace(HOUR, waited_s=1000.0, absent=(late,))
+    assert why_close(replace(roster, num_offers=3), TIMERS) is None
+    why = why_close(replace(roster, num_offers=4, num_members=5), TIMERS)
+    assert why is not None and "needs 200.0 s more, 1000.0 s after its word, which costs 4" in why
+
+
+@pytest.mark.parametrize(
+    ("contributed", "worked_s", "limit_s"),
+    [(True, 40.0, 14.0), (False, 40.0, 6.0), (True, 3600.0, 112.5), (False, 3600.0, 112.5)],
+)
+def test_who_says_nothing_is_expected_to_be_about_as_fast_as_a_quorum(
+    contributed: bool, worked_s: float, limit_s: float
+) -> None:
+    for waited_s, waits in ((limit_s - 0.1, True), (limit_s, False)):
+        mute = replace(BUSY, worked_s=worked_s + waited_s, contributed=contributed)
+        why = why_close(replace(HOUR, waited_s=waited_s, absent=(mute,)), TIMERS)
+        assert (why is None) == waits
+
+
+# ---------------------------------------------------------------- without a quorum of offers
+
+FEW = replace(HOUR, age_s=2400.0, waited_s=None, num_offers=1, fastest_s=2400.0)
+SLOW = replace(BUSY, remaining_s=120.0, worked_s=2400.0, word=Word(2520.0, -120.0))
+LONG = Timers(roster_late_s=30.0, wordless_s=1800.0)
+
+
+def test_without_a_quorum_of_offers_everybody_who_said_when_is_waited_for() -> None:
+    roster = replace(FEW, absent=(SLOW, SLOW, SLOW))
+    assert why_close(roster, LONG) is None
+    assert keeps_word(roster, LONG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"silent_s": 30.0}, "silent for 30.0 s (limit 30.0)"),
+        ({"word": None, "remaining_s": None}, "did not say when for 2400.0 s (limit 1800.0)"),
+        ({"word": Word(2520.0, 1260.0)}, "not ready 1260.0 s after its word (limit 1260.0)"),
+        ({"word": Word(4.0, 30.0)}, "not ready 30.0 s after its word (limit 30.0)"),
+        ({"word": Word(38401.0, -36001.0)}, "needs 38401.0 s in all (limit 38400.0)"),
+    ],
+)
+def test_without_a_quorum_of_offers_nobody_is_given_up_but_for_these_reasons(
+    changes: dict[str, Any], reason: str
+) -> None:
+    roster = replace(FEW, absent=(replace(SLOW, **changes),))
+    why = why_close(roster, LONG)
+    assert why is not None and reason in why
+    assert not keeps_word(roster, LONG)
+    assert why_close(replace(roster, quorum_answers=False), LONG) is None
+    assert why_close(replace(roster, absent=(*roster.absent, SLOW)), LONG) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"silent_s": 29.0},
+        {"word": Word(2520.0, 1259.0)},
+        {"word": Word(4.0, 29.0)},
+        {"word": Word(38400.0, -36000.0)},
+    ],
+)
+def test_without_a_quorum_of_offers_a_word_holds_this_long(changes: dict[str, Any]) -> None:
+    assert why_close(replace(FEW, absent=(replace(SLOW, **changes),)), LONG) is None
+
+
+def test_before_its_first_step_ends_a_peer_cannot_say_anything() -> None:
+    mute = replace(BUSY, worked_s=1799.0)
+    assert why_close(replace(FEW, age_s=1799.0, absent=(mute,)), LONG) is None

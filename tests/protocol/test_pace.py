@@ -1,4 +1,4 @@
-"""What the timers are adapted from: recent durations and the slowest recent rate."""
+"""What the timers are adapted from: sizes and the slowest recent rate."""
 
 from __future__ import annotations
 
@@ -13,25 +13,6 @@ def test_bytes_to_reduce_are_the_shared_ones_and_to_propose_all() -> None:
     assert (measured.reduce_bytes, measured.proposal_bytes) == (150, 2150)
 
 
-def test_nothing_is_measured_before_the_first_tip() -> None:
-    pace = Pace(UNITS)
-    pace.offered(3.0)
-    measured = pace.measured()
-    assert (measured.ready_s, measured.round_s, measured.rate_bytes_per_s) == ((), (), 0.0)
-
-
-def test_rounds_last_from_tip_to_tip_and_offers_count_from_the_tip() -> None:
-    pace = Pace(UNITS)
-    pace.applied(10.0)
-    pace.offered(12.0)
-    pace.offered(15.0)
-    pace.applied(16.0)
-    pace.offered(17.5)
-    measured = pace.measured()
-    assert measured.ready_s == (2.0, 5.0, 1.5)
-    assert measured.round_s == (6.0,)
-
-
 def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
     pace = Pace(UNITS)
     pace.fetched(8 * MIB, 1.0)
@@ -44,11 +25,10 @@ def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
 def test_only_recent_measurements_count() -> None:
     pace = Pace(UNITS)
     pace.fetched(MIB, 100.0)
-    pace.applied(0.0)
-    for second in range(1, 2 * KEPT + 1):
+    for _ in range(KEPT):
         pace.fetched(MIB, 1.0)
-        pace.offered(float(second))
-        pace.applied(float(second))
-    measured = pace.measured()
-    assert measured.rate_bytes_per_s == MIB
-    assert len(measured.ready_s) == len(measured.round_s) == KEPT
+    assert pace.measured().rate_bytes_per_s == MIB
+
+
+def test_before_the_first_fetch_no_rate_is_known() -> None:
+    assert Pace(UNITS).measured().rate_bytes_per_s == 0.0

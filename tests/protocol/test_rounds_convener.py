@@ -91,7 +91,7 @@ def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
     tip = pump.nodes[first_of(pump)].machine.tip
     assert slow not in tip.contributors
     assert tip.members[slow].silent == 0  # slow is not silent: it answered the polls
-    assert "not ready after" in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
+    assert "did not say when, " in "".join(n.said(Topic.ROUND) for n in pump.nodes.values())
 
 
 def late_offer(pump: Pump, peer: PeerId) -> Offer:
@@ -125,7 +125,7 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
     for unit, offered in offer.units.items():
         assert (tip.entries[unit].digest, tip.entries[unit].version) == (offered.digest, 5)
     said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
-    assert f"roster closed with 3 of 4 offers: peer {slow} needs 3" in said
+    assert f"roster closed with 3 of 4 offers: peer {slow} needs " in said
     # It says nothing on the next tip, as if its step under way had not ended yet.
     start = pump.now
     pump.run_to_height(6)
@@ -421,7 +421,7 @@ def test_a_reducer_whose_machine_refuses_messages_is_left_out_sooner(
     assert dead not in pump.nodes[first].machine.tip.contributors
 
 
-@pytest.mark.parametrize(("seconds_dead", "grace_s"), [(1.0, 8.5), (15.0, 0.0)])
+@pytest.mark.parametrize(("seconds_dead", "grace_s"), [(1.0, 3.5), (15.0, 0.0)])
 def test_half_of_the_votes_wait_for_the_others_only_while_these_were_heard_lately(
     seconds_dead: float, grace_s: float
 ) -> None:

@@ -389,6 +389,7 @@ def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
         silence_s=timers.silence_s * factor,
         roster_s=timers.roster_s * factor,
         roster_late_s=timers.roster_late_s * factor,
+        wordless_s=timers.wordless_s * factor,
         reduce_s=timers.reduce_s * factor,
         vote_s=timers.vote_s * factor,
         attempt_s=timers.attempt_s * factor,

@@ -43,7 +43,7 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.pace import Pace, brings_offer
+from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 
 CLOCKS_DIFFER_S = 1e-6
@@ -218,8 +218,6 @@ class Node(Ports):
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine._is_listening
-            if self._adapts_timers and brings_offer(event):
-                self._pace.offered(self.clock_s())
             if isinstance(event, Offered) and self._has_moments:
                 self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
@@ -360,7 +358,6 @@ class Node(Ports):
         ]
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
-        self._pace.applied(self.clock_s())
         self.use(self.world.timers)
         self._adopt(effect.manifest, effect.previous)
         self.world.applied(self.me)

@@ -160,6 +160,10 @@ class Trainer:
         self._offer_late()
         self._is_training = True
         self._lesson = self._next_lesson()
+        self._start_steps()
+
+    def _start_steps(self) -> None:
+        """The local steps begin; how long they take is known at once."""
         steps_s = self._lesson.seconds
         self.shell.after(WRITE_S, self._expect, self._job, steps_s - WRITE_S)
         self.shell.after(steps_s, self._finish, self._job)

@@ -46,6 +46,8 @@ class Acceptor(Contributor):
         ballot = prepare.ballot
         if not self._hear_convener(source, "PREPARE", ballot):
             return
+        if ballot == self._top:
+            self._collected_at = self._now  # how long that may last is the convener's matter [C7]
         if self._may_vote():
             if ballot.attempt >= 1 and ballot != self.record.promised:
                 self._persist_promise(ballot)

@@ -19,6 +19,17 @@ class Stage(Enum):
     DECIDED = "decided"  # chosen; the own blobs may still be missing
 
 
+@dataclass(frozen=True)
+class Promise:
+    """When a member said that its local steps will end."""
+
+    due_at: float
+    total_s: float
+    """How long they will have taken then."""
+    final_at: float
+    """Until then it may say something else: half of the time that it said first."""
+
+
 @dataclass
 class Campaign:
     """One attempt to have a manifest decided."""
@@ -40,6 +51,12 @@ class Campaign:
     """Of a convener that was replaced for its silence: when it was heard last [K1]."""
     ready_at: dict[PeerId, float] = field(default_factory=dict)
     """When a member expects to have finished its local steps."""
+    worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+    """How long a member has worked on the tip, and when it said so."""
+    words: dict[PeerId, Promise] = field(default_factory=dict)
+    """When members said that they will have finished their local steps."""
+    awaited_at: float = 0.0
+    """When there was somebody to wait for."""
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     joiners: dict[PeerId, float] = field(default_factory=dict)
     capacities: dict[PeerId, float] = field(default_factory=dict)

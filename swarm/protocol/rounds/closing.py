@@ -1,8 +1,12 @@
 """When a convener stops waiting for offers [C3]. Pure.
 
-No local step may be thrown away without a reason, but a peer is not waited for longer than that
-pays: each second of waiting costs as many peers as have offered one second of theirs, and leaving
-a late peer out costs what it has worked on its shared tensors in this round.
+No local step may be thrown away without a reason, so every peer that lives is held to its own word
+of when it will be ready. Nothing here is learned from how long earlier rounds took: a wait would
+lengthen the next, and who convenes for the first time, or starts again, knows of none.
+
+A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
+waiting costs as many peers as have offered one second of theirs, and leaving a late peer out costs
+what it has worked on its shared tensors in this round.
 """
 
 from __future__ import annotations
@@ -13,6 +17,22 @@ from dataclasses import dataclass
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import PeerId
 
+DONE, DONE_AGAIN = 8, 32
+"""A peer that says that it is done and has not offered writes its offer, or hangs. It may exceed
+its word by this part of it, and by less after it has been waited for in vain."""
+UNEQUAL = 16
+"""Without a quorum of offers nobody is waited for that needs so many times what the fastest did."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a member said of when it will have finished its local steps."""
+
+    total_s: float
+    """From the tip to the end of its steps."""
+    overdue_s: float
+    """Since they should have ended; negative before."""
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -22,7 +42,13 @@ class Absent:
     silent_s: float
     """Since its last READY, or since it was asked first; 0 for the convener itself."""
     remaining_s: float | None
-    """Until it will have finished its local steps, as it expects; None: it did not say."""
+    """Until it will have finished its local steps, as it said last; None: it did not say."""
+    worked_s: float
+    """How long it has worked since the tip: what is lost if it is left out."""
+    word: Word | None = None
+    """None: it did not say."""
+    contributed: bool = True
+    """To the tip, or nobody did: then it has not been waited for in vain."""
     is_gone: bool = False
     """Whether its machine refused the last message to it."""
 
@@ -33,15 +59,15 @@ class OpenRoster:
 
     age_s: float
     """Of the campaign."""
-    round_s: float
-    """Since the tip was applied: how long a late peer may have worked."""
-    quorum_s: float | None
-    """Age of the campaign when a quorum had offered; None: none has."""
+    waited_s: float | None
+    """Since a quorum had offered; None: none has."""
     num_offers: int
     """With shared tensors; those of peers that were left out do not count."""
     num_members: int
     quorum_answers: bool
     """Whether a quorum has answered, with an offer or without."""
+    fastest_s: float
+    """How long the fastest of those worked that have offered; 0 if none has."""
     absent: Sequence[Absent]
 
     @property
@@ -58,31 +84,38 @@ def why_close(roster: OpenRoster, timers: Timers) -> str | None:
     return why and (f"roster closed with {roster.num_offers} of {roster.num_members} offers: {why}")
 
 
+def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
+    """Whether there is somebody to wait for, so that a campaign may be as old as it is [C7]."""
+    return any(_why_not(absent, roster, timers) is None for absent in roster.absent)
+
+
 def _why(roster: OpenRoster, timers: Timers) -> str | None:
     if not roster.absent:
         return "nobody else is waited for"
-    if roster.quorum_s is not None:
-        why = _why_without_each(roster, timers) or _why_without_slow(roster, timers)
-        if why:
-            return why
-    if roster.age_s >= timers.roster_late_s and roster.quorum_answers:
-        return f"{roster.names} not ready after {roster.age_s:.1f} s (last limit)"
-    return None
-
-
-def _why_without_each(roster: OpenRoster, timers: Timers) -> str | None:
-    """Each is silent, or so late that it does not pay to wait."""
+    if roster.waited_s is None and not roster.quorum_answers:
+        return None
     reasons = []
     for absent in roster.absent:
-        reason = _why_silent(absent, timers) or _why_late(absent, roster, timers)
+        reason = _why_not(absent, roster, timers)
         if reason is None:
             return None
         reasons.append(f"peer {absent.peer} {reason}")
     return ", ".join(reasons)
 
 
-def _why_silent(absent: Absent, timers: Timers) -> str | None:
+def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
+    """Why a member is not waited for; None while it is."""
+    if roster.waited_s is None:
+        return _why_silent(absent, timers.roster_late_s) or _why_hopeless(absent, roster, timers)
     limit_s = timers.grace_s if absent.is_gone else timers.silence_s
+    return (
+        _why_silent(absent, limit_s)
+        or _why_late(absent, roster, timers)
+        or _why_overdue(absent, roster, timers)
+    )
+
+
+def _why_silent(absent: Absent, limit_s: float) -> str | None:
     if absent.silent_s < limit_s:
         return None
     gone = "gone, " if absent.is_gone else ""
@@ -90,22 +123,57 @@ def _why_silent(absent: Absent, timers: Timers) -> str | None:
 
 
 def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
+    """By its own word it needs longer than pays; what it is overdue counts, or it never ended."""
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
-    if absent.remaining_s * roster.num_offers <= roster.round_s:
+    overdue_s = max(0.0, absent.word.overdue_s) if absent.word else 0.0
+    if (absent.remaining_s + overdue_s) * roster.num_offers <= absent.worked_s:
         return None
+    overdue = f", {overdue_s:.1f} s after its word" if overdue_s else ""
     return (
-        f"needs {absent.remaining_s:.1f} s more, which costs {roster.num_offers} peers more "
-        f"than its {roster.round_s:.1f} s of work are worth"
+        f"needs {absent.remaining_s:.1f} s more{overdue}, which costs {roster.num_offers} peers "
+        f"more than its {absent.worked_s:.1f} s of work are worth"
     )
 
 
-def _why_without_slow(roster: OpenRoster, timers: Timers) -> str | None:
-    assert roster.quorum_s is not None
-    limit_s = max(timers.roster_s, timers.straggler_factor * roster.quorum_s)
-    if roster.age_s < limit_s:
+def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
+    """It has not kept its word; who gave none is expected to be as fast as a quorum."""
+    assert roster.waited_s is not None
+    waited_s = roster.waited_s
+    word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)
+    limit_s = _slack_s(absent, word, roster, timers)
+    if word.overdue_s < limit_s:
         return None
-    return (
-        f"{roster.names} not ready after {roster.age_s:.1f} s (limit {limit_s:.1f}, "
-        f"a quorum was after {roster.quorum_s:.1f})"
-    )
+    if absent.word is None:
+        return (
+            f"did not say when, {waited_s:.1f} s after a quorum had offered (limit {limit_s:.1f})"
+        )
+    return f"not ready {word.overdue_s:.1f} s after its word (limit {limit_s:.1f})"
+
+
+def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> float:
+    """By how much a word may be exceeded while a quorum waits."""
+    floor_s = timers.roster_s
+    if absent.word is None:
+        floor_s = timers.roster_late_s if absent.contributed else floor_s
+        return max(floor_s, word.total_s / DONE_AGAIN)
+    if not absent.remaining_s:
+        return max(floor_s, word.total_s / (DONE if absent.contributed else DONE_AGAIN))
+    worth_s = absent.worked_s / max(1, roster.num_offers)
+    return max(timers.grace_s, min(word.total_s * (timers.straggler_factor - 1), worth_s))
+
+
+def _why_hopeless(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
+    """Without a quorum of offers a word is what counts: others depend on it, not on the fastest."""
+    word = absent.word
+    if word is None:
+        if roster.age_s < timers.wordless_s:
+            return None
+        return f"did not say when for {roster.age_s:.1f} s (limit {timers.wordless_s:.1f})"
+    limit_s = max(timers.wordless_s, UNEQUAL * roster.fastest_s)
+    if roster.num_offers and word.total_s > limit_s and roster.age_s >= timers.wordless_s:
+        return f"needs {word.total_s:.1f} s in all (limit {limit_s:.1f})"
+    slack_s = max(timers.roster_late_s, word.total_s * (timers.straggler_factor - 1))
+    if word.overdue_s < slack_s:
+        return None
+    return f"not ready {word.overdue_s:.1f} s after its word (limit {slack_s:.1f})"

@@ -7,8 +7,8 @@ from abc import abstractmethod
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Accepted, Ballot, Message, Offer, Prepare, Ready, Roster
-from swarm.protocol.rounds.campaign import Campaign, Stage
-from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
+from swarm.protocol.rounds.campaign import Campaign, Promise, Stage
+from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, keeps_word, why_close
 from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.rosters import plan_roster
@@ -91,8 +91,20 @@ class Collector(Merger):
             campaign.answered_at[source] = self._now
         if ready.remaining_s is not None:
             campaign.ready_at[source] = self._now + ready.remaining_s
+            self._note_word(campaign, source, ready.remaining_s, ready.worked_s)
+        campaign.worked[source] = (ready.worked_s, self._now)
         if ready.offer and campaign.offers.get(source) != ready.offer:
             self._take_offer(campaign, source, ready.offer)
+
+    def _note_word(
+        self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
+    ) -> None:
+        """A member is held to what it said early: what it says last may slip for ever [C3]."""
+        first = campaign.words.get(peer)
+        final_at = first.final_at if first else self._now + remaining_s / 2
+        if first is None or self._now < final_at:
+            due_at, total_s = self._now + remaining_s, worked_s + remaining_s
+            campaign.words[peer] = Promise(due_at, total_s, final_at)
 
     def _take_offer(self, campaign: Campaign, source: PeerId, offer: Offer) -> None:
         if offer.is_late and source in campaign.in_time:
@@ -161,10 +173,10 @@ class Collector(Merger):
 
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         """Why no more offers are waited for; None while they are [C3]."""
-        if not campaign.offers:
-            return None
         roster = self._open_roster(campaign)
         why = why_close(roster, self.timers)
+        if not why and keeps_word(roster, self.timers):
+            campaign.awaited_at = self._now
         is_long = roster.num_offers and roster.age_s >= self.timers.roster_s
         if not why and is_long and not campaign.has_told_wait:
             campaign.has_told_wait = True
@@ -181,11 +193,11 @@ class Collector(Merger):
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(
             age_s=self._now - campaign.started_at,
-            round_s=self._now - self._applied_at,
-            quorum_s=None if quorum_at is None else quorum_at - campaign.started_at,
+            waited_s=None if quorum_at is None else self._now - quorum_at,
             num_offers=len(offered - campaign.excluded.keys()),
             num_members=len(self.tip.members),
             quorum_answers=self._has_quorum(campaign.seen),
+            fastest_s=min((campaign.worked[peer][0] for peer in offered), default=0.0),
             absent=tuple(
                 self._absent(campaign, peer)
                 for peer in self.tip.members
@@ -198,7 +210,19 @@ class Collector(Merger):
         ready_at = self._ready_at if peer == self.me else campaign.ready_at.get(peer)
         remaining_s = None if ready_at is None else max(0.0, ready_at - self._now)
         silent_s = 0.0 if peer == self.me else self._now - self._last_sign_of(campaign, peer)
-        return Absent(peer, silent_s, remaining_s, peer in self._gone)
+        if peer == self.me and remaining_s is not None:
+            self._note_word(campaign, peer, remaining_s, self._worked_s())
+        worked_s, at = campaign.worked.get(peer, (0.0, campaign.started_at))
+        said = campaign.words.get(peer)
+        return Absent(
+            peer,
+            silent_s,
+            remaining_s,
+            worked_s + self._now - at,
+            word=None if said is None else Word(said.total_s, self._now - said.due_at),
+            contributed=not self.tip.contributors or peer in self.tip.contributors,
+            is_gone=peer in self._gone,
+        )
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; who was never asked before is silent since the campaign.

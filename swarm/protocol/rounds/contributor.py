@@ -20,6 +20,10 @@ class Contributor(Adopter):
             self._explain(Topic.ROUND, f"own offer for round {self.tip.round + 1} kept: {problem}")
             return
         self._offer = offer
+        if not offer.is_late:
+            self._offered_at = self._now
+            if self._steps_s is not None:
+                self._steps_s = self._now - self._applied_at  # writing the offer takes time, too
         if not self._is_listening:
             self._say_ready()
 
@@ -57,7 +61,16 @@ class Contributor(Adopter):
             self.is_leaving,
             self.is_dialable and self.tip.round >= self._reduces_from,
             None if self._ready_at is None else max(0.0, self._ready_at - self._now),
+            self._worked_s(),
         )
+
+    def _worked_s(self) -> float:
+        """How long this peer has worked on the tip; the wait for others does not count.
+
+        Steps that a restart has destroyed do not count, either.
+        """
+        until = self._now if self._offered_at is None else self._offered_at
+        return max(0.0, until - self._applied_at)
 
     def _on_leave_asked(self) -> None:
         """Tells the convener and goes when a manifest lists this peer no longer."""

@@ -327,7 +327,7 @@ class Convener(Collector):
             return f"overtaken by attempt {self._top.attempt} of {self._top.convener}"
         if campaign.stage is Stage.DECIDED and self._catch_up is None:
             return "what was decided gave way to a better manifest, which could not be fetched"
-        age_s = self._now - campaign.started_at
+        age_s = self._now - max(campaign.started_at, campaign.awaited_at)
         limit_s = self.timers.attempt_limit_s(attempt)
         if age_s > limit_s and not self._is_alone:
             return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"

@@ -185,14 +185,24 @@ class Forks(Adopter):
             )
 
     def _reform_due(self) -> bool:
-        """Whether to give up the lost majority; higher ranks wait a little longer [F3]."""
+        """Whether to give up the lost majority; higher ranks wait a little longer [F3].
+
+        A peer that is still at its local steps loses nothing by waiting: there is nothing to
+        average yet. By a reform it would lose them if its majority came back.
+        """
         jitter_s = self._rank * self.timers.heartbeat_s
         return (
             self.timers.reform_s < inf
             and not self._catch_up
             and not self.is_leaving
+            and not self._is_at_work()
             and self._is_stalled(self.timers.reform_s + jitter_s)
         )
+
+    def _is_at_work(self) -> bool:
+        """Whether this peer's local steps are under way, by its own word."""
+        ready_at = self._ready_at if self._offered_at is None else None
+        return ready_at is not None and self._now < ready_at + self.timers.grace_s
 
     def _reform(self, why: str) -> None:
         """Goes on with those that still answer, as a generation of its own [F3]."""

@@ -162,9 +162,11 @@ class MachineState(ABC):
     def _forget_height(self) -> None:
         """Begins anew with everything that refers to the height after the tip."""
         self._applied_at = self._top_since = self._convener_at = self._now
+        self._collected_at = self._now  # when the convener was heard collecting [K1]
         self._somebody_is_ahead = False
         self._top: Ballot | None = None
         self._offer: Offer | None = None
+        self._offered_at: float | None = None  # with shared tensors
         self._merged: dict[Unit, ReducedUnit] | None = None
         self._readies: dict[PeerId, Ready] = {}
         self._campaign: Campaign | None = None

@@ -55,7 +55,7 @@ class Takeover(Convener):
             return None
         timers = self.timers
         silent_s = self._now - self._convener_at
-        age_s = self._now - self._top_since
+        age_s = self._now - max(self._top_since, self._collected_at)
         attempt = self._top.attempt if self._top else 0
         convener = self._convener()
         is_quiet = silent_s <= self._silence_limit_s(convener)

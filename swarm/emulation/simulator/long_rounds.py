@@ -1,0 +1,206 @@
+"""Directed scenarios of rounds of any length: peers take steps, and say how far they are.
+
+Timers are those of a real peer, links are good, and what goes wrong is written down: a peer that
+lives and never offers, one that starts again, one that is many times slower than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from random import Random
+from typing import ClassVar
+
+from swarm.config import MergingConfig
+from swarm.emulation.simulator.cast import Cast, Character, Setup
+from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.faults import (
+    CALM_TIMERS,
+    SAMPLE_TOKENS,
+    SAMPLES_PER_STEP,
+    Scenario,
+)
+from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.schedule import build
+from swarm.emulation.simulator.trainer import Lesson, Trainer
+from swarm.emulation.simulator.world import World
+from swarm.protocol.deadlines import Timers, production_timers
+from swarm.protocol.dealing import num_samples, split
+from swarm.protocol.manifest import Kind, Manifest, PeerId
+from swarm.protocol.pace import Pace
+from swarm.protocol.rounds import RoundMachine, Rules
+
+LOCAL_STEPS = 100
+"""Of every peer, however many steps its work has in a scenario: these only cut its time."""
+UNITS = dict.fromkeys(("shared.0", *(f"expert.{expert}" for expert in range(4))), 100)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The local steps of one peer in a round."""
+
+    step_s: float
+    num_steps: int
+    slip: float = 1.0
+    """Steps that follow the first take this multiple of it, and the peer does not notice."""
+    stuck_from: int | None = None
+    """Round from which on it goes on living, but ends no step any more."""
+
+    @classmethod
+    def of_seconds(cls, seconds: float, step_s: float) -> Work:
+        """As many steps as fit a time, one at least."""
+        return cls(step_s, max(1, int(seconds / step_s)))
+
+    @property
+    def total_s(self) -> float:
+        """From the first step to the last."""
+        return self.step_s * (1 + (self.num_steps - 1) * self.slip)
+
+
+class Worker(Trainer):
+    """A trainer that goes step by step and says after each when it will be done."""
+
+    works: ClassVar[Mapping[PeerId, Work]] = {}
+
+    def _next_lesson(self) -> Lesson:
+        """With `round.seconds` the steps of its work, if it was dealt so many [T3]."""
+        lesson, rules = super()._next_lesson(), self.task.rules
+        if rules.round_seconds is None:
+            return lesson
+        work, dealt = self.works[self.shell.me], self.tip.dealt[self.shell.me]
+        per_step = rules.batch_tokens_at(self.tip.tokens) // rules.sequence_length
+        steps = min(work.num_steps, num_samples(dealt) // per_step)
+        return Lesson(steps, steps * work.step_s, split(dealt, steps * per_step)[0])
+
+    def _start_steps(self) -> None:
+        self._step(self._job, 0)
+
+    def _step(self, job: int, done: int) -> None:
+        work = self.works[self.shell.me]
+        is_stuck = work.stuck_from is not None and self.tip.round + 1 >= work.stuck_from
+        if job != self._job or is_stuck:
+            return
+        steps = work.num_steps
+        if self.task.rules.round_seconds is not None:
+            steps = self._lesson.steps
+        if done == steps:
+            self._finish(job)
+            return
+        if done:
+            self._expect(job, (steps - done) * work.step_s)
+        after_s = work.step_s * (work.slip if done else 1.0)
+        self.shell.after(after_s, self._step, job, done + 1)
+
+
+class RealTimers(Conduct):
+    """The timers of a real peer whose run fixes none."""
+
+    def timers(self, pace: Pace, base: Timers) -> Timers:
+        """Adapted, T_reform included."""
+        return production_timers(
+            pace.measured(), roster_after_s=base.roster_s, reform_after_s=None, base=base
+        ).timers
+
+
+@dataclass
+class Course:
+    """What became of a scenario."""
+
+    world: World
+    applied: list[tuple[float, Manifest]] = field(default_factory=list)
+    """Every training round of the longest chain, with the time when a peer had it first."""
+    widest: Timers = CALM_TIMERS
+    """The largest D1 and T_reform that any peer had."""
+
+    @property
+    def contributors(self) -> list[set[PeerId]]:
+        """Of each round."""
+        return [set(manifest.contributors) for _, manifest in self.applied]
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Of each round."""
+        return [after - before for before, after in pairwise([0.0, *(t for t, _ in self.applied)])]
+
+    def utilisation(self, peer: PeerId, work: Work) -> float:
+        """Share of the time in which a peer did what was counted."""
+        counted = sum(peer in contributors for contributors in self.contributors)
+        return counted * work.total_s / self.applied[-1][0]
+
+    def convener(self) -> PeerId:
+        """Who convenes now."""
+        return next(node.machine.campaign.convener for node in self.world.alive())
+
+    def restart_convener(self, after_s: float = 5.0) -> None:
+        """Kills whoever convenes, and starts it again."""
+        peer = self.convener()
+        self.world.crash(peer)
+        self.world.at(after_s, self.world.reboot, peer)
+
+
+def go_through(
+    works: Mapping[PeerId, Work],
+    rounds: int,
+    *,
+    at: Sequence[tuple[float, Callable[[Course], None]]] = (),
+    machine: type[RoundMachine] = RoundMachine,
+    round_seconds: float | None = None,
+    within_s: float = 1e6,
+) -> Course:
+    """Runs a swarm through so many training rounds.
+
+    Args:
+        works: what each founder does in a round.
+        rounds: of the longest chain.
+        at: what happens when, in seconds.
+        machine: the code under test, mutated or not.
+        round_seconds: as `round.seconds`: each peer offers the steps of its own work.
+        within_s: the simulation ends then, whatever was reached.
+
+    Returns:
+        Its course.
+
+    Raises:
+        Violation: an invariant does not hold.
+    """
+    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works)})
+    rules = Rules(
+        run="run",
+        num_experts=len(UNITS) - 1,
+        owners_per_expert=1,
+        merging=MergingConfig(),
+        unit_bytes=UNITS,
+        unit_codec=dict.fromkeys(UNITS, "fp32"),
+        experts_every=1,
+        local_steps_at=lambda _: LOCAL_STEPS,
+        batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
+        sequence_length=SAMPLE_TOKENS,
+        planned_peers=len(works),
+        round_seconds=round_seconds,
+        is_dealt=True,
+    )
+    characters = {peer: Character(sync_s=0.05) for peer in works}
+    setup = Setup(tuple(works), rules, CALM_TIMERS, characters, has_adapted_timers=True)
+    scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
+    cast = Cast(machine=machine, trainer=trainer, conduct=RealTimers)
+    world = build(scenario, Random(0), cast=cast)
+    course = Course(world)
+    for time_s, what in at:
+        world.at(time_s, what, course)
+    world.on_apply = lambda node: _note(course, node)
+    world.run(lambda: len(course.applied) >= rounds or world.now > within_s)
+    return course
+
+
+def _note(course: Course, node: Node) -> None:
+    tip, timers = node.disk.record.tip, node.machine.timers
+    widest = course.widest
+    course.widest = replace(
+        widest,
+        roster_s=max(widest.roster_s, timers.roster_s),
+        reform_s=max(widest.reform_s, timers.reform_s),
+    )
+    if tip.kind is Kind.QUORUM and tip.round > len(course.applied):
+        course.applied.append((course.world.now, tip))

@@ -1,0 +1,74 @@
+"""Rules of waiting [C3, C7, K1, F3], removed one at a time.
+
+They cost time and never agreement, so no invariant notices; the directed scenarios of
+`long_rounds.py` do.
+"""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.mutants import Mutant
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Prepare
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.closing import Absent
+
+
+class _WordsIgnored(RoundMachine):
+    def _note_word(
+        self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
+    ) -> None:
+        return
+
+
+class _LastWordCounts(RoundMachine):
+    def _note_word(
+        self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
+    ) -> None:
+        campaign.words.pop(peer, None)
+        super()._note_word(campaign, peer, remaining_s, worked_s)
+
+
+class _AlwaysTrusted(RoundMachine):
+    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
+        return replace(super()._absent(campaign, peer), contributed=True)
+
+
+class _WaitingAgesCampaign(RoundMachine):
+    def _why_close_roster(self, campaign: Campaign) -> str | None:
+        why = super()._why_close_roster(campaign)
+        campaign.awaited_at = 0.0
+        return why
+
+
+class _CollectingAgesAttempt(RoundMachine):
+    def _on_prepare(self, source: PeerId, prepare: Prepare) -> None:
+        before = self._collected_at
+        super()._on_prepare(source, prepare)
+        self._collected_at = before
+
+
+class _ReformsAtWork(RoundMachine):
+    def _is_at_work(self) -> bool:
+        return False
+
+
+WAITING_MUTANTS: Mapping[str, Mutant] = {
+    "words_ignored": Mutant("C3: who said when is waited for", Cast(_WordsIgnored)),
+    "last_word_counts": Mutant("C3: a word does not slip for ever", Cast(_LastWordCounts)),
+    "always_trusted": Mutant("C3: nobody is waited for in vain again", Cast(_AlwaysTrusted)),
+    "waiting_ages_campaign": Mutant(
+        "C7: a campaign ages when nobody is waited for", Cast(_WaitingAgesCampaign)
+    ),
+    "collecting_ages_attempt": Mutant(
+        "K1: an attempt ages when nothing is collected", Cast(_CollectingAgesAttempt)
+    ),
+    "reforms_at_work": Mutant("F3: who is at work does not reform", Cast(_ReformsAtWork)),
+}
