@@ -53,6 +53,13 @@ class RunDirectory:
         """The round protocol's record."""
         return self.path / "record"
 
+    def record_age_s(self) -> float:
+        """Seconds since the record was written last, by the wall clock: at most its tip's age."""
+        try:
+            return max(0.0, time.time() - self.record_path.stat().st_mtime)
+        except FileNotFoundError:
+            return 0.0
+
     @property
     def private_path(self) -> Path:
         """The engine's private state."""

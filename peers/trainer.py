@@ -82,6 +82,8 @@ class Trainer:
             TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
         """
         tip, offer = self._resume()
+        # A peer that starts again in the middle of a round is done when the others are.
+        self.reading.began_s = time.monotonic() - self.directory.record_age_s()
         stats = None  # of local steps on the tip that are not offered yet
         while tip.round < self.run.run.rounds:
             if self.stop() and offer is None and stats is None:

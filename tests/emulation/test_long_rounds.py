@@ -140,6 +140,8 @@ def test_in_rounds_of_an_hour_all_who_said_in_time_are_counted(
     for number, present in enumerate(course.contributors):
         assert present >= in_time - set(restarted if number == 1 else ())
     fast = next(peer for peer in ("p0", "p1", "p2", "p3") if peer not in restarted)
-    assert course.utilisation(fast, works[fast]) >= 0.95
+    if mode is seconds or not restarts:
+        # With equal steps a quorum waits until a peer that started again has made its steps anew.
+        assert course.utilisation(fast, works[fast]) >= 0.95
     if is_unequal and mode is seconds:
         assert course.utilisation("slow", works["slow"]) >= 0.9

@@ -28,7 +28,7 @@ from swarm.emulation.simulator.trainer import Lesson, Trainer
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers, production_timers
 from swarm.protocol.dealing import num_samples, split
-from swarm.protocol.manifest import Kind, Manifest, PeerId
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
 
@@ -63,15 +63,22 @@ class Worker(Trainer):
     """A trainer that goes step by step and says after each when it will be done."""
 
     works: ClassVar[Mapping[PeerId, Work]] = {}
+    began_s: ClassVar[dict[tuple[PeerId, Digest], float]]
+    """When each peer had each tip first."""
 
     def _next_lesson(self) -> Lesson:
         """With `round.seconds` the steps of its work, if it was dealt so many [T3]."""
         lesson, rules = super()._next_lesson(), self.task.rules
         if rules.round_seconds is None:
             return lesson
-        work, dealt = self.works[self.shell.me], self.tip.dealt[self.shell.me]
+        assert isinstance(self.shell, Node)
+        me, now_s = self.shell.me, self.shell.world.now
+        work, dealt = self.works[me], self.tip.dealt[me]
         per_step = rules.batch_tokens_at(self.tip.tokens) // rules.sequence_length
-        steps = min(work.num_steps, num_samples(dealt) // per_step)
+        # A peer that starts again knows from its record when the round began.
+        passed_s = now_s - self.began_s.setdefault((me, self.tip.digest), now_s)
+        fit = int((rules.round_seconds - passed_s) / work.step_s)
+        steps = min(work.num_steps, num_samples(dealt) // per_step, max(1, fit))
         return Lesson(steps, steps * work.step_s, split(dealt, steps * per_step)[0])
 
     def _start_steps(self) -> None:
@@ -165,7 +172,7 @@ def go_through(
     Raises:
         Violation: an invariant does not hold.
     """
-    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works)})
+    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works), "began_s": {}})
     rules = Rules(
         run="run",
         num_experts=len(UNITS) - 1,
