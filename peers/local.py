@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import click
 
 from peers.options import Options, option, options, program, read_text
+from peers.run_text import corpus_of
+from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
@@ -23,10 +25,18 @@ from swarm.emulation.links import LINKS, Links
 from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
-from swarm.errors import SwarmError
+from swarm.errors import ConfigError, SwarmError
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
+_OF_EACH = frozenset(
+    {
+        *("peer.name", "peer.wait_for_peers", "peer.linger_s"),
+        *("network.initial_peers", "network.host_maddrs", "network.announce_maddrs"),
+        "network.identity_path",
+    }
+)
+"""Settings that swarm-local makes for each peer."""
 
 
 @dataclass
@@ -82,7 +92,7 @@ class Progress:
 
 
 @program("swarm-local")
-@options("run", "state_dir", "rounds", "peers", "settings", "as_json", "log_format")
+@options("run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json", "log_format")
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
@@ -105,7 +115,8 @@ def main(
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
-    settings = [word for setting in options.run_settings() for word in ("--set", setting)]
+    for_all = peer_settings(options)
+    corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
         given = options.state_dir != Options().state_dir
@@ -114,8 +125,8 @@ def main(
             folder,
             options.run,
             run.run.peers,
-            options=["--linger", "86400"],
-            founder_options=settings,
+            options=["--linger", "86400", *_set(for_all)],
+            founder_options=_set(options.run_settings()),
         )
         with _network(link) as swarm.links:
             runner = FaultRunner(swarm, plan, say=_say) if plan else None
@@ -133,6 +144,28 @@ def main(
         click.echo(json.dumps(verdict))
     else:
         click.echo(_sentence(verdict))
+
+
+def peer_settings(options: Options) -> tuple[str, ...]:
+    """What `--set` and flags say of peers, which holds for each of the swarm.
+
+    Raises:
+        ConfigError: a setting is wrong, or of what each peer has its own.
+    """
+    options.peer_config()
+    settings = options.peer_settings()
+    for setting in settings:
+        section, field, _ = parse_override(setting)
+        if f"{section}.{field}" in _OF_EACH:
+            raise ConfigError(
+                f"--set {setting!r}: swarm-local gives every peer its own {section}.{field}",
+                hint="leave it out, or start the peers one by one with swarm-peer",
+            )
+    return settings
+
+
+def _set(settings: Sequence[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def _say(line: str) -> None:

@@ -188,7 +188,12 @@ OPTIONS = {
     "host": option("--host", metavar="SIZE", help="Plans for so much memory: 64GB."),
     "disk": option("--disk", metavar="SIZE", help="Plans for so much free disk: 500GB."),
     "threads": option("--threads", type=int, help="CPU threads of the model."),
-    "corpus": option("--corpus", help="Folder of .txt, .md, .py and .jsonl files."),
+    "corpus": option(
+        "--corpus",
+        metavar="FOLDER",
+        help="Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
+        "run's text came from before, or the Python standard library.",
+    ),
 }
 """All common options, by the name of their field in `Options`."""
 
@@ -256,6 +261,14 @@ class Options:
         places = {"rounds": ("run", "rounds"), "peers": ("run", "peers")}
         return self._overrides(RunConfig, places)
 
+    def peer_settings(self) -> tuple[str, ...]:
+        """Overrides of the peer configuration: --set of its sections and the flags for it.
+
+        Raises:
+            ConfigError: a --set names a section of neither configuration.
+        """
+        return self._overrides(PeerConfig, _SETTING_OF)
+
     def asked_of_run(self) -> dict[str, Any]:
         """`section.field` -> value of every override: what a joiner's run must agree with."""
         parsed = (parse_override(setting) for setting in self.run_settings())
@@ -280,8 +293,7 @@ class Options:
         """
         text = read_text(self.config) if self.config else ""
         source = str(self.config) if self.config else "command line"
-        overrides = self._overrides(PeerConfig, _SETTING_OF)
-        return parse_config(PeerConfig, text, source=source, overrides=overrides)
+        return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
     def _overrides(
         self, kind: type[RunConfig | PeerConfig], places: Mapping[str, tuple[str, str]]

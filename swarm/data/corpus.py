@@ -125,7 +125,9 @@ def folder_corpus(folder: Path) -> Corpus:
     root = Path(os.path.abspath(folder.expanduser()))
     if not root.is_dir():
         what = "is no folder" if root.exists() else "no such folder"
-        raise DataError(f"{root}: {what}", hint="--corpus (corpus.folder) names a folder of text")
+        raise DataError(
+            f"{root}: {what}", hint="--corpus, or corpus.folder, names a folder of text"
+        )
     files, unlisted = _list_files(root, SUFFIXES)
     if not files:
         why = "".join(f"; {what}: {reason}" for what, reason in unlisted[:3])

@@ -1,8 +1,20 @@
-"""The order of manifests: who is in whose ancestry, by codes alone."""
+"""Manifests: who is in whose ancestry, by codes alone, and what a run may say of its text."""
+
+import json
 
 import pytest
 
-from swarm.protocol.manifest import Code, is_ancestor
+from swarm.errors import BadManifest
+from swarm.protocol.manifest import (
+    Code,
+    Founding,
+    Kind,
+    Manifest,
+    Member,
+    Text,
+    decode_manifest,
+    is_ancestor,
+)
 
 REFORM = (3, (2, "62"))
 LATER = (5, (1, "7a"))
@@ -30,3 +42,55 @@ def at(height: int, *lineage: tuple[int, tuple[int, str]]) -> Code:
 )
 def test_ancestry(code: Code, of: Code, is_one: bool) -> None:
     assert is_ancestor(code, of) is is_one
+
+
+TEXT = Text("books", "byte-0", "ab" * 32, documents=7, tokens=1000, windows=31)
+FOUNDED = Manifest(
+    run="",
+    generation="0",
+    height=0,
+    round=0,
+    kind=Kind.FOUNDING,
+    parent=None,
+    founding=Founding("a", "n", "cd" * 32, 10, "ef" * 32, 10, TEXT),
+    step=0,
+    tokens=0,
+    merged=0,
+    members={"a": Member(0, 1.0)},
+    contributors=("a",),
+    sources={},
+    owners={},
+    entries={},
+)
+
+
+def test_a_manifest_says_which_text_its_run_trains_on() -> None:
+    assert decode_manifest(FOUNDED.encoded).founding.text == TEXT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "x" * 65),
+        ("name", "red \x1b[31m"),
+        ("name", "two\nlines"),
+        ("tokenizer", "Byte 0"),
+        ("tokenizer", "b" * 65),
+        ("digest", "ab"),
+        ("digest", "XY" * 32),
+        ("documents", 0),
+        ("tokens", 2**48 + 1),
+        ("tokens", -1),
+        ("windows", 0),
+        ("windows", "31"),
+        ("windows", 31.5),
+        ("more", 1),
+    ],
+)
+def test_a_text_beyond_its_limits_is_refused(field: str, value: object) -> None:
+    content = json.loads(FOUNDED.encoded)
+    content["founding"]["text"][field] = value
+    encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    with pytest.raises(BadManifest, match=rf"founding\.text\.{field}"):
+        decode_manifest(encoded)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadRecord
 from swarm.protocol import records
+from swarm.protocol.manifest import Text
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     MergeRecord,
@@ -37,6 +38,7 @@ RUN = RunRecord(
     config_bytes=987,
     state=RunState.GATHERING,
     wait_for_peers=4,
+    text=Text("books", "byte-0", HEX, documents=7, tokens=1000, windows=31),
 )
 PEER = peer_record(
     "QmPeer",

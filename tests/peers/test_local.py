@@ -1,0 +1,75 @@
+"""What swarm-local hands on to its peers, and what it refuses before it starts any."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from peers import local
+from peers.peer import main as peer_main
+from swarm.emulation.local_swarm import LocalSwarm
+
+DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalSwarm]:
+    """The swarms that would have been started."""
+    found: list[LocalSwarm] = []
+
+    def start(swarm: LocalSwarm) -> None:
+        found.append(swarm)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalSwarm, "start", start)
+    return found
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("a")
+    return tmp_path / "books"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--set", "corpus.fodler=x"], 2, "unknown key corpus.fodler; did you mean corpus.folder?"),
+        (["--set", "corpus.folder=/no/where"], 4, "/no/where: no such folder"),
+        (["--corpus", "/no/where"], 4, "/no/where: no such folder"),
+        (["--corpus", DEMO], 4, "demo.toml: is no folder"),
+        (["--set", "peer.capacity=-1"], 2, "peer.capacity = -1"),
+        (["--set", "peer.name=x"], 2, "gives every peer its own peer.name"),
+        (["--set", "data.mode=own"], 4, "every peer trains on its own text"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_before_anything_starts(
+    started: list[LocalSwarm], arguments: list[str], code: int, message: str
+) -> None:
+    result = CliRunner().invoke(local.main, ["--run", DEMO, *arguments])
+    assert (result.exit_code, started) == (code, [])
+    assert message in result.output
+
+
+@pytest.mark.parametrize("how", ["--corpus", "--set", "SWARM_CORPUS"])
+def test_the_folder_reaches_every_peer(
+    started: list[LocalSwarm], books: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"--corpus": [how, str(books)], "--set": [how, f"corpus.folder={books}"]}
+    environment = {how: str(books)} if how == "SWARM_CORPUS" else {}
+    CliRunner().invoke(local.main, ["--run", DEMO, *arguments.get(how, [])], env=environment)
+    (swarm,) = started
+    monkeypatch.delenv("SWARM_CORPUS", raising=False)
+    shown = CliRunner().invoke(peer_main, [*swarm.options, "--print-config"])
+    assert f'folder = "{books}"' in shown.output
+
+
+def test_settings_of_peers_reach_every_peer_and_those_of_the_run_the_founder(
+    started: list[LocalSwarm],
+) -> None:
+    settings = ["--set", "compute.threads=3", "--set", "run.seed=5"]
+    CliRunner().invoke(local.main, ["--run", DEMO, *settings])
+    (swarm,) = started
+    assert swarm.options == ["--linger", "86400", "--set", "compute.threads=3"]
+    assert swarm.founder_options == ["--set", "run.seed=5"]
