@@ -188,6 +188,16 @@ def test_wrong_phases_are_refused() -> None:
     )
 
 
+def test_rounds_of_a_given_time_have_no_phases_and_merge_at_any_interval() -> None:
+    assert "round.seconds: cannot be combined with phases" in refusal(
+        "round.seconds=60", text=phased(1000)
+    )
+    assert "not a multiple of the local steps" in refusal("merging.interval_steps=70")
+    run = demo("round.seconds=60", "merging.interval_steps=70")
+    assert run.schedule_steps == run.run.rounds * run.round.local_steps
+    assert "round.seconds" in refusal("round.seconds=0")
+
+
 def test_a_missing_setting_is_named() -> None:
     text = "\n".join(line for line in DEMO.splitlines() if not line.startswith("rounds"))
     assert "demo.toml: run.rounds is missing" in refusal(text=text)

@@ -19,8 +19,8 @@ from swarm.protocol.manifest import Manifest, PeerId, Stretch
 Stretches = tuple[Stretch, ...]
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
-MAX_HOLES = 4096
-"""No run of as many members as a message may name has so many holes."""
+MAX_HOLES = 2**16
+"""More are refused. Random histories in which members are lost by the dozen have at most 3 N."""
 
 
 @dataclass(frozen=True)

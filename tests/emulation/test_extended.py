@@ -32,17 +32,17 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:1",
-    "lost_record_votes": "F:71",
+    "rolled_back_votes": "F:12",
+    "lost_record_votes": "F:52",
     "four_are_a_quorum": "G:35",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
-    "transfer_limit_fixed": "L:1",
+    "transfer_limit_fixed": "L:6",
     "timers_not_adapted": "J:8",
     "backup_ignored": "K:12",
-    "only_owners_asked": "L:9",
+    "only_owners_asked": "L:10",
     "hand_over_not_awaited": "K:27",
     "first_answer_taken": "K:2",
     "search_forgotten": "K:81",
@@ -195,10 +195,10 @@ def test_a_wall_clock_that_jumps_changes_nothing():
 def test_the_extended_schedules_hold_what_they_are_meant_to_try():
     lines = []
     for fault_class, seeds in (
-        ("F", (0,)),
+        ("F", (1,)),
         ("G", (0,)),
         ("H", (0,)),
-        ("K", (12, 13)),
+        ("K", (12, 21)),
     ):
         for seed in seeds:
             run_schedule(fault_class, seed, trace=lines.append)

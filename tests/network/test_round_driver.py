@@ -230,6 +230,16 @@ def test_a_mean_is_stored_and_told(bench: Bench) -> None:
     assert bench.store.get(digest_of(expected)) == expected
 
 
+def test_a_mean_is_weighted_as_the_machine_says(bench: Bench) -> None:
+    inputs = [np.array([1, 2, 3, 4], "<f4"), np.array([5, 2, 7, 0], "<f4")]
+    digests = [bench.store.put(values.tobytes()) for values in inputs]
+    values = (("A", digests[0]), ("B", digests[1]))
+    bench.start(Reduce("roster", "shared.0", values, (300, 100)))
+    reduced = bench.machine.wait_for(UnitReduced)
+    expected = np.array([2, 2, 4, 3], "<f4").tobytes()
+    assert reduced == UnitReduced("roster", "shared.0", ReducedUnit(digest_of(expected), 16))
+
+
 def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None:
     here = bench.store.put(bytes(16))
     bench.start(Reduce("roster", "shared.0", (("A", here), ("B", "0" * 64))))

@@ -70,6 +70,12 @@ def test_an_offer_counts_only_when_trained_from_the_tip_and_complete() -> None:
         "does not own": replace(good, units={**good.units, foreign: good.units[mine]}),
         "has no unit": replace(good, units={**good.units, "shared.99": good.units[mine]}),
         "tokens": replace(good, tokens=-1),
+        "are not the 10 steps": replace(good, steps=9, tokens=900),
+        "11 steps and 1000 tokens": replace(good, steps=11),
+        "no whole steps": replace(good, steps=0, tokens=0),
+        "took nan seconds": replace(good, seconds=nan),
+        "took -1.0 seconds": replace(good, seconds=-1.0),
+        "took inf seconds": replace(good, seconds=inf),
     }
     wrong["does not own"] = replace(
         good,
@@ -142,6 +148,25 @@ def test_a_roster_of_other_offers_has_another_id() -> None:
     assert len(ids) == 4
 
 
+def test_a_roster_of_other_work_has_another_id() -> None:
+    """Weights follow from it, so the same values would have another mean [W1]."""
+    timed = replace(RULES, round_seconds=5.0)
+    offers = {peer: make_offer(RULES, peer, TIP) for peer in "ABC"}
+    other = {**offers, "B": replace(offers["B"], steps=3, tokens=300)}
+    assert plan_roster(TIP, offers, timed).sources == plan_roster(TIP, other, timed).sources
+    assert plan_roster(TIP, offers, timed).roster_id != plan_roster(TIP, other, timed).roster_id
+
+
+def test_in_rounds_of_a_given_time_an_offer_is_within_its_deal() -> None:
+    timed = replace(RULES, round_seconds=5.0)
+    good = make_offer(timed, "A", TIP)  # dealt 100 samples of 10 tokens
+    assert offer_problem(replace(good, steps=1, tokens=100), "A", TIP, timed) is None
+    more = replace(good, steps=11, tokens=1100)
+    assert "more than the 100 samples" in (offer_problem(more, "A", TIP, timed) or "")
+    undealt = replace(timed, is_dealt=False)
+    assert offer_problem(more, "A", TIP, undealt) is None
+
+
 # ---------------------------------------------------------------- successors
 
 
@@ -159,6 +184,27 @@ WRONG = {
     "a round too far": replace(TIP, round=TIP.round + 1),
     "steps of its own": replace(TIP, step=TIP.step + 1),
     "fewer tokens": replace(TIP, tokens=PARENT.tokens - 1),
+    "more tokens": replace(TIP, tokens=TIP.tokens + 1),
+    "work of fewer": replace(TIP, work={"A": 1000, "B": 1000}),
+    "more work than dealt": replace(TIP, work={**TIP.work, "A": 1100}, tokens=TIP.tokens + 100),
+    "less work than everybody's": replace(
+        TIP, work={**TIP.work, "A": 900}, tokens=TIP.tokens - 100
+    ),
+    "a pace of a silent member": replace(
+        TIP, members={**TIP.members, "Z": Member(1, 1.0, tokens_per_s=3.0)}
+    ),
+    "an endless pace": replace(
+        TIP, members={**TIP.members, "A": replace(TIP.members["A"], tokens_per_s=inf)}
+    ),
+    "a pace below zero": replace(
+        TIP, members={**TIP.members, "A": replace(TIP.members["A"], tokens_per_s=-1.0)}
+    ),
+    "a cursor of its own": replace(TIP, cursor=TIP.cursor + 1),
+    "a hole of its own": replace(TIP, holes=((0, 1),)),
+    "a deal of its own": replace(
+        TIP, dealt={**TIP.dealt, "A": TIP.dealt["B"], "B": TIP.dealt["A"]}
+    ),
+    "no deal": replace(TIP, dealt={}, cursor=0),
     "merges": replace(TIP, merged=1),
     "a chosen order": replace(TIP, seed=name("seed")),
     "a founding": replace(TIP, kind=Kind.FOUNDING),

@@ -1,0 +1,272 @@
+"""Who reads which samples: nothing twice, nothing forgotten, through joins, leaves and losses."""
+
+from dataclasses import replace
+from itertools import chain
+from random import Random
+
+import pytest
+
+from swarm.errors import BadManifest
+from swarm.protocol.dealing import (
+    MAX_HOLES,
+    MAX_SAMPLES,
+    Book,
+    book_of,
+    book_problem,
+    next_book,
+    num_samples,
+    reformed_book,
+    split,
+)
+from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.manifest import Member, PeerId, Text
+from swarm.protocol.rounds.deals import (
+    MAX_QUOTA,
+    MAX_TOKENS_PER_S,
+    book_after,
+    book_of_reform,
+    quotas,
+    tokens_problem,
+    with_pace,
+)
+from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.weights import weights
+from tests.protocol.round_pump import found, make_offer, make_rules, name
+
+EXACT = make_rules()
+"""10 steps a round of 100 tokens each, 10 tokens a sample."""
+TIMED = replace(EXACT, round_seconds=8.0, planned_peers=4)
+PER_STEP, USUAL = 10, 100
+"""Samples of a step, and of the exact mode's round."""
+
+
+def samples(stretches):
+    """Each sample by itself, in order."""
+    return list(chain.from_iterable(range(start, stop) for start, stop in stretches))
+
+
+class History:
+    """A run in which peers come, work at different speeds, fall silent and are lost."""
+
+    def __init__(self, rules: Rules, seed: int, most_peers: int = 12) -> None:
+        self.rules, self.random, self.most_peers = rules, Random(seed), most_peers
+        founders = [f"p{number:03}" for number in range(self.random.randint(1, most_peers))]
+        self.joined = len(founders)
+        self.tip = found(rules, founders)
+        self.seen: list[int] = []
+        self.paces: dict[PeerId, float] = {}
+
+    def step(self) -> None:
+        if self.random.random() < 0.1:
+            self._reform()
+        else:
+            self._round()
+
+    def _reform(self) -> None:
+        alive = [peer for peer in self.tip.members if self.random.random() < 0.6]
+        alive = alive or list(self.tip.members)[:1]
+        members = {peer: self.tip.members[peer] for peer in alive}
+        if self.random.random() < 0.3:
+            members[self._newcomer()] = Member(0, 1.0)
+        book = book_of_reform(self.tip, dict(sorted(members.items())), self.rules)
+        self.tip = replace(self.tip, members=members, **vars(book))
+
+    def _newcomer(self) -> PeerId:
+        self.joined += 1
+        return f"p{self.random.randrange(1000):03}n{self.joined}"
+
+    def _round(self) -> None:
+        tip, random = self.tip, self.random
+        peers = [peer for peer in tip.members if random.random() < 0.8] or list(tip.members)[:1]
+        work, members = {}, dict(tip.members)
+        for peer in peers:
+            count = self._count(peer)
+            work[peer] = count * self.rules.sequence_length
+            self.seen += samples(split(tip.dealt[peer], count)[0])
+            seconds = work[peer] / self.paces.setdefault(peer, random.choice([40.0, 150.0, 900.0]))
+            offer = replace(make_offer(EXACT, peer, tip), tokens=work[peer], seconds=seconds)
+            members = with_pace(members, {peer: offer})
+            assert tokens_problem(work[peer], peer, tip, self.rules) is None
+        for peer in list(members):
+            if random.random() < 0.05 and len(members) > 1:
+                del members[peer]
+        while random.random() < 0.3 and len(members) < self.most_peers:
+            members[self._newcomer()] = Member(1, 1.0)
+        tokens = tip.tokens + sum(work.values())
+        book = book_after(tip, work, dict(sorted(members.items())), tokens, self.rules)
+        self.tip = replace(tip, members=members, tokens=tokens, **vars(book))
+
+    def _count(self, peer: PeerId) -> int:
+        """Samples that a peer manages to read of its deal."""
+        dealt = num_samples(self.tip.dealt[peer])
+        if self.rules.round_seconds is None:
+            return dealt
+        return self.random.randint(1, dealt // PER_STEP) * PER_STEP
+
+    def check(self) -> None:
+        """Each sample before the cursor was counted, is open, or is dealt: exactly one of them."""
+        book = book_of(self.tip)
+        dealt = chain.from_iterable(samples(own) for own in book.dealt.values())
+        everything = [*self.seen, *samples(book.holes), *dealt]
+        assert sorted(everything) == list(range(book.cursor))
+        assert book_problem(book) is None
+        assert book.dealt.keys() == self.tip.members.keys()
+
+
+@pytest.mark.parametrize("rules", [EXACT, TIMED], ids=["exact", "timed"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_sample_is_counted_twice_and_none_is_forgotten(rules: Rules, seed: int) -> None:
+    history = History(rules, seed)
+    for _ in range(30):
+        history.step()
+        history.check()
+        assert len(history.tip.holes) <= (10 if rules is EXACT else 3 * history.most_peers)
+
+
+def test_holes_do_not_become_more_with_time() -> None:
+    history = History(TIMED, seed=1)
+    for _ in range(400):
+        history.seen.clear()
+        history.step()
+        assert len(history.tip.holes) <= 3 * history.most_peers
+
+
+def test_after_one_lap_everything_is_read_but_what_is_still_open() -> None:
+    history = History(EXACT, seed=3)
+    windows = 20_000
+    while len(history.seen) < windows:
+        history.step()
+    book = book_of(history.tip)
+    still_open = num_samples(book.holes) + sum(map(num_samples, book.dealt.values()))
+    assert len(set(history.seen)) == len(history.seen) == book.cursor - still_open
+    assert set(range(windows)) - set(history.seen) <= {
+        *samples(book.holes),
+        *chain.from_iterable(samples(own) for own in book.dealt.values()),
+    }
+
+
+def test_what_was_not_used_is_dealt_first() -> None:
+    book = next_book(Book(), {}, {"A": 10, "B": 10})
+    assert book == Book(20, (), {"A": ((0, 10),), "B": ((10, 20),)})
+    after = next_book(book, {"A": 4, "B": 10}, {"A": 10, "B": 10})
+    assert after == Book(34, (), {"A": ((4, 10), (20, 24)), "B": ((24, 34),)})
+
+
+def test_members_of_a_reform_read_on_and_newcomers_get_what_was_lost() -> None:
+    book = next_book(Book(), {}, {"A": 10, "B": 10, "C": 10})
+    after = reformed_book(book, {"B": 7, "D": 5, "E": 10})
+    assert after.dealt["B"] == book.dealt["B"]
+    assert after.dealt["D"] == ((0, 5),)
+    assert after.dealt["E"] == ((5, 10), (20, 25))
+    assert (after.cursor, after.holes) == (25, ())
+
+
+WRONG_BOOKS = {
+    "the cursor": Book(-1),
+    "is 4611686018427387904": Book(MAX_SAMPLES),
+    "more than": Book(MAX_SAMPLES - 1, tuple((3 * n, 3 * n + 1) for n in range(MAX_HOLES + 1))),
+    "touch each other": Book(9, ((0, 1), (1, 2))),
+    "not in order": Book(9, ((4, 5), (1, 2))),
+    "5 to 5": Book(9, ((5, 5),)),
+    "7 to 3": Book(9, (), {"A": ((7, 3),)}),
+    "-1 to 3": Book(9, ((-1, 3),)),
+    "3 to 5 are listed twice": Book(9, ((2, 4),), {"A": ((3, 5),)}),
+    "before 9": Book(9, (), {"A": ((8, 10),)}),
+    "0 to 2 are listed twice": Book(9, (), {"A": ((0, 2),), "B": ((0, 2),)}),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_BOOKS)
+def test_a_book_that_nobody_wrote_is_refused(words: str) -> None:
+    book = WRONG_BOOKS[words]
+    assert words in (book_problem(book) or "")
+    manifest = replace(found(EXACT, ["A", "B"]), **vars(book))
+    with pytest.raises(BadManifest) as refused:
+        foreign_manifest(manifest.encoded)
+    assert refused.value.reason == "manifest_book"
+
+
+# ---------------------------------------------------------------- quotas
+
+
+def test_in_the_exact_mode_everybody_gets_the_samples_of_its_steps() -> None:
+    members = {"A": Member(0, 1.0), "B": Member(0, 5.0, tokens_per_s=1e6)}
+    assert quotas(members, 0, 10**6, EXACT) == {"A": USUAL, "B": USUAL}
+
+
+def test_in_rounds_of_a_given_time_a_member_gets_what_it_can_use_and_a_quarter_more() -> None:
+    members = {"slow": Member(0, 1.0, 25.0), "fast": Member(0, 1.0, 200.0)}
+    # 8 s x 25 tokens/s are 20 samples; a quarter more are 25, in whole steps of 10: 30.
+    assert quotas(members, 0, None, TIMED) == {"slow": 30, "fast": 200}
+
+
+@pytest.mark.parametrize(
+    ("windows", "quota"), [(None, 1600), (10**6, 1600), (4000, 1000), (4010, 1000), (100, USUAL)]
+)
+def test_a_member_of_unknown_pace_gets_much_but_not_laps_of_a_small_text(
+    windows: int | None, quota: int
+) -> None:
+    members = {"A": Member(0, 1.0), "B": Member(0, 1.0)}
+    assert set(quotas(members, 0, windows, TIMED).values()) == {quota}
+
+
+def test_no_pace_makes_a_quota_explode() -> None:
+    member = Member(0, 1.0)
+    for seconds in (5e-324, 1e-9, 1e9):
+        offer = replace(make_offer(TIMED, "A", found(TIMED, ["A"])), tokens=2**61, seconds=seconds)
+        paced = with_pace({"A": member}, {"A": offer})
+        assert paced["A"].tokens_per_s <= MAX_TOKENS_PER_S
+        ages = replace(TIMED, round_seconds=1e300)
+        assert 0 < quotas(paced, 0, None, ages)["A"] <= MAX_QUOTA + PER_STEP
+    at_once = replace(offer, seconds=0.0)
+    assert with_pace({"A": member}, {"A": at_once}) == {"A": member}
+
+
+def test_steps_follow_tokens_in_rounds_of_a_given_time() -> None:
+    tip = replace(found(TIMED, ["A"]), step=7, tokens=3100)
+    assert EXACT.step_after(tip, 4100) == 17
+    # A step is a batch of 100 tokens of each of the 4 planned peers.
+    assert [TIMED.step_after(tip, tokens) for tokens in (3100, 3199, 3200, 8000)] == [7, 7, 8, 20]
+
+
+def test_the_founders_text_limits_the_first_deal() -> None:
+    text = Text("text", "byte", name("text"), documents=1, tokens=4001, windows=400)
+    founding = replace(found(TIMED, ["A"]).founding, text=text)
+    tip = replace(found(TIMED, ["A"]), founding=founding)
+    assert num_samples(book_after(tip, {}, tip.members, 0, TIMED).dealt["A"]) == 200
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_equal_work_has_no_weights_and_unequal_work_weighs_its_tokens() -> None:
+    assert weights({"A": 5, "B": 5}, "AB") is None
+    assert weights({"A": 5, "B": 15}, "AB") == (5, 15)
+    assert weights({"A": 5, "B": 15}, "B") is None
+
+
+def test_a_late_offer_weighs_as_the_least_of_the_others() -> None:
+    assert weights({"A": 8, "B": 3}, "ABC") == (8, 3, 3)
+    assert weights({"A": 8}, "AC") is None
+    assert weights({}, "CD") is None
+
+
+# ---------------------------------------------------------------- size
+
+
+def test_what_a_member_costs_in_a_manifest_stays_small() -> None:
+    history = History(TIMED, seed=1, most_peers=1024)
+    peers = [f"Qm{number:044}" for number in range(1024)]
+    history.tip = found(TIMED, peers)
+    for _ in range(3):
+        history._round()
+    tip = replace(history.tip, work=dict.fromkeys(history.tip.members, 123456789))
+    bare = replace(
+        tip,
+        work={},
+        holes=(),
+        dealt={},
+        members={peer: replace(m, tokens_per_s=0.0) for peer, m in tip.members.items()},
+    )
+    more = (len(tip.encoded) - len(bare.encoded)) / len(tip.members)
+    assert more < 200, more
