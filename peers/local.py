@@ -31,7 +31,7 @@ STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
 _OF_EACH = frozenset(
     {
-        *("peer.name", "peer.data_index", "peer.wait_for_peers", "peer.linger_s"),
+        *("peer.name", "peer.wait_for_peers", "peer.linger_s"),
         *("network.initial_peers", "network.host_maddrs", "network.announce_maddrs"),
         "network.identity_path",
     }
