@@ -43,7 +43,7 @@ CAUGHT_BY_SCHEDULE = {
     "tip_before_collected": "D:0",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "A:88",
-    "promise_not_recorded": "C:3",
+    "promise_not_recorded": "C:97",
     "lowest_accepted": "B:90",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
