@@ -35,7 +35,7 @@ CAUGHT_BY_SCHEDULE = {
     "round_while_due": "D:0",
     "due_by_kind": "C:11",
     "due_by_rise": "C:11",
-    "no_phase_1_at_merge": "C:203",
+    "no_phase_1_at_merge": "C:32",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:1",
