@@ -95,14 +95,23 @@ def book_problem(book: Book) -> str | None:
 
 def _deal(book: Book, quotas: Mapping[PeerId, int]) -> Book:
     """Deals to these peers, in peer-id order: first the holes, then what follows the cursor."""
-    cursor, holes, dealt = book.cursor, book.holes, dict(book.dealt)
+    cursor, dealt = book.cursor, dict(book.dealt)
+    holes = [*reversed(book.holes)]  # the first one last, since each is looked at once only
     for peer in sorted(quotas):
-        taken, holes = split(holes, quotas[peer])
-        fresh = quotas[peer] - num_samples(taken)
-        if fresh:
-            taken, cursor = _joined([*taken, (cursor, cursor + fresh)]), cursor + fresh
-        dealt[peer] = taken
-    return Book(cursor, holes, dict(sorted(dealt.items())))
+        taken: list[Stretch] = []
+        left = quotas[peer]
+        while left and holes:
+            start, stop = holes.pop()
+            middle = min(stop, start + left)
+            taken.append((start, middle))
+            left -= middle - start
+            if middle < stop:
+                holes.append((middle, stop))
+        if left:
+            taken.append((cursor, cursor + left))
+            cursor += left
+        dealt[peer] = _joined(taken)
+    return Book(cursor, tuple(reversed(holes)), dict(sorted(dealt.items())))
 
 
 def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretches]:

@@ -46,7 +46,7 @@ CAUGHT = {
     "only_owners_asked": "L:10",
     "hand_over_not_awaited": "K:27",
     "first_answer_taken": "K:2",
-    "search_forgotten": "K:81",
+    "search_forgotten": "K:119",
     "waits_for_moments": "K:1",
     "weights_ignored": "N:0",
     "whole_deals_count": "N:0",

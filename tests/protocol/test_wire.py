@@ -131,6 +131,16 @@ def test_a_record_comes_back_from_the_disk_as_it_was() -> None:
         decode_record(encode_record(record)[:-1])
 
 
+@pytest.mark.parametrize("seconds", ["-1.0", "NaN", "Infinity", "1e300", '"3"', "true", "null"])
+def test_an_offer_says_how_long_its_steps_took(seconds: str) -> None:
+    timed = replace(OFFER, seconds=12.25)
+    assert decode_offer(encode_offer(timed)) == timed
+    wrong = encode_offer(timed).replace(b"12.25", seconds.encode())
+    with pytest.raises(BadMessage) as refused:
+        decode_offer(wrong)
+    assert refused.value.reason == "offer_schema"
+
+
 def test_an_offer_comes_back_as_it_was_and_only_in_canonical_form() -> None:
     assert decode_offer(encode_offer(OFFER)) == OFFER
     with pytest.raises(BadMessage, match="canonical"):
