@@ -255,7 +255,6 @@ class Peer:
             loader,
             self.driver,
             started.directory,
-            data_index=self.data_index,
             validation_BT1=validation_batch(started.record.tip, run, started.store),
             status=status,
             moments=keeper,

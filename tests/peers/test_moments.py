@@ -131,7 +131,6 @@ class Process:
             cast(Loader, None),
             cast(RoundDriver, rounds),
             RunDirectory(folder),
-            data_index=0,
             validation_BT1=batch(RUN, 0),
             status=cast(PeerStatus, self.side.status),
             moments=self.side.keeper,
