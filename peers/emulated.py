@@ -50,7 +50,7 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Offer, Propose, Roster
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine
-from swarm.train.checkpoint import PrivateState, save_private
+from swarm.train.checkpoint import PrivateState, Saving, save_private
 from swarm.train.engine import StepStats
 
 NO_ROUND = 2**31
@@ -180,9 +180,9 @@ def arm_trainer(emulation: Emulation) -> None:
         emulation.stretch_step()
         emulation.at("local_steps")
 
-    def trapped_save(path: Path, state: PrivateState) -> None:
+    def trapped_save(path: Path, state: PrivateState, begun: Saving) -> None:
         emulation.at("save")
-        save(path, state)
+        save(path, state, begun)
 
     def trapped_offer(self: RoundDriver, offered: Offer) -> None:
         emulation.at("offer")

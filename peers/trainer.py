@@ -24,12 +24,13 @@ from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 from swarm.train.checkpoint import (
     PrivateState,
+    Saving,
     load_newest,
     read_rng,
     restore_rng,
@@ -176,28 +177,30 @@ class Trainer:
         return units
 
     def _save_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
-        """Stores the offered values, then makes the private state durable, then offers [P6]."""
-        with self.status.phases.within("offering"):
-            return self._durable_offer(tip, work)
+        """Stores the offered values and makes the private state durable, then offers [P6].
 
-    def _durable_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
-        units = self._store_values(tip)
-        private = PrivateState(
-            engine=self.model.engine.state_dict(),
-            run_id=self.rounds.machine.rules.run,
-            base_tip=tip.digest,
-            round=tip.round + 1,
-            steps=work.steps,
-            tokens=work.tokens,
-            seconds=work.seconds,
-            data_position=self.reading.position_after(work.tokens),
-            offered={unit: offered.digest for unit, offered in units.items()},
-            expert_bases=dict(self.model.bases),
-            rng=read_rng(torch.device("cpu")),
-            searches=self.moments.searches,
-        )
+        Both at once, as the state names what was offered only at its end.
+        """
+        engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
         path = self.directory.private_path
-        patiently(partial(save_private, path, private), "private state", self._pause)
+        with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
+            units = self._store_values(tip)
+            private = PrivateState(
+                engine=engine,
+                run_id=self.rounds.machine.rules.run,
+                base_tip=tip.digest,
+                round=tip.round + 1,
+                steps=work.steps,
+                tokens=work.tokens,
+                seconds=work.seconds,
+                data_position=self.reading.position_after(work.tokens),
+                offered={unit: offered.digest for unit, offered in units.items()},
+                expert_bases=dict(self.model.bases),
+                rng=rng,
+                searches=self.moments.searches,
+            )
+            save = partial(save_private, path, private, begun)
+            patiently(save, "private state", self._pause)
         return Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
 
     def _wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
@@ -326,22 +329,30 @@ class Trainer:
         self.model.engine.count_from(tip.step)
         private = self._load_private(tip)
         if private is None:
-            return self._adopt_start([tip], "", None), None
-        offer = self._offer_of(private)
+            return self._adopt_start([tip], "", None)[0], None
         if private.base_tip == tip.digest:
-            logger.info("round=%d: the saved local steps are offered again", private.round)
             self.model.adopt_frozen(tip)
             self.status.manifest = tip
-            self.reading.position = self.reading.position_after(-private.tokens)
-            return tip, self._save_offer(tip, private)
+            return tip, self._offer_again(tip, private)
         parent = self.rounds.machine.record.parent
-        was_merged = parent is not None and parent.digest == tip.parent
-        if parent and was_merged and parent.parent == private.base_tip:
-            return self._adopt_start([parent, tip], private.base_tip, offer), None
-        return self._adopt_start([tip], private.base_tip, offer), None
+        path = [tip]
+        if parent and parent.digest == tip.parent and parent.parent == private.base_tip:
+            path = [parent, tip]
+        offer = self._offer_of(private)
+        tip, kept = self._adopt_start(path, private.base_tip, offer)
+        # Killed between the record of a reform and the private state: the work is still good.
+        return tip, self._offer_again(tip, private) if kept else None
 
-    def _adopt_start(self, path: list[Manifest], previous: Digest, offer: Offer | None) -> Manifest:
-        offers = [offer] if offer else []
+    def _offer_again(self, tip: Manifest, private: PrivateState) -> Offer:
+        logger.info("round=%d: the saved local steps are offered again", private.round)
+        self.reading.position = self.reading.position_after(-private.tokens)
+        return self._save_offer(tip, private)
+
+    def _adopt_start(
+        self, path: list[Manifest], previous: Digest, offer: Offer | None
+    ) -> tuple[Manifest, bool]:
+        """Returns the tip, and whether all local work is still good on it."""
+        offers, kept = [offer] if offer else [], True
         for manifest in path:
             try:
                 adoption = self.model.adopt(manifest, previous=previous, offers=offers)
@@ -351,13 +362,14 @@ class Trainer:
                     raise
                 logger.info("height=%d skipped: %s", manifest.height, error)
                 continue
+            kept &= adoption.shared is Action.KEEP
             previous = manifest.digest
         tip = path[-1]
         self.status.manifest = tip
         if merge_due(tip, self.run.merging):
-            return self._adopt(self._wait(tip, PeerState.MERGING), tip, None, None)[0]
+            return self._adopt(self._wait(tip, PeerState.MERGING), tip, None, None)[0], False
         self._validate(tip)
-        return tip
+        return tip, kept
 
     def _before(self, manifest: Manifest) -> Manifest:
         """Its parent if that is known: who owned experts before, and so has their moments."""
@@ -365,17 +377,19 @@ class Trainer:
         return parent if parent and parent.digest == manifest.parent else manifest
 
     def _load_private(self, tip: Manifest) -> PrivateState | None:
+        tips = [tip.digest, tip.parent] if tip.kind is Kind.REFORM else [tip.digest]
         try:
             loaded = load_newest(self.directory.private_path)
+            if loaded is None:
+                return None
+            private, run = loaded.state, self.rounds.machine.rules.run
+            private.require(run, tips=tips, tip_round=tip.round)
+            self.model.engine.load_state_dict(private.engine)
         except CorruptState as error:
             # Masters are in the swarm; a peer that stays away would lose more than its moments.
             logger.error("%s; goes on from the manifest, with moments of zero", error)
             return None
-        if loaded is None:
-            return None
-        private = loaded.state
         logger.info("resume %s", loaded.reason)
-        self.model.engine.load_state_dict(private.engine)
         restore_rng(private.rng, torch.device("cpu"))
         self.model.bases = dict(private.expert_bases)
         self.reading.position = private.data_position

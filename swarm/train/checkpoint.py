@@ -1,9 +1,12 @@
 """A peer's private state on disk: what it needs, besides a manifest, to go on bit for bit.
 
-The file is a safetensors file (tensors and, under "__metadata__", one JSON object), followed by
-the 32 bytes of its BLAKE3 digest. It is written beside its place, fsynced and renamed; the one
-before stays as `NAME.previous`. Nothing in it is executed, and nothing is read before the digest of
-the whole file was checked.
+The file is a safetensors file with the tensors, then one JSON object with all else, the length of
+that (8 bytes) and the BLAKE3 digest of everything before (32). It is written beside its place,
+fsynced and renamed; the one before stays as `NAME.previous`. Nothing in it is executed, and nothing
+is read before the digest of the whole file was checked.
+
+What is offered stands at the end, so that tensors are hashed and written, each in a thread of its
+own, while the offered values are still encoded and stored.
 
 safetensors itself would hold a second copy of the state in memory, some 40 GB for the 7B model;
 writing its format is the short part.
@@ -16,10 +19,13 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, BinaryIO, Self
 
 import torch
 from blake3 import blake3
@@ -29,7 +35,8 @@ from swarm.errors import CorruptState, StateError
 from swarm.train.engine import EngineState
 from swarm.train.guard import LossScale
 
-_FORMAT = 1
+_FORMAT = 2
+_LENGTH_BYTES = 8
 _DIGEST_BYTES = 32
 _DTYPES = {
     torch.float32: "F32",
@@ -38,6 +45,10 @@ _DTYPES = {
     torch.uint8: "U8",
 }
 _CHUNK_BYTES = 16 * 2**20
+_CHUNKS_AHEAD = 4
+"""Chunks that are hashed and not written: the memory that saving takes."""
+_FLUSH_BYTES = 256 * 2**20
+"""Written at once, before the disk is made to keep up: the last fsync shall be short."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +85,26 @@ class PrivateState:
     rng: Mapping[str, Tensor]
     searches: str = ""
 
+    def require(self, run_id: str, *, tips: Collection[str | None], tip_round: int) -> None:
+        """Refuses a state that may not be trained on.
+
+        Args:
+            run_id: of the run that is resumed.
+            tips: digests of the tip and of manifests that a peer goes on from in the same way.
+            tip_round: of the tip.
+
+        Raises:
+            CorruptState: it is of another run, or names such a tip and does not fit it.
+        """
+        if self.run_id != run_id:
+            raise CorruptState(f"the private state belongs to the run {self.run_id}, not {run_id}")
+        fits = self.round == tip_round + 1 and self.steps > 0 and self.tokens > 0
+        if self.base_tip in tips and not fits:
+            raise CorruptState(
+                f"the private state (round {self.round}, {self.steps} steps, {self.tokens} "
+                f"tokens) cannot follow the manifest that it names (round {tip_round})"
+            )
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -83,39 +114,125 @@ class Loaded:
     reason: str
 
 
-def save_private(path: Path, state: PrivateState) -> None:
+class Saving:
+    """A private state that is being written: its tensors are hashed and written by two threads.
+
+    The tensors must not change until it was finished. A context manager: what was not finished when
+    the context ends is given up, and the threads have ended.
+    """
+
+    def __init__(self, path: Path, engine: EngineState, rng: Mapping[str, Tensor]) -> None:
+        """Begins to write; what goes wrong is raised by `finish`."""
+        self.path = path
+        self.is_open = True
+        """Whether it can be finished: once, whatever comes of it."""
+        self._tensors = dict(sorted(engine.tensors.items()))
+        self._tensors |= {f"rng.{name}": tensor for name, tensor in sorted(rng.items())}
+        self._digest = blake3(max_threads=blake3.AUTO)
+        self._chunks = SimpleQueue[bytes | memoryview | None]()
+        self._room = threading.Semaphore(_CHUNKS_AHEAD)
+        self._given_up = False
+        self._pool = ThreadPoolExecutor(2, "swarm-private")
+        self._written = self._pool.submit(self._write)
+        self._hashed = self._pool.submit(self._hash)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._given_up, self.is_open = True, False
+        self._pool.shutdown()
+        if self._written.exception() is None:
+            self._written.result().close()
+
+    def finish(self, state: PrivateState) -> None:
+        """Adds what is no tensor and puts the file into its place, durable.
+
+        Raises:
+            OSError: the disk refused, now or while the tensors were written.
+        """
+        self.is_open = False
+        self._hashed.result()
+        with self._written.result() as file:
+            for chunk in _trailer(state):
+                self._digest.update(chunk)
+                file.write(chunk)
+            file.write(self._digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        _put_in_place(self.path)
+
+    def _hash(self) -> None:
+        try:
+            for chunk in _encode(self._tensors):
+                if self._given_up:
+                    return
+                self._digest.update(chunk)
+                self._room.acquire()
+                self._chunks.put(chunk)
+        finally:
+            self._chunks.put(None)
+
+    def _write(self) -> BinaryIO:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = _beside(self.path).open("wb")
+            try:
+                self._write_chunks(file)
+            except BaseException:
+                file.close()
+                raise
+            return file
+        finally:
+            self._given_up = True  # nobody takes chunks any more
+            self._room.release()
+
+    def _write_chunks(self, file: BinaryIO) -> None:
+        unflushed = 0
+        while (chunk := self._chunks.get()) is not None:
+            self._room.release()
+            unflushed += file.write(chunk)
+            if unflushed >= _FLUSH_BYTES:
+                os.fdatasync(file.fileno())
+                unflushed = 0
+
+
+def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -> None:
     """Makes a private state durable; the one before is kept as `NAME.previous`.
 
     When this returns the file survives a power cut. Killed at any moment, it leaves a whole file at
     `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
 
+    Args:
+        path: where it belongs.
+        state: what is saved.
+        begun: the saving of just its tensors, if that was begun; tried once.
+
     Raises:
         StateError: the disk is full or cannot be written.
     """
     try:
-        _save(path, state)
+        if begun is not None and begun.is_open:
+            begun.finish(state)
+        else:
+            with Saving(path, state.engine, state.rng) as saving:
+                saving.finish(state)
     except OSError as error:
         raise StateError(f"{path}: cannot be written: {error}") from error
 
 
-def _save(path: Path, state: PrivateState) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("wb") as file:
-        digest = blake3()
-        for chunk in _encode(state):
-            digest.update(chunk)
-            file.write(chunk)
-        file.write(digest.digest())
-        file.flush()
-        os.fsync(file.fileno())
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _put_in_place(path: Path) -> None:
     if path.exists():
         # A link first: `path` itself must at no moment be missing.
         linked = path.with_name(f"{path.name}.link")
         linked.unlink(missing_ok=True)
         os.link(path, linked)
         linked.replace(previous_path(path))
-    beside.replace(path)
+    _beside(path).replace(path)
     _sync_folder(path.parent)
 
 
@@ -132,14 +249,15 @@ def load_private(path: Path) -> PrivateState:
         raise CorruptState(f"{path}: cannot be read: {error}") from error
     content = memoryview(mapped)
     body, stated = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if blake3(body).digest() != stated:
+    if blake3(body, max_threads=blake3.AUTO).digest() != stated:
         raise CorruptState(f"{path}: the content is not what was written ({len(content)} bytes)")
-    header_bytes = int.from_bytes(body[:8], "little")
-    header = json.loads(bytes(body[8 : 8 + header_bytes]))
-    meta = json.loads(header.pop("__metadata__")["private_state"])
+    body, length = body[:-_LENGTH_BYTES], int.from_bytes(body[-_LENGTH_BYTES:], "little")
+    meta = json.loads(bytes(body[-length:]))
     if meta.pop("format") != _FORMAT:
         raise CorruptState(f"{path}: written in a format that this version does not read")
-    data = body[8 + header_bytes :]
+    header_bytes = int.from_bytes(body[:_LENGTH_BYTES], "little")
+    data = body[_LENGTH_BYTES + header_bytes :]
+    header = json.loads(bytes(body[_LENGTH_BYTES : _LENGTH_BYTES + header_bytes]))
     return _decode(meta, {name: _tensor(data, entry) for name, entry in header.items()})
 
 
@@ -188,11 +306,9 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
-def _encode(state: PrivateState) -> Iterator[bytes | memoryview]:
-    """The file without its digest, piece by piece, at most a few MB of it at a time."""
+def _trailer(state: PrivateState) -> Iterator[bytes]:
+    """What stands behind the tensors, without the digest."""
     engine = state.engine
-    tensors = dict(sorted(engine.tensors.items()))
-    tensors |= {f"rng.{name}": tensor for name, tensor in sorted(state.rng.items())}
     meta = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
@@ -202,8 +318,14 @@ def _encode(state: PrivateState) -> Iterator[bytes | memoryview]:
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]
-    text = json.dumps({"format": _FORMAT, **meta}, sort_keys=True)
-    header: dict[str, Any] = {"__metadata__": {"private_state": text}}
+    text = json.dumps({"format": _FORMAT, **meta}, sort_keys=True).encode()
+    yield text
+    yield len(text).to_bytes(_LENGTH_BYTES, "little")
+
+
+def _encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece, at most a few MB of it at a time."""
+    header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         stop = offset + tensor.numel() * tensor.element_size()
@@ -215,7 +337,7 @@ def _encode(state: PrivateState) -> Iterator[bytes | memoryview]:
         offset = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
+    yield len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
     for tensor in tensors.values():
         yield from _pieces(tensor)
 

@@ -1,5 +1,7 @@
+import json
 import logging
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.train import checkpoint
 from swarm.train.checkpoint import (
     PrivateState,
+    Saving,
     load_newest,
     load_private,
     previous_path,
@@ -75,11 +78,13 @@ def test_nothing_saved_is_no_error(path):
     assert load_newest(path) is None
 
 
-def test_the_file_is_safetensors_and_a_digest(path):
+def test_the_file_is_safetensors_json_and_a_digest(path):
     save_private(path, small_state())
     content = path.read_bytes()
     assert content[-32:] == blake3(content[:-32]).digest()
-    tensors = safetensors.torch.load(content[:-32])
+    length = int.from_bytes(content[-40:-32], "little")
+    assert json.loads(content[-40 - length : -40])["run_id"] == "tiny-1234"
+    tensors = safetensors.torch.load(content[: -40 - length])
     assert same(
         {name: tensors[name] for name in small_state().engine.tensors},
         dict(small_state().engine.tensors),
@@ -234,3 +239,91 @@ def test_resuming_from_disk_gives_the_bits_of_a_run_without_a_stop(path):
         again.step(batch(run, step), lr=1e-2)
     assert same(again.read(all_names(run)), straight.read(all_names(run)))
     assert same(dict(again.state_dict().tensors), dict(straight.state_dict().tensors))
+
+
+def test_tensors_are_written_before_it_is_known_what_is_offered(path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+    with Saving(path, state.engine, state.rng) as begun:
+        begun._written.result()
+        written = path.with_name("private.new").stat().st_size
+        assert not path.exists()
+        save_private(path, state, begun)
+    assert 4000 <= written < path.stat().st_size
+    assert_equal(load_private(path), state)
+
+
+def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    save_private(path, small_state(1))
+    threads = threading.active_count()
+    state = state_of(EngineState({"a": torch.arange(10_000.0)}, (), 0, 0, 0), 2)
+    with pytest.raises(RuntimeError, match="asked to stop"), Saving(path, state.engine, state.rng):
+        raise RuntimeError("asked to stop")
+    assert threading.active_count() == threads
+    assert load_private(path).round == 1
+
+
+def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
+    """More chunks than wait at once, so that whoever hashes must not wait for ever."""
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(checkpoint, "_FLUSH_BYTES", 64)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fdatasync", full)
+    with Saving(path, state.engine, state.rng) as begun:
+        with pytest.raises(StateError, match="No space left"):
+            save_private(path, state, begun)
+        monkeypatch.setattr(checkpoint, "_FLUSH_BYTES", 2**20)
+        save_private(path, state, begun)
+    assert_equal(load_private(path), state)
+
+
+def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
+    """A disk that stands still stops the hashing after as many chunks as may wait."""
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    go_on, hashed, pieces = threading.Event(), [], checkpoint._pieces
+
+    def counted(tensor):
+        for piece in pieces(tensor):
+            hashed.append(len(piece))
+            yield piece
+
+    class Slow(type(path)):
+        def open(self, *arguments):
+            go_on.wait(60)
+            return super().open(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_pieces", counted)
+    state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
+    with Saving(Slow(path), state.engine, state.rng) as begun:
+        while len(hashed) < checkpoint._CHUNKS_AHEAD:
+            assert not begun._hashed.done()
+        assert not begun._hashed.done()
+        assert len(hashed) <= checkpoint._CHUNKS_AHEAD + 1
+        go_on.set()
+        save_private(path, state, begun)
+    assert_equal(load_private(path), state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"run_id": "other"}, "belongs to the run tiny-1234, not other"),
+        ({"tip_round": 1}, "cannot follow the manifest"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(changed, words):
+    fitting = {"run_id": "tiny-1234", "tips": ["ab" * 32], "tip_round": 0}
+    small_state().require(**fitting)
+    with pytest.raises(CorruptState, match=words):
+        small_state().require(**fitting | changed)
+    with pytest.raises(CorruptState, match="cannot follow"):
+        replace(small_state(), tokens=0).require(**fitting)
+
+
+def test_a_state_of_an_older_manifest_may_have_any_step():
+    small_state().require("tiny-1234", tips=["ff" * 32], tip_round=7)

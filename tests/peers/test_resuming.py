@@ -1,0 +1,156 @@
+"""What a peer does with its private state after a crash."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peers.leaving import Stop
+from peers.live_model import Agreed, LiveModel, initial_blobs
+from peers.moments import MomentsKeeper
+from peers.state_directory import RunDirectory
+from peers.status import PeerStatus
+from peers.trainer import Trainer
+from swarm.data.loader import Loader
+from swarm.network.blobs import BlobStore
+from swarm.network.founding import founding_manifest
+from swarm.network.round_driver import RoundDriver
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, Kind, Manifest
+from swarm.train.checkpoint import load_private
+from swarm.train.engine import ResidentEngine
+from tests.train.runs import all_names, batch, same, tiny_run
+
+RUN = tiny_run()
+LAYOUT = layout_of(RUN)
+STEPS, TOKENS = 3, 192
+ME = "me"
+
+
+@pytest.fixture
+def store() -> BlobStore:
+    return BlobStore(None)
+
+
+@pytest.fixture
+def founded(store: BlobStore) -> Manifest:
+    initial = {unit: (store.put(value), len(value)) for unit, value in initial_blobs(RUN, LAYOUT)}
+    founding = Founding(ME, "n", "c" * 64, 1, "d" * 64, 4)
+    return founding_manifest(founding, RUN, LAYOUT, initial, {ME: 1.0, "other": 1.0})
+
+
+class Life:
+    """A peer's trainer from a start to a crash."""
+
+    def __init__(self, store: BlobStore, folder: Path, tip: Manifest, **record: Any) -> None:
+        run, parent = record.get("run", "run"), record.get("parent")
+        self.model = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+        rounds = SimpleNamespace(
+            tip=tip,
+            layout=LAYOUT,
+            machine=SimpleNamespace(
+                record=SimpleNamespace(parent=parent), rules=SimpleNamespace(run=run)
+            ),
+            store_value=lambda value: (store.put(value), len(value)),
+        )
+        self.directory = RunDirectory(folder)
+        self.trainer = Trainer(
+            self.model,
+            cast(Loader, None),
+            cast(RoundDriver, rounds),
+            self.directory,
+            validation_BT1=batch(RUN, 0),
+            status=cast(PeerStatus, SimpleNamespace(validated=lambda *_: None)),
+            moments=cast(MomentsKeeper, Moments()),
+            stop=cast(Stop, lambda: False),
+        )
+
+
+class Moments:
+    """No moments are looked for."""
+
+    searches = ""
+
+    def resume(self, *_: Any) -> None: ...
+
+    def adopted(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, Any]:
+    """A peer that has offered its local steps on manifest 0 and was killed."""
+    life = Life(store, tmp_path, founded)
+    life.model.adopt(founded, previous="")
+    for step in range(STEPS):
+        life.model.engine.step(batch(RUN, step), lr=1e-2)
+    return life, life.trainer._save_offer(founded, STEPS, TOKENS)
+
+
+def reform_of(parent: Manifest) -> Manifest:
+    return replace(parent, kind=Kind.REFORM, parent=parent.digest, generation="fresh")
+
+
+@pytest.mark.parametrize("reforms", [0, 1, 2])
+def test_what_was_finished_is_offered_again_whatever_reforms_came(
+    store: BlobStore,
+    founded: Manifest,
+    crashed: tuple[Life, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reforms: int,
+) -> None:
+    """Killed after the record has the reform, before the private state is of it."""
+    before, offer = crashed
+    tips = [founded]
+    for _ in range(reforms):
+        tips.append(reform_of(tips[-1]))
+    parent = tips[-2] if reforms else None
+    again = Life(store, tmp_path, tips[-1], parent=parent)
+    monkeypatch.setattr(ResidentEngine, "step", None)  # no step may be trained
+    tip, offered = again.trainer._resume()
+    assert tip.digest == tips[-1].digest
+    assert offered is not None
+    assert offered.tip == tip.digest
+    assert (offered.steps, offered.tokens) == (STEPS, TOKENS)
+    assert offered.units == offer.units
+    names = all_names(RUN)
+    assert same(again.model.engine.read(names), before.model.engine.read(names))
+    saved = load_private(again.directory.private_path)
+    assert saved.base_tip == tip.digest
+    assert saved.offered == {unit: value.digest for unit, value in offer.units.items()}
+
+
+def test_a_round_that_went_on_takes_the_finished_steps_away(
+    store: BlobStore, founded: Manifest, crashed: tuple[Life, Any], tmp_path: Path
+) -> None:
+    decided = replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
+    again = Life(store, tmp_path, decided, parent=founded)
+    assert again.trainer._resume() == (decided, None)
+
+
+@pytest.mark.parametrize(
+    ("tip", "run"),
+    [({}, "another"), ({"round": 1}, "run"), ({"step": STEPS}, "run")],
+    ids=["another run", "another round", "no step left"],
+)
+def test_a_state_of_another_run_or_step_is_not_trained_on(
+    store: BlobStore,
+    founded: Manifest,
+    crashed: tuple[Life, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    tip: dict[str, int],
+    run: str,
+) -> None:
+    reform = replace(reform_of(founded), **tip)  # type: ignore[arg-type]
+    again = Life(store, tmp_path, reform, parent=founded, run=run)
+    with caplog.at_level(logging.ERROR):
+        assert again.trainer._resume() == (reform, None)
+    assert "the private state" in caplog.text
+    fresh = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+    fresh.adopt(founded, previous="")
+    names = all_names(RUN)
+    assert same(again.model.engine.read(names), fresh.engine.read(names))
