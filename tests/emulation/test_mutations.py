@@ -40,7 +40,7 @@ CAUGHT_BY_SCHEDULE = {
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:1",
     "no_base_check_at_merge": "B:1",
-    "tip_before_collected": "D:0",
+    "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "A:88",
     "promise_not_recorded": "C:97",
