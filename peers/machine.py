@@ -123,7 +123,7 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         plan.need.host / 1e9,
         plan.need.disk / 1e9,
     )
-    return SteppingEngine(run, plan.options, plan.below)
+    return SteppingEngine(run, plan.options, plan.below, folder)
 
 
 def _host_bytes() -> float:

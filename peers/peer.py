@@ -33,6 +33,7 @@ from peers.start import (
 from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
 from peers.trainer import StopAsked, Trainer
+from swarm.codecs import Content
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.loader import Loader, held_out_tokens
@@ -313,9 +314,9 @@ class Peer:
 
     def _merge(
         self, tip: Manifest, run: RunConfig, agreed: Agreed, publisher: Publisher
-    ) -> dict[Unit, memoryview]:
-        values, merged = merge_blobs(tip, run, agreed)
-        publisher.announce_merge(tip, merged.donors)
+    ) -> dict[Unit, Content]:
+        values, donors = merge_blobs(tip, run, agreed)
+        publisher.announce_merge(tip, donors)
         return values
 
     # ------------------------------------------------ the end

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 from swarm.errors import CorruptState, StateError
 from swarm.train.engine import EngineState
 from swarm.train.guard import LossScale
+from swarm.train.tensor_file import CHUNK_BYTES, OpenFile, Place, TensorFile, bytes_of
 
 _FORMAT = 1
 _DIGEST_BYTES = 32
@@ -37,7 +37,6 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-_CHUNK_BYTES = 16 * 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -120,27 +119,36 @@ def _save(path: Path, state: PrivateState) -> None:
 
 
 def load_private(path: Path) -> PrivateState:
-    """Reads a private state; its tensors are views of the mapped file, copied when written to.
+    """Reads a private state; its tensors are read from the file as they are asked for.
+
+    The file may be replaced meanwhile: it is held open. Cost: one pass for the digest; a piece is
+    held, not the state.
 
     Raises:
         CorruptState: the file is missing, torn, truncated, changed, or of another format.
     """
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
+        file = OpenFile(path)
+        size = os.fstat(file.descriptor).st_size
+        sound = size > _DIGEST_BYTES and _is_sound(file.descriptor, size - _DIGEST_BYTES)
+    except OSError as error:
         raise CorruptState(f"{path}: cannot be read: {error}") from error
-    content = memoryview(mapped)
-    body, stated = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if blake3(body).digest() != stated:
-        raise CorruptState(f"{path}: the content is not what was written ({len(content)} bytes)")
-    header_bytes = int.from_bytes(body[:8], "little")
-    header = json.loads(bytes(body[8 : 8 + header_bytes]))
+    if not sound:
+        raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+    header_bytes = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+    header = json.loads(os.pread(file.descriptor, header_bytes, 8))
     meta = json.loads(header.pop("__metadata__")["private_state"])
     if meta.pop("format") != _FORMAT:
         raise CorruptState(f"{path}: written in a format that this version does not read")
-    data = body[8 + header_bytes :]
-    return _decode(meta, {name: _tensor(data, entry) for name, entry in header.items()})
+    places = {name: _place(8 + header_bytes, entry) for name, entry in header.items()}
+    return _decode(meta, file, places)
+
+
+def _is_sound(descriptor: int, body_bytes: int) -> bool:
+    digest = blake3()
+    for start in range(0, body_bytes, CHUNK_BYTES):
+        digest.update(os.pread(descriptor, min(CHUNK_BYTES, body_bytes - start), start))
+    return digest.digest() == os.pread(descriptor, _DIGEST_BYTES, body_bytes)
 
 
 def load_newest(path: Path) -> Loaded | None:
@@ -217,28 +225,20 @@ def _encode(state: PrivateState) -> Iterator[bytes | memoryview]:
     encoded += b" " * (-len(encoded) % 8)
     yield len(encoded).to_bytes(8, "little") + encoded
     for tensor in tensors.values():
-        yield from _pieces(tensor)
+        yield from bytes_of(tensor)
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    for piece in content.split(_CHUNK_BYTES):
-        yield memoryview(piece.cpu().numpy())
-
-
-def _tensor(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
-    start, stop = entry["data_offsets"]
+def _place(start: int, entry: Mapping[str, Any]) -> Place:
     dtype = next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
-    if start == stop:
-        return torch.empty(entry["shape"], dtype=dtype)
-    return torch.frombuffer(data[start:stop], dtype=dtype).view(entry["shape"])
+    return Place(start + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
 
 
-def _decode(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> PrivateState:
+def _decode(meta: dict[str, Any], file: OpenFile, places: Mapping[str, Place]) -> PrivateState:
     owned, updates, skipped, skipped_in_a_row = meta.pop("engine")
-    rng = {name[4:]: each for name, each in tensors.items() if name.startswith("rng.")}
+    tensors = TensorFile(file, places)
+    rng = {name[4:]: tensors[name] for name in tensors if name.startswith("rng.")}
     engine = EngineState(
-        tensors={name: each for name, each in tensors.items() if not name.startswith("rng.")},
+        tensors=TensorFile(file, {n: at for n, at in places.items() if not n.startswith("rng.")}),
         owned=tuple(owned),
         updates=updates,
         skipped=skipped,

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from peers.live_model import Agreed, BlobGone, LiveModel, initial_blobs
+from peers.live_model import Agreed, BlobGone, LiveModel, initial_contents
 from swarm.codecs import encode_unit
 from swarm.experts import expert_shapes, expert_unit
 from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.train.engine import ResidentEngine
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
 
@@ -35,8 +36,8 @@ def store() -> BlobStore:
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
     initial = {}
-    for unit, value in initial_blobs(RUN, LAYOUT):
-        initial[unit] = (store.put(value), len(value))
+    for unit, value in initial_contents(RUN, LAYOUT):
+        initial[unit] = (store_content(store, value), value.num_bytes)
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     return founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0})
 
@@ -113,7 +114,7 @@ def test_int8_experts_are_made_from_agreed_values_every_time(
     for _ in range(3):
         live.adopt(manifest, previous=manifest.parent or "")
         unit = expert_unit(EXPERT)
-        agreed = live.agreed.expert(manifest.entries[unit].digest, unit)
+        agreed = dict(live.agreed.tensors(manifest.entries[unit].digest, unit))
         for name, value in agreed.items():
             once.put(0, value)
             assert torch.equal(live.engine.read([name])[name], once.get(0))
@@ -148,7 +149,10 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
     """An odd offset in its pack, no byte of it in the engine's own files, no bit of difference."""
     store = BlobStore(tmp_path)
     store.put(b"odd")
-    initial = {unit: (store.put(value), len(value)) for unit, value in initial_blobs(RUN, LAYOUT)}
+    initial = {
+        unit: (store_content(store, value), value.num_bytes)
+        for unit, value in initial_contents(RUN, LAYOUT)
+    }
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     peers = {"me": 1.0, "other": 1.0}
     founded = founding_manifest(founding, RUN, LAYOUT, initial, peers)
