@@ -79,10 +79,13 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
 
     def pieces() -> Iterator[Buffer]:
         for part in _chunks_of(layout):
-            values = read(part).detach()
-            yield _bytes_of(torch.empty(len(values), dtype=DTYPES[layout.codec]).copy_(values))
+            yield _encode(read(part).detach(), layout.codec)  # no name: nothing is held by it
 
     return Content(layout.num_bytes, pieces)
+
+
+def _encode(values: Tensor, codec: Codec) -> memoryview:
+    return _bytes_of(torch.empty(len(values), dtype=DTYPES[codec]).copy_(values))
 
 
 def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
@@ -247,9 +250,9 @@ def mean_of(reads: Sequence[Read], num_bytes: int, codec: Codec) -> Content:
     def pieces() -> Iterator[Buffer]:
         for start in range(0, num_bytes, chunk_bytes):
             length = min(chunk_bytes, num_bytes - start)
-            chunks = [_values_in(read(start, length), codec) for read in reads]
-            total = mean_chunk(chunks)
-            yield _bytes_of(torch.empty(len(total), dtype=DTYPES[codec]).copy_(total))
+            yield _encode(
+                mean_chunk([_values_in(read(start, length), codec) for read in reads]), codec
+            )
 
     return Content(num_bytes, pieces)
 

@@ -46,11 +46,15 @@ def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: in
     dots_EE = torch.zeros(len(gates), len(gates), dtype=torch.float64)
     for start in range(0, num_elements, COLUMNS):
         stop = min(start + COLUMNS, num_elements)
-        part_EX = torch.stack([gate(start, stop).detach().double().cpu() for gate in gates])
-        dots_EE += part_EX @ part_EX.T
+        dots_EE += _dots([gate(start, stop).detach() for gate in gates])
     norm_E = dots_EE.diagonal().sqrt()
     cosines_EE = dots_EE / torch.outer(norm_E, norm_E)
     return cosines_EE.nan_to_num(nan=0.0).round(decimals=DECIMALS)
+
+
+def _dots(gates: Sequence[Tensor]) -> Tensor:
+    part_EX = torch.stack([gate.double().cpu() for gate in gates])
+    return part_EX @ part_EX.T
 
 
 def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], ...]:

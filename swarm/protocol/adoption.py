@@ -5,10 +5,10 @@ the agreed value named by the base digest. The rule is a compare-and-swap on tha
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
 
 Of several owners each finds the mean of their values agreed, not its own. What its offered value
-lacked of its master is still its own, and is added to the mean: the remainder that the wire rounded
-off, without which updates below half a unit in the last place would be lost in every round; and of a
-late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire a finished
-round's offer lacks nothing, so its owner restarts from the mean, whose bits it then has.
+lacked of its master is still its own, and is added to the mean: the remainder that the wire
+rounded off, without which updates below half a unit in the last place would be lost in every round;
+and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
+the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
 
 After a restart the same function decides, with the bases and the offer that the private state
 was saved with [P6].
@@ -46,8 +46,8 @@ class ExpertDecision:
     """Base digest of the progress from now on; None after a drop."""
     reason: str
     rebase_from: Digest | None = None
-    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED: my offered
-    value, a blob that its owner keeps until it has adopted."""
+    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED:
+    my offered value, a blob that I keep until I have adopted."""
 
 
 @dataclass(frozen=True)
