@@ -31,6 +31,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
+from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.events import (
     Apply,
@@ -53,10 +54,12 @@ from swarm.protocol.events import (
     Stored,
     Sync,
     Synced,
+    SyncFailed,
     Tick,
     Topic,
     Undeliverable,
     UnitReduced,
+    Unobtainable,
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
@@ -118,6 +121,7 @@ class RoundDriver:
         self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
         self._left: str | None = None
         self._failure: BaseException | None = None
+        store.on_lost = self._lost
 
     # ------------------------------------------------ the trainer's side (any thread)
 
@@ -139,6 +143,10 @@ class RoundDriver:
     def store_value(self, value: Content) -> tuple[Digest, int]:
         """Stores a value of this peer's own and tells the machine; returns digest and size."""
         return write(self.open_value(value.num_bytes), value), value.num_bytes
+
+    def _lost(self, digest: Digest, why: str) -> None:
+        """A blob that the machine counts on is gone; it brings it here again if it needs it."""
+        self._send_in(Unobtainable(digest, self.node.peer_id, why))
 
     def open_value(self, num_bytes: int) -> Draft:
         """The same for a value that is written piece by piece; the machine hears of its end."""
@@ -285,12 +293,15 @@ class RoundDriver:
         self._work.spawn(self._sync_blobs(effect.manifest))
 
     async def _sync_blobs(self, manifest: Manifest) -> None:
-        await self._patiently("manifest", self.store.put, manifest.encoded, manifest.digest)
-        digests = [manifest.digest, *(entry.digest for entry in manifest.entries.values())]
-        founding = manifest.founding
-        held = [*digests, founding.config, founding.validation]
-        await self._patiently("blobs", self.store.sync, held)
-        self._inbox.put_nowait(Synced(manifest.digest))
+        try:
+            await self._patiently("manifest", sync_manifest, self.store, manifest)
+        except StateError as error:
+            logger.error("manifest %s is not durable: %s", manifest.digest[:12], error)
+            for digest in missing_of(error):
+                self._lost(digest, "it is not in the store")
+            self._send_in(SyncFailed(manifest.digest, str(error)))
+        else:
+            self._inbox.put_nowait(Synced(manifest.digest))
 
     async def _reduce(self, effect: Reduce) -> None:
         self._work.spawn(self._reduce_unit(effect))
@@ -347,7 +358,7 @@ class RoundDriver:
             logger.debug("%s", reason)
 
     async def _keep(self, effect: Keep) -> None:
-        await self._patiently("blobs", self.store.collect, effect.digests, time.monotonic())
+        await self._patiently("blobs", collect, self.store, effect.digests, time.monotonic())
 
     async def _leave(self, effect: Left) -> None:
         with self._tip_changed:
@@ -385,15 +396,5 @@ class RoundDriver:
         return self.outbound.encode(header, Commit(tip, record.certificate, record.parent))
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
-        """A peer asks for a blob: to a stranger the manifest that it belongs to is leased [GC].
-
-        Members fetch only what the protocol keeps for them.
-        """
-        tip, parent = self.machine.record.tip, self.machine.record.parent
-        if peer in tip.members:
-            return
-        for manifest in (tip, parent):
-            blobs = {e.digest for e in manifest.entries.values()} if manifest else set()
-            if manifest and digest in blobs:
-                self.store.lease(manifest.digest, {manifest.digest, *blobs}, time.monotonic())
-                return
+        """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""
+        lease_to_stranger(self.store, self.machine.record, peer, digest, time.monotonic())

@@ -81,7 +81,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Unobtainable:
-    """A peer did not give a blob, or gave one that was refused."""
+    """A peer did not give a blob, or gave one that was refused.
+
+    With this peer's own name: a blob that was here is gone or damaged.
+    """
 
     digest: Digest
     peer: PeerId
@@ -100,6 +103,14 @@ class Synced:
     """All blobs of this manifest are durable."""
 
     manifest: Digest
+
+
+@dataclass(frozen=True)
+class SyncFailed:
+    """The blobs of this manifest could not be made durable, and nothing tries to any more."""
+
+    manifest: Digest
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,7 @@ Event = (
     | Unobtainable
     | Undeliverable
     | Synced
+    | SyncFailed
     | UnitReduced
     | MergeComputed
     | LeaveAsked
@@ -204,7 +216,7 @@ class CancelFetch:
 
 @dataclass(frozen=True)
 class Sync:
-    """Make all blobs of the manifest durable, then report `Synced`."""
+    """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`."""
 
     manifest: Manifest
 

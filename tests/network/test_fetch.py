@@ -311,7 +311,7 @@ def test_a_caller_that_cancels_and_asks_again_fetches_nothing_twice(swarm):
     assert all(store.has(want.digest) for want in wants)
     assert client.traffic.blob_bytes_received - before == 24 * MIB
     assert downloads._downloads == {}
-    assert not store._pins
+    assert store._holds.held(0.0) == set()
 
 
 def test_a_cancelled_download_soon_stops(swarm):

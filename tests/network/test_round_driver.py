@@ -48,9 +48,11 @@ from swarm.protocol.events import (
     Stored,
     Sync,
     Synced,
+    SyncFailed,
     Tick,
     Topic,
     UnitReduced,
+    Unobtainable,
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Entry, Kind, Manifest
@@ -257,6 +259,75 @@ def test_synced_is_told_when_the_manifest_and_all_that_it_names_is_here(bench: B
     bench.start(Sync(complete))
     assert bench.machine.wait_for(Synced) == Synced(complete.digest)
     assert bench.store.has(complete.digest)
+
+
+def test_a_sync_without_all_blobs_is_told_as_failed_and_what_is_missing_as_lost(
+    bench: Bench,
+) -> None:
+    value, config, validation = (bench.store.put(word) for word in (b"value", b"c", b"v"))
+    founding = replace(TIP.founding, config=config, validation=validation)
+    gone = digest_of(b"gone")
+    entries = {
+        "shared.0": Entry(value, 5, 1, "A", "fp32"),
+        "expert.0": Entry(gone, 4, 1, "A", "fp32"),
+    }
+    complete = replace(manifest(1), founding=founding, entries=entries)
+    bench.start(Sync(complete))
+    failed = bench.machine.wait_for(SyncFailed)
+    assert failed.manifest == complete.digest
+    assert gone in failed.reason
+    assert bench.machine.of(Unobtainable) == [
+        Unobtainable(gone, bench.node.peer_id, "it is not in the store")
+    ]
+    assert not bench.machine.of(Synced)
+
+
+def test_a_sync_that_the_disk_refuses_for_good_is_told_as_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise StateError("packs/0.pack: the disk is gone")
+
+    monkeypatch.setattr(bench.store, "sync", refuse)
+    bench.start(Sync(manifest(1)))
+    failed = bench.machine.wait_for(SyncFailed)
+    assert failed == SyncFailed(manifest(1).digest, "manifest: packs/0.pack: the disk is gone")
+
+
+def test_a_blob_found_damaged_is_told_as_lost(bench: Bench) -> None:
+    bench.start()
+    digest = bench.store.put(b"value")
+    place = bench.store._places[digest]
+    place.pack.write(place.offset, 0, memoryview(b"VALUE"))
+    assert bench.store.verify([digest]) == [digest]
+    lost = bench.machine.wait_for(Unobtainable)
+    assert lost == Unobtainable(digest, bench.node.peer_id, "it reads wrongly")
+
+
+def test_a_disk_too_full_to_be_tidied_does_not_hold_up_the_rounds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StateError("full") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(bench.store, "collect", full)
+    bench.start(Keep(frozenset()), Persist(Record(manifest(1), None, None)))
+    assert wait_until(lambda: bench.log == ["persist 1"])
+
+
+def test_a_value_written_piece_by_piece_is_told_and_held_until_the_machine_decides(
+    bench: Bench,
+) -> None:
+    with bench.driver.open_value(5) as draft:
+        draft.write(b"va")
+        draft.write(b"lue")
+        digest = draft.finish()
+    assert digest == digest_of(b"value")
+    bench.store.collect([])  # before the machine has heard of it
+    assert bench.store.has(digest)
+    bench.start()
+    assert bench.machine.wait_for(Stored) == Stored(digest)
+    assert wait_until(lambda: bench.store.collect([]) == 1)
 
 
 def test_what_nothing_names_any_more_is_collected(bench: Bench) -> None:

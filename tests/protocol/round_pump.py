@@ -142,6 +142,9 @@ class Pump:
         self.lose: Lose = lambda source, destination, message: False
         self.dead_refuse = False
         """Whether the machine of a killed peer refuses messages at once."""
+        self.fail_syncs: set[PeerId] = set()
+        self.endless_syncs: dict[PeerId, int] = {}
+        """Peer -> how many of its next syncs never end."""
         self.refuse_fetch: Callable[[PeerId, PeerId, str], bool] = lambda peer, source, unit: False
         self.stall_inputs: Callable[[PeerId, PeerId], bool] = lambda peer, source: False
         """Whether a reducer waits for ever for what a peer has offered."""
@@ -269,7 +272,13 @@ class Pump:
         elif isinstance(effect, events.Sync):
             have = {entry.digest for entry in effect.manifest.entries.values()} <= node.disk
             assert have, "a manifest is synced only when all its blobs are here"
-            self._later(peer, 0.01, events.Synced(effect.manifest.digest))
+            digest = effect.manifest.digest
+            if self.endless_syncs.get(peer, 0):
+                self.endless_syncs[peer] -= 1
+            elif peer in self.fail_syncs:
+                self._later(peer, 0.01, events.SyncFailed(digest, "the disk is full"))
+            else:
+                self._later(peer, 0.01, events.Synced(digest))
         elif isinstance(effect, events.Reduce):
             digest = name("mean", *effect.inputs)
             assert {digest for _, digest in effect.inputs} <= node.disk

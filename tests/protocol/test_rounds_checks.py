@@ -316,6 +316,7 @@ hostile: st.SearchStrategy[Event] = st.one_of(
     st.builds(events.Stored, digests),
     st.builds(events.Unobtainable, digests, peers, st.just("no")),
     st.builds(events.Synced, digests),
+    st.builds(events.SyncFailed, digests, st.just("full")),
     st.builds(events.UnitReduced, digests, units, st.builds(ReducedUnit, digests, st.just(100))),
     st.builds(events.MergeComputed, digests, results),
     st.just(events.Tick()),

@@ -376,6 +376,42 @@ def test_a_blob_that_the_shell_lost_is_fetched_again_before_the_vote() -> None:
     assert any(isinstance(effect, Persist) for effect in effects)
 
 
+def one_that_syncs() -> tuple[Pump, str, Manifest]:
+    """A voter that has just begun to make a proposal durable, which without it has no quorum."""
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    *_, dead, voter = pump.nodes["A"].machine.tip.order
+    pump.kill(dead)
+    node = pump.nodes[voter]
+    count = len(node.effects)
+    pump.fail_syncs.add(voter)
+    pump.run(pump.now + 60, lambda: any(isinstance(e, Sync) for e in node.effects[count:]))
+    return pump, voter, next(e.manifest for e in node.effects[count:] if isinstance(e, Sync))
+
+
+def test_a_sync_that_failed_is_tried_again_and_then_voted_for() -> None:
+    pump, voter, proposed = one_that_syncs()
+    node = pump.nodes[voter]
+    pump.run(pump.now + 3)
+    syncs = [e for e in node.effects if isinstance(e, Sync) and e.manifest == proposed]
+    assert 2 <= len(syncs) <= 10, "once a tick"
+    assert "not durable here, 0 blobs missing" in node.said(Topic.ROUND)
+    assert node.record.accepted is None
+    pump.fail_syncs.clear()
+    assert pump.run(pump.now + 3, lambda: node.record.tip == proposed)
+
+
+def test_a_sync_that_never_ends_does_not_hold_up_a_newer_manifest() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    stuck = pump.nodes["A"].machine.tip.order[-1]
+    pump.endless_syncs[stuck] = 1
+    pump.run_to_height(6)
+    accepts = [m for _, _, m in pump.nodes[stuck].sent if isinstance(m, Accept)]
+    assert pump.endless_syncs[stuck] == 0
+    assert accepts[-1].digest in {m.digest for m in pump.nodes[stuck].applied[-2:]}
+
+
 def test_only_the_tip_its_predecessor_and_fetches_under_way_are_kept() -> None:
     pump = start_swarm("ABC")
     pump.run_to_height(5)

@@ -23,6 +23,8 @@ class Character:
     capacity: float = 1.0
     local_steps_s: float = 3.0
     sync_s: float = 0.1
+    failing_syncs: float = 0.0
+    """Chance that its disk fails for good to make the blobs of a manifest durable."""
     reduce_s: float = 0.1
     merge_s: float = 0.3
     arithmetic: int = 0

@@ -2,7 +2,7 @@
 
 | class | what is tried |
 |---|---|
-| F | disks are lost or rolled back |
+| F | disks are lost or rolled back, or do not make durable what they were given |
 | G | 8 to 12 peers, anything on anybody |
 | H | machines sleep, wall clocks jump, most links work in one direction only |
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
@@ -40,6 +40,8 @@ class ExtendedMix(Mix):
     local_steps_s: tuple[float, float] | None = None
     """Where not the base model's: rounds have to be longer than what the links need for them."""
     has_adapted_timers: bool = False
+    failing_syncs: float = 0.0
+    """Chance that a sync fails for good on the peers that faults may befall."""
     backup_every: tuple[int, ...] = ()
     """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
 
@@ -47,6 +49,7 @@ class ExtendedMix(Mix):
 EXTENDED: dict[str, ExtendedMix] = {
     "F": ExtendedMix(
         window_s=(40.0, 110.0),
+        failing_syncs=0.1,
         kinds={
             "lose_disk": 4.0,
             "lose_everything": 2.0,
@@ -187,6 +190,8 @@ class _ExtendedDraw(Draw):
 
     def _character(self, peer: PeerId) -> Character:
         character = replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))
+        if self.mix.failing_syncs and peer in self.victims:
+            character = replace(character, failing_syncs=self.mix.failing_syncs)
         if self.mix.unit_mbytes is None:
             return character
         if self.mix.local_steps_s is not None:

@@ -17,7 +17,7 @@ from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol import abstaining
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Record
+from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
@@ -44,6 +44,11 @@ class _AbstainsForTwoHeights(Conduct):
 class _LoneAbstainerVotes(RoundMachine):
     def _abstains(self) -> bool:
         return super()._abstains() and not self._is_alone
+
+
+class _FailedSyncAwaited(RoundMachine):
+    def _on_sync_failed(self, event: SyncFailed) -> None:
+        return
 
 
 # ---------------------------------------------------------------- many peers, clocks
@@ -137,6 +142,7 @@ BETRAYED_REVOLTS = replace(
     slow=0.0,
     loss=0.0,
     merging=0.0,
+    failing_syncs=0.0,
 )
 """Two conveners at a time, and a third peer that forgets whom it gave its vote."""
 SLOW_LINKS = replace(
@@ -159,6 +165,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "lone_abstainer_votes": Mutant(
         "P5: a lone member without its record reforms", Cast(_LoneAbstainerVotes)
+    ),
+    "failed_sync_awaited": Mutant(
+        "A3: a sync that failed is tried again", Cast(_FailedSyncAwaited)
     ),
     "four_are_a_quorum": Mutant("a quorum is a majority of all members", Cast(_FourAreAQuorum)),
     "wall_clock": Mutant("the wall clock does not matter", Cast(conduct=_WallClock)),

@@ -38,7 +38,9 @@ from swarm.protocol.events import (
     Send,
     Sync,
     Synced,
+    SyncFailed,
     Tick,
+    Unobtainable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.pace import Pace, brings_offer
@@ -322,7 +324,17 @@ class Node(Ports):
         self.fetcher.cancel(effect.purpose)
 
     def _synced(self, manifest: Manifest) -> None:
-        self.disk.sync(entry.digest for entry in manifest.entries.values())
+        digests = {entry.digest for entry in manifest.entries.values()}
+        lost = [digest for digest in sorted(digests) if digest not in self.disk]
+        if lost or (
+            self.character.failing_syncs
+            and self.world.random.random() < self.character.failing_syncs
+        ):
+            for digest in lost:
+                self.tell(Unobtainable(digest, self.me, "it is not on the disk"))
+            self.tell(SyncFailed(manifest.digest, "the disk failed"))
+            return
+        self.disk.sync(digests)
         self.tell(Synced(manifest.digest))
 
     def _reduced(self, effect: Reduce, tip: Digest) -> None:

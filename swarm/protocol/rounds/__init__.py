@@ -15,6 +15,7 @@ see the simulator catch it:
 | P2 | `_persist_accepted` | the vote is durable |
 | A2, X1 | `_is_complete` | nothing is accepted or applied in part |
 | A2 | `_may_accept` | all blobs durable, no higher promise, a member |
+| A3 | `_on_sync_failed` | what could not be made durable is tried again |
 | A1, A2 | `_may_follow` | no higher ballot was promised |
 | P3, C6 | `_voted_otherwise` | second line: one value a ballot, even if its convener forgot |
 | P3 | `_burn_ballot` | a convener's ballot is durable before its first message |

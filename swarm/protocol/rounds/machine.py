@@ -15,6 +15,7 @@ from swarm.protocol.events import (
     Received,
     Stored,
     Synced,
+    SyncFailed,
     Tick,
     Topic,
     Undeliverable,
@@ -106,6 +107,8 @@ class RoundMachine(Forks, Takeover):
             self._note_synced(event.manifest)
             self._pursue_proposal()
             self._pursue_catch_up()
+        elif isinstance(event, SyncFailed):
+            self._on_sync_failed(event)
         elif isinstance(event, Unobtainable):
             self._on_unobtainable(event)
         elif isinstance(event, Undeliverable):
@@ -211,6 +214,18 @@ class RoundMachine(Forks, Takeover):
         for pursuit in (self._proposal, self._catch_up):
             if pursuit and event.digest in pursuit.missing:
                 pursuit.failed.setdefault(event.digest, set()).add(event.peer)
+
+    def _on_sync_failed(self, event: SyncFailed) -> None:
+        """Whatever still needs this manifest durable tries again with the next tick [A3]."""
+        self._syncing.pop(event.manifest, None)
+        for pursuit in (self._proposal, self._catch_up):
+            if pursuit and pursuit.manifest.digest == event.manifest:
+                pursuit.is_syncing = False
+                self._explain(
+                    Topic.ROUND,
+                    f"height {pursuit.manifest.height} is not durable here, {len(pursuit.missing)} "
+                    f"blobs missing, so it is neither accepted nor applied yet: {event.reason}",
+                )
 
     # ------------------------------------------------------------ heights
 

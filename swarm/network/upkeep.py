@@ -1,0 +1,55 @@
+"""What a round asks of the blob store: a manifest made durable, garbage collected, leases given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from swarm.errors import MissingBlobs, StateError
+from swarm.network.blobs import BlobStore
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Digest, Manifest, PeerId
+
+logger = logging.getLogger(__name__)
+
+
+def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
+    """Makes a manifest and everything that it names durable.
+
+    Raises:
+        MissingBlobs: some are not in the store.
+        StateError: the disk failed.
+    """
+    store.put(manifest.encoded, manifest.digest)
+    values = {entry.digest for entry in manifest.entries.values()}
+    founding = manifest.founding
+    store.sync({manifest.digest, founding.config, founding.validation, *values})
+
+
+def missing_of(error: StateError) -> tuple[Digest, ...]:
+    """The blobs whose absence caused it."""
+    return error.__cause__.digests if isinstance(error.__cause__, MissingBlobs) else ()
+
+
+def collect(store: BlobStore, keep: Collection[Digest], now: float) -> None:
+    """A disk that is too full to be tidied holds up nobody: the next collection tries again."""
+    try:
+        store.collect(keep, now)
+    except StateError as error:
+        logger.error("garbage is left until the next round: %s", error)
+
+
+def lease_to_stranger(
+    store: BlobStore, record: Record, peer: PeerId, digest: Digest, now: float
+) -> None:
+    """Leases a stranger that asks for a blob the manifest that it belongs to [GC].
+
+    Members fetch only what the protocol keeps for them.
+    """
+    if peer in record.tip.members:
+        return
+    for manifest in (record.tip, record.parent):
+        blobs = {entry.digest for entry in manifest.entries.values()} if manifest else set()
+        if manifest and digest in blobs:
+            store.lease(manifest.digest, {manifest.digest, *blobs}, now)
+            return
