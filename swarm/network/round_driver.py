@@ -316,8 +316,7 @@ class RoundDriver:
         self.store.pin(digests)
         try:
             if not all(self.store.has(digest) for digest in digests):
-                logger.debug("%s: an input was collected before it was reduced", effect.unit)
-                return None
+                return None  # it was collected meanwhile
             if len(digests) == 1:  # the mean of one value is that value
                 self.store.pin(digests)
                 self._send_in(Stored(digests[0]))
