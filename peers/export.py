@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import torch
 from torch import Tensor
 
+from peers.live_model import Agreed
 from peers.options import Options, option, options, program
 from peers.state_directory import StateDirectory
-from swarm.codecs import allocate, fill
+from swarm.codecs import read_parts
 from swarm.config import RunConfig
 from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
-from swarm.errors import CorruptState, StateError, StateLocked
-from swarm.experts import Slice
+from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
 from swarm.network.record_file import RecordFile
 from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +32,14 @@ START_S = 30.0
 ASK_S = 30.0
 FETCH_S = 24 * 3600.0
 
-Read = Callable[[Digest], memoryview | None]
-
 
 @dataclass(frozen=True)
 class Found:
-    """A model to export: its run, its manifest, and what reads its blobs."""
+    """A model to export: its run, its manifest, and where its blobs are."""
 
     run: RunConfig
     manifest: Manifest
-    read: Read
+    store: BlobStore
 
 
 @program("swarm-export")
@@ -71,41 +69,40 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
 def export(found: Found, out: Path) -> None:
     """Writes the model and says how to evaluate it."""
     run, manifest = found.run, found.manifest
-    named = named_tensors(layout_of(run), manifest, found.read)
+    named = named_tensors(layout_of(run), manifest, found.store)
     save_model(out, run, named, eos_token_id=END_OF_TEXT)
     save_tokenizer(out, model_max_length=run.data.sequence_length)
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
 
 
-def named_tensors(layout: Layout, manifest: Manifest, read: Read) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    layout: Layout, manifest: Manifest, store: BlobStore
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model in its agreed dtype, each as soon as its last part is read.
 
-    Memory: one expert, or the shared tensors that one part has begun and not finished.
+    Memory: one tensor, which may be cut between two parts, and a chunk.
 
     Raises:
         CorruptState: a blob is missing.
         BadBlob: a blob has not the size of its unit.
     """
-    pending: dict[str, Tensor] = {}
-    missing: dict[str, int] = {}
+    agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
     for unit in layout.units:
-        blob = read(manifest.entries[unit.unit].digest)
-        if blob is None:
+        digest = manifest.entries[unit.unit].digest
+        size = store.size(digest)
+        if size is None:
             raise CorruptState(f"the value of {unit.unit} in round {manifest.round} is missing")
-        names = {piece.name for piece in unit.slices}
-        fresh = allocate([unit], layout.shapes)
-        pending |= {name: fresh[name] for name in sorted(names - pending.keys())}
-        fill(pending, unit, blob)
-        for piece in unit.slices:
-            left = missing.get(piece.name, _size(layout, piece)) - (piece.stop - piece.start)
-            missing[piece.name] = left
-            if left == 0:
-                yield piece.name, pending.pop(piece.name)
-
-
-def _size(layout: Layout, piece: Slice) -> int:
-    return math.prod(layout.shapes[piece.name])
+        if size != unit.num_bytes:
+            raise BadBlob("size", f"{unit.unit}: {size} bytes, its layout has {unit.num_bytes}")
+        for part, values in read_parts(unit, agreed.read(digest)):
+            if part.name not in pending:
+                pending[part.name] = torch.empty(layout.shapes[part.name], dtype=values.dtype)
+                left[part.name] = pending[part.name].numel()
+            pending[part.name].view(-1)[part.start : part.stop] = values
+            left[part.name] -= len(values)
+            if left[part.name] == 0:
+                yield part.name, pending.pop(part.name)
 
 
 def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> Found:
@@ -117,7 +114,7 @@ def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> Fou
     observer.fetch_model(
         manifest, layout_of(run), sources=sources, on_blob=_progress, deadline_s=FETCH_S
     )
-    return Found(run, manifest, store.get)
+    return Found(run, manifest, store)
 
 
 def _progress(here: int, total: int) -> None:
@@ -148,7 +145,7 @@ def _from_disk(path: Path, run_id: str | None, out: Path) -> None:
         if record is None:
             raise StateError(f"{path}: no state of {run_id}")
         store = BlobStore(directory.path)
-        export(Found(directory.read_config(), record.tip, store.get), out)
+        export(Found(directory.read_config(), record.tip, store), out)
     finally:
         state.close()
 

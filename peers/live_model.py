@@ -7,21 +7,33 @@ The engine trains, the store holds what was agreed; this class moves values betw
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from swarm.codecs import allocate, decode_unit, encode_unit, fill, view_unit
+from swarm.codecs import (
+    Buffer,
+    Content,
+    Read,
+    cut_from,
+    encoded,
+    read_part,
+    read_parts,
+    read_tensors,
+)
 from swarm.config import RunConfig
 from swarm.data.loader import held_out_sequences
 from swarm.errors import BadBlob, StateError
-from swarm.experts import UnitLayout, expert_of_unit, expert_unit
+from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
-from swarm.model.merge import Merged, merge_experts
+from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
 from swarm.protocol.layout import Layout
@@ -44,16 +56,16 @@ class Agreed:
     store: BlobStore
     layout: Layout
 
-    def blob(self, digest: Digest) -> memoryview:
-        """The bytes of an agreed value.
+    def read(self, digest: Digest) -> Read:
+        """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
 
-        Raises:
-            BlobGone: the store no longer has it.
-        """
-        blob = self.store.get(digest)
-        if blob is None:
-            raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
-        return blob
+        def bytes_of(offset: int, length: int) -> Buffer:
+            found = self.store.read(digest, offset, length)
+            if found is None:
+                raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
+            return found
+
+        return bytes_of
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:
@@ -72,19 +84,28 @@ class Agreed:
         finally:
             self.store.unpin(wanted)
 
-    def expert(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
-        """The tensors of an expert in an agreed value; raises like `blob`."""
-        return decode_unit(self.layout.by_unit[unit], self.layout.shapes, self.blob(digest))
+    def part(self, digest: Digest, unit: Unit, part: Slice) -> Tensor:
+        """Agreed values of a run of elements; see `codecs.read_part`. Raises like `read`."""
+        return read_part(self.layout.by_unit[unit], part, self.read(digest))
 
-    def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor]:
-        """As `expert`, but where the blob lies in a file the tensors are that file, mapped.
+    def tensor(self, digest: Digest, unit: Unit, name: str) -> Tensor:
+        """The agreed value of one of an expert's matrices, not to be written to."""
+        shape = self.layout.shapes[name]
+        return self.part(digest, unit, Slice(name, 0, math.prod(shape))).view(shape)
+
+    def tensors(self, digest: Digest, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of an expert, one after the other; as `tensor`."""
+        return read_tensors(self.layout.by_unit[unit], self.layout.shapes, self.read(digest))
+
+    def lent(self, digest: Digest, unit: Unit) -> dict[str, Tensor] | None:
+        """The tensors of an expert in the file in which its blob lies, mapped; None if in none.
 
         Nobody may write to them. They stay what they are when the blob is collected; its pack is
         on the disk for as long as one of them lives.
         """
         file, layout = self.store.file_of(digest), self.layout.by_unit[unit]
         if file is None:
-            return self.expert(digest, unit)
+            return None
         begin = file.offset % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(
             file.pack.fileno(),
@@ -92,7 +113,9 @@ class Agreed:
             offset=file.offset - begin,
             access=mmap.ACCESS_READ,
         )
-        return view_unit(layout, self.layout.shapes, memoryview(mapped)[begin:])
+        within = memoryview(mapped)[begin:]
+        read: Read = lambda offset, length: within[offset : offset + length]  # noqa: E731
+        return dict(read_tensors(layout, self.layout.shapes, read))
 
 
 class LiveModel:
@@ -104,30 +127,35 @@ class LiveModel:
         """Of each owned expert: the agreed value that its local progress started from."""
         self.held: dict[Unit, Digest] = {}
         """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+        self._offered: tuple[Digest, ...] = ()
 
     # ------------------------------------------------ engine -> blobs
 
     def offered_values(
         self, tip: Manifest, late: Collection[int] | None = None
-    ) -> Iterator[tuple[Unit, memoryview, Digest]]:
+    ) -> Iterator[tuple[Unit, Content, Digest]]:
         """Encoded value and base digest of each unit that this peer offers on `tip`.
 
-        With `late` only of these experts, which rounds before left out.
+        With `late` only of these experts, which rounds before left out. Contents are read from the
+        engine as they are asked for; 8 bytes for each of `CHUNK_ELEMENTS` are all that is held.
         """
-        shared = self.engine.read(sorted(self._shared_names())) if late is None else {}
         for unit in due_units(self.me, tip, self.run.round.experts_every):
-            if late is not None and expert_of_unit(unit) not in late:
-                continue
-            layout = self.agreed.layout.by_unit[unit]
             expert = expert_of_unit(unit)
-            if expert is None:
-                yield unit, encode_unit(layout, shared), tip.entries[unit].digest
-            else:
-                values = self.engine.read([piece.name for piece in layout.slices])
-                yield unit, encode_unit(layout, values), self.bases[expert]
+            if late is not None and expert not in late:
+                continue
+            base = tip.entries[unit].digest if expert is None else self.bases[expert]
+            yield unit, encoded(self.agreed.layout.by_unit[unit], self.engine.read_part), base
 
-    def _shared_names(self) -> set[str]:
-        return {piece.name for unit in self._shared_layouts() for piece in unit.slices}
+    def keep_offered(self, digests: Iterable[Digest]) -> None:
+        """Keeps offered values of experts until `drop_offered`: adopting a mean may need them."""
+        fresh = tuple(digests)
+        self.agreed.store.pin(fresh)
+        self._offered += fresh
+
+    def drop_offered(self) -> None:
+        """Says that what was offered has been adopted, or never will be."""
+        self.agreed.store.unpin(self._offered)
+        self._offered = ()
 
     # ------------------------------------------------ blobs -> engine
 
@@ -153,14 +181,15 @@ class LiveModel:
         unit = expert_unit(expert)
         self.held.pop(unit, None)
         logger.debug("%s: %s", choice.action.value, choice.reason)
-        if choice.action is Action.REBASE:
+        if choice.action in (Action.REBASE, Action.AVERAGED):
             assert choice.rebase_from is not None
             try:
                 with self.agreed.held([choice.rebase_from]):
                     self._rebase(manifest, unit, choice.rebase_from)
             except BlobGone as error:
-                # As when two merges were jumped: without the old value nothing can be carried over.
-                logger.info("expert %d restarts from its merged value: %s", expert, error)
+                # As when two merges were jumped, or after a restart: without the old value nothing
+                # can be carried over.
+                logger.info("expert %d restarts from its agreed value: %s", expert, error)
                 self._write(manifest, unit)
         elif choice.action in (Action.RESTART, Action.TAKE_UP):
             self._write(manifest, unit)
@@ -180,81 +209,95 @@ class LiveModel:
             expert = expert_of_unit(unit)
             if expert is None or expert in mine or self.held.get(unit) == entry.digest:
                 continue
-            if self.engine.borrows:
-                self.engine.lend(self.agreed.lent(entry.digest, unit))
+            lent = self.agreed.lent(entry.digest, unit) if self.engine.borrows else None
+            if lent:
+                self.engine.lend(lent)
             else:
                 self._write(manifest, unit)
             self.held[unit] = entry.digest
-        if not keep_shared:
-            shared = self._shared_layouts()
-            tensors = allocate(shared, self.agreed.layout.shapes)
-            for layout in shared:
-                fill(tensors, layout, self.agreed.blob(manifest.entries[layout.unit].digest))
-            self.engine.write(tensors)
-
-    def _shared_layouts(self) -> list[UnitLayout]:
-        return [u for u in self.agreed.layout.units if expert_of_unit(u.unit) is None]
+        for layout in () if keep_shared else self.agreed.layout.units:
+            if expert_of_unit(layout.unit) is None:
+                digest = manifest.entries[layout.unit].digest
+                for part, values in read_parts(layout, self.agreed.read(digest)):
+                    self.engine.write_part(part, values)
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
-        self.engine.write(self.agreed.expert(manifest.entries[unit].digest, unit))
+        """A matrix at a time: frozen ones may be stored with scales of whole rows."""
+        for name, tensor in self.agreed.tensors(manifest.entries[unit].digest, unit):
+            self.engine.write({name: tensor})
 
     def _rebase(self, manifest: Manifest, unit: Unit, base: Digest) -> None:
-        merged = self.agreed.expert(manifest.entries[unit].digest, unit)
-        before = self.agreed.expert(base, unit)
-        masters = self.engine.read(sorted(merged))
-        self.engine.write(
-            {
-                name: merged[name].float() + (masters[name].float() - before[name].float())
-                for name in sorted(merged)
-            }
-        )
+        """Moves a master to agreed + (master - value of `base`), a chunk of a few MiB at a time.
+
+        Where there is no difference it has the agreed bits, a negative zero's included. At the peak
+        24 bytes for each of `CHUNK_ELEMENTS`.
+        """
+        layout, before = self.agreed.layout.by_unit[unit], self.agreed.read(base)
+        for part, agreed in read_parts(layout, self.agreed.read(manifest.entries[unit].digest)):
+            moved = self.engine.read_part(part) - read_part(layout, part, before).float()
+            value = agreed.float()
+            self.engine.write_part(part, torch.where(moved == 0, value, value + moved))
 
     # ------------------------------------------------ looking at agreed states
 
     def evaluate(self, manifest: Manifest, tokens_BT1: Tensor) -> float:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
+        The agreed values of owned experts come from the store matrix by matrix; see
+        `Engine.evaluate` for what is held.
+
         Raises:
             BlobGone: the manifest is no longer the newest.
         """
-        replace: dict[str, Tensor] = {}
-        for expert in self.bases:
+
+        def agreed(name: str) -> Tensor:
+            expert = expert_of(name)
+            assert expert is not None
             unit = expert_unit(expert)
-            replace |= self.agreed.expert(manifest.entries[unit].digest, unit)
-        return self.engine.evaluate(tokens_BT1, replace=replace)
+            return self.agreed.tensor(manifest.entries[unit].digest, unit, name)
+
+        with self.agreed.held(manifest.entries[expert_unit(e)].digest for e in self.bases):
+            return self.engine.evaluate(tokens_BT1, agreed=agreed)
 
 
 def merge_blobs(
     manifest: Manifest, run: RunConfig, agreed: Agreed
-) -> tuple[dict[Unit, memoryview], Merged]:
-    """The merged experts of a due manifest, encoded, and who the donors were."""
-    values: dict[str, Tensor] = {}
-    for expert in range(run.model.num_experts):
+) -> tuple[dict[Unit, Content], Donors]:
+    """The merged experts of a due manifest, and who the donors were.
+
+    Donors are found first; the experts' contents are read and computed as they are asked for, a
+    chunk at a time. See `swarm.model.merge` for what is held: chunks of all experts in fp64 while
+    donors are looked for, 16 bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form after.
+
+    Raises:
+        BlobGone: the manifest is no longer the newest; so do the contents.
+    """
+
+    def read(part: Slice) -> Tensor:
+        expert = expert_of(part.name)
+        assert expert is not None
         unit = expert_unit(expert)
-        values |= agreed.expert(manifest.entries[unit].digest, unit)
+        return agreed.part(manifest.entries[unit].digest, unit, part)
+
+    donors = donors_of(read, run.model, run.merging.top_k)
     alpha = alpha_at(manifest.step, run.merging)
-    merged = merge_experts(values, run.model, alpha=alpha, top_k=run.merging.top_k)
+    merged = partial(merged_part, read=read, donors=donors, alpha=alpha)
     units = [expert_unit(expert) for expert in range(run.model.num_experts)]
-    return {unit: encode_unit(agreed.layout.by_unit[unit], merged.named) for unit in units}, merged
+    return {unit: encoded(agreed.layout.by_unit[unit], merged) for unit in units}, donors
 
 
-def initial_blobs(run: RunConfig, layout: Layout) -> Iterator[tuple[Unit, memoryview]]:
-    """The encoded value of every unit before the first step; equal on every peer."""
-    cached: dict[str, Tensor] = {}
+def initial_contents(run: RunConfig, layout: Layout) -> Iterator[tuple[Unit, Content]]:
+    """The value of every unit before the first step; equal on every peer.
+
+    Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
+    """
+    whole = cut_from(lambda name: initial_tensors(run, [name])[name])
     for unit in layout.units:
-        names = [piece.name for piece in unit.slices]
-        cached = {name: cached[name] for name in names if name in cached}
-        cached |= initial_tensors(run, _missing(names, cached))
-        yield unit.unit, encode_unit(unit, cached)
+        yield unit.unit, encoded(unit, whole)
 
 
 def _digests(manifest: Manifest) -> list[Digest]:
     return [entry.digest for entry in manifest.entries.values()]
-
-
-def _missing(names: Sequence[str], there: Iterable[str]) -> list[str]:
-    known = set(there)
-    return [name for name in names if name not in known]
 
 
 def validation_batch(manifest: Manifest, run: RunConfig, store: BlobStore) -> Tensor:

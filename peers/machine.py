@@ -147,10 +147,12 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         plan.need.host / 1e9,
         plan.need.disk / 1e9,
     )
-    return _with_threads(run, plan, compute)
+    return _with_threads(run, plan, compute, folder)
 
 
-def _with_threads(run: RunConfig, plan: EnginePlan, compute: ComputeSection) -> SteppingEngine:
+def _with_threads(
+    run: RunConfig, plan: EnginePlan, compute: ComputeSection, folder: Path
+) -> SteppingEngine:
     """The planned engine, with the threads asked for or with those that it finds to be best."""
     if compute.threads:
         reason = "as asked for"
@@ -162,9 +164,9 @@ def _with_threads(run: RunConfig, plan: EnginePlan, compute: ComputeSection) -> 
         torch.set_num_threads(1)
         reason = "the run is exact, more would change the order of sums; --threads sets another"
     else:
-        return ThreadedEngine(run, plan, cores=torch.get_num_threads())
+        return ThreadedEngine(run, plan, folder, cores=torch.get_num_threads())
     logger.info("threads: %d (%s)", torch.get_num_threads(), reason)
-    return SteppingEngine(run, plan.options, plan.below)
+    return SteppingEngine(run, plan.options, plan.below, folder)
 
 
 def _host_bytes() -> float:

@@ -9,27 +9,28 @@ beta^t times those that were missing.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from peers.live_model import BlobGone, LiveModel
 from peers.status import PeerStatus
-from swarm.codecs import decode_unit, encode_unit
+from swarm.codecs import cut_from, encoded, read_part, read_parts
 from swarm.errors import StateError
-from swarm.experts import expert_unit
+from swarm.experts import Slice, expert_unit
 from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.patience import patiently
 from swarm.protocol.adoption import Action, Adoption
-from swarm.protocol.digests import digest_of
+from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.moments import (
+    KINDS,
     MASTER,
     Moments,
     Search,
@@ -193,19 +194,23 @@ class MomentsKeeper:
         Returns:
             None if the disk does not take them: a copy is worth no interruption.
         """
-        engine, layout = self.model.engine, self.model.agreed.layout
+        layout = self.model.agreed.layout
         with_master = for_good and self._with_masters
-        tensors = engine.read_moments(expert)
-        if with_master:
-            names = [piece.name for piece in layout.by_unit[expert_unit(expert)].slices]
-            masters = engine.read(names)
-            tensors |= {f"{MASTER}.{name}": masters[name] for name in names}
-        blob = encode_unit(moments_layout(layout, expert, with_master=with_master), tensors)
+        content = encoded(
+            moments_layout(layout, expert, with_master=with_master), cut_from(self._read)
+        )
         try:
-            return self.exchange.keep(expert, number, blob)
+            return self.exchange.keep(expert, number, content)
         except StateError as error:
             logger.error("moments of expert %d are not kept for others: %s", expert, error)
             return None
+
+    def _read(self, name: str) -> Tensor:
+        """One tensor of a moments blob, from the engine."""
+        kind, _, tensor = name.partition(".")
+        if kind == MASTER:
+            return self.model.engine.read([tensor])[tensor]
+        return self.model.engine.read_moments([tensor])[name]
 
     def _announce(
         self,
@@ -278,53 +283,72 @@ class MomentsKeeper:
             except queue.Empty:
                 return
             steps = {e: search.steps for search in self._searches for e in search.experts}
-            if arrival.expert in steps:  # else no longer mine, or looked for twice
-                self._look_only_for(steps.keys() - {arrival.expert})
-                self._add(arrival, steps[arrival.expert])
+            try:
+                if arrival.expert in steps:  # else no longer mine, or looked for twice
+                    self._look_only_for(steps.keys() - {arrival.expert})
+                    self._add(arrival, steps[arrival.expert])
+            finally:
+                self.exchange.taken(arrival)
 
     def _add(self, arrival: Arrival, steps: int) -> None:
+        """Adds moments tensor by tensor: three tensors in fp32 are held at the peak."""
         expert, moments = arrival.expert, arrival.moments
-        if moments is None or arrival.blob is None:
+        if moments is None:
             self.status.took_moments(expert, None, arrival.reason)
             return
-        agreed_layout = self.model.agreed.layout
-        layout = layout_of_size(agreed_layout, expert, moments.num_bytes)
+        layout = layout_of_size(self.model.agreed.layout, expert, moments.num_bytes)
         assert layout is not None, "its size was checked before it was fetched"
-        named = decode_unit(layout, moments_shapes(agreed_layout, expert), arrival.blob)
-        self.model.engine.write_moments(expert, self._aged(expert, named, steps))
+        shapes = moments_shapes(self.model.agreed.layout, expert)
+        read = self.model.agreed.read(moments.digest)
+
+        def named(name: str) -> Tensor:
+            return read_part(layout, Slice(name, 0, math.prod(shapes[name])), read).view(
+                shapes[name]
+            )
+
+        tensors = [
+            each.name for each in self.model.agreed.layout.by_unit[expert_unit(expert)].slices
+        ]
+        for tensor in tensors:
+            came = {name: named(name) for name in (f"{kind}.{tensor}" for kind in KINDS)}
+            self.model.engine.write_moments(self._aged(tensor, came, steps))
         reason = arrival.reason
         if steps:
             reason += f", {steps} steps late"
-        if self._add_master(expert, named):
+        has_master = len(layout.slices) > len(KINDS) * len(tensors)
+        if has_master and self._add_master(
+            expert, lambda part: read_part(layout, _master(part), read)
+        ):
             reason += ", with masters"
         self.status.took_moments(expert, moments, reason)
 
-    def _aged(self, expert: int, named: Mapping[str, Tensor], steps: int) -> Mapping[str, Tensor]:
+    def _aged(self, tensor: str, came: Mapping[str, Tensor], steps: int) -> Mapping[str, Tensor]:
         """The engine's moments plus what is left, after so many updates, of those that came."""
         if not steps:
-            return named
+            return came
         first, second = self.model.run.optimizer.betas
         aged = {}
-        for name, tensor in self.model.engine.read_moments(expert).items():
+        for name, now in self.model.engine.read_moments([tensor]).items():
             beta = second if name.startswith("exp_avg_sq.") else first
-            aged[name] = tensor + named[name] * beta**steps
+            aged[name] = now.add_(came[name] * beta**steps)
         return aged
 
-    def _add_master(self, expert: int, named: Mapping[str, Tensor]) -> bool:
+    def _add_master(self, expert: int, masters: Callable[[Slice], Tensor]) -> bool:
         """Adds what the wire had rounded off, if the masters are those of the agreed value."""
-        model, unit = self.model, expert_unit(expert)
-        prefix = f"{MASTER}."
-        masters = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
-        if not masters:
-            return False
+        model, layout = self.model, self.model.agreed.layout.by_unit[expert_unit(expert)]
         base = model.bases[expert]
-        if digest_of(encode_unit(model.agreed.layout.by_unit[unit], masters)) != base:
+        if digest_of_chunks(encoded(layout, masters)) != base:
             return False
         try:
             with model.agreed.held([base]):
-                agreed: Mapping[str, Any] = model.agreed.expert(base, unit)
+                for part, agreed in read_parts(layout, model.agreed.read(base)):
+                    rounded_off = masters(part) - agreed.float()
+                    model.engine.write_part(part, model.engine.read_part(part) + rounded_off)
         except BlobGone:
             return False
-        now = model.engine.read(sorted(masters))
-        model.engine.write({n: now[n] + (masters[n] - agreed[n].float()) for n in sorted(masters)})
         return True
+
+
+def _master(part: Slice) -> Slice:
+    """Where the masters of a run of elements lie in a moments blob."""
+    return Slice(f"{MASTER}.{part.name}", part.start, part.stop)

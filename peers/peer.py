@@ -31,6 +31,7 @@ from peers.state_directory import StateDirectory
 from peers.status import PeerStatus
 from peers.threads import start_threads
 from peers.trainer import StopAsked, Trainer
+from swarm.codecs import Content
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import RunMismatch
@@ -282,9 +283,9 @@ class Peer:
 
     def _merge(
         self, tip: Manifest, run: RunConfig, agreed: Agreed, publisher: Publisher
-    ) -> dict[Unit, memoryview]:
-        values, merged = merge_blobs(tip, run, agreed)
-        publisher.announce_merge(tip, merged.donors)
+    ) -> dict[Unit, Content]:
+        values, donors = merge_blobs(tip, run, agreed)
+        publisher.announce_merge(tip, donors)
         return values
 
     # ------------------------------------------------ the end

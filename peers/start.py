@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from peers.link_check import measured_verdict, require_link
-from peers.live_model import initial_blobs
+from peers.live_model import initial_contents
 from peers.run_text import RunText
 from peers.state_directory import RunDirectory, StateDirectory
 from peers.status import NO_DIGEST, PeerStatus
 from swarm.config import PeerConfig, RunConfig
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
 from swarm.network.founding import await_founding, founding_manifest, gather
 from swarm.network.joining import (
@@ -36,7 +37,7 @@ from swarm.network.joining import (
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.protocol.abstaining import without_record
-from swarm.protocol.digests import digest_of
+from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, run_id
@@ -267,18 +268,17 @@ class Starter:
         )
         gathering = self._announcement(run, founding)
         present = self._gather(run, gathering, config_blob)
-        # Twice through the generator, so that the whole model is never in memory.
-        initial = {
-            unit: (digest_of(value), len(value)) for unit, value in initial_blobs(run, layout)
-        }
+        # Made twice, so that the whole model is never in memory: the digests name the folder.
+        contents = dict(initial_contents(run, layout))
+        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         manifest = founding_manifest(founding, run, layout, initial, present)
         name = run_id(run.run.name, run.fingerprint(), manifest.digest)
         directory = self._directory(name, run, manifest)
         store = BlobStore(directory.path)
         for blob in (config_blob, held_out, manifest.encoded):
             store.put(blob)
-        for unit, value in initial_blobs(run, layout):
-            store.put(value, initial[unit][0])
+        for content in contents.values():
+            store_content(store, content)
         store.sync(blobs_of(manifest))
         self.serve(store)
         record = Record(manifest, None, None)
@@ -353,9 +353,9 @@ class Starter:
         }
         if not missing:
             return
-        for unit, value in initial_blobs(run, layout):
-            if unit in missing and digest_of(value) == missing[unit]:
-                store.put(value, missing[unit])
+        for unit, content in initial_contents(run, layout):
+            if unit in missing:
+                store_content(store, content)
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:

@@ -74,13 +74,14 @@ class ThreadedEngine(SteppingEngine):
         self,
         run: RunConfig,
         plan: EnginePlan,
+        folder: Path | None = None,
         *,
         cores: int,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Makes the engine of a plan; at the first step it measures with 1 to `cores` threads."""
-        super().__init__(run, plan.options, plan.below)
+        super().__init__(run, plan.options, plan.below, folder)
         self._clock, self._cpu_clock = clock, cpu_clock
         self._numbers = candidates(cores)
         self._steps = run.round.local_steps

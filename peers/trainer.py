@@ -20,6 +20,7 @@ from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
+from swarm.experts import expert_of_unit
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action, experts_due, still_late
@@ -174,6 +175,7 @@ class Trainer:
             store = partial(self.rounds.store_value, value)
             digest, num_bytes = patiently(store, "offered value", self._pause)
             units[unit] = OfferedUnit(digest, num_bytes, base)
+        self.model.keep_offered(v.digest for u, v in units.items() if expert_of_unit(u) is not None)
         return units
 
     def _save_offer(self, tip: Manifest, work: LocalStats | Offer | PrivateState) -> Offer:
@@ -258,6 +260,7 @@ class Trainer:
         self.late, self._late_offer = late, None
         if not kept:
             self.reading.next_round(applied.at_s, offer.tokens if offer else 0)
+        self.model.drop_offered()
         self._validate(previous)
         return previous, kept
 

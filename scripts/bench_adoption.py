@@ -34,7 +34,7 @@ from swarm.data.shards import Shards, open_shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.protocol.ownership import assign
-from swarm.train.engine import ResidentEngine
+from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import learning_rate
 
 TEXT = ((0, 2**40),)
@@ -91,11 +91,11 @@ class Swarm:
         for peer, engine in enumerate(self.engines):
             engine.own(self.owned_by(peer))
         for expert, given in moments.items():
-            self.engines[int(self.owners[expert][0])].write_moments(expert, given)
+            self.engines[int(self.owners[expert][0])].write_moments(given)
             self.warming |= {expert: 0} if self.variant == "warmup" else {}
 
     def _moments(self, expert: int, owner: tuple[str, ...], lost: list[int]) -> Named:
-        living = self.engines[int(owner[0])].read_moments(expert)
+        living = self.engines[int(owner[0])].read_moments(names_of(self.run, expert))
         if self.variant == "backup":
             return self.backups[expert] if expert in lost else living
         return {name: torch.zeros_like(tensor) for name, tensor in living.items()}
@@ -137,7 +137,8 @@ class Swarm:
     def back_up(self) -> None:
         """Copies of all moments, as their holders would have them."""
         for expert, (owner,) in self.owners.items():
-            self.backups[expert] = self.engines[int(owner)].read_moments(expert)
+            names = names_of(self.run, expert)
+            self.backups[expert] = self.engines[int(owner)].read_moments(names)
 
 
 def names_of(run: RunConfig, expert: int) -> list[str]:
@@ -167,7 +168,7 @@ def losses_of(
             swarm.back_up()
         is_adopted = lost >= 0 and number - lost_since == LOST_ROUNDS - 1
         swarm.assign_owners(present, lost=swarm.owned_by(lost) if is_adopted else [])
-        yield swarm.engines[0].evaluate(held_out_BT1, replace=swarm.agreed)
+        yield swarm.engines[0].evaluate(held_out_BT1, agreed=swarm.agreed.__getitem__)
     loader.close()
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swarm.codecs import allocate, encode_unit, fill
+from swarm.codecs import Content, allocate, encode_unit, fill
 from swarm.config import NetworkSection, RunConfig, validate_config
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.network.blobs import BlobStore
@@ -187,7 +187,7 @@ class OurPeer:
     def average(self, _: int) -> None:
         units = {}
         for _, unit in self._mine():
-            digest, size = self.driver.store_value(encode_unit(unit, self.tensors))
+            digest, size = self.driver.store_value(Content.of(encode_unit(unit, self.tensors)))
             units[unit.unit] = OfferedUnit(digest, size, self.tip.entries[unit.unit].digest)
         self.driver.offer(Offer(self.tip.digest, 1, 32, units))
         applied = self.driver.wait_for_tip(self.tip.digest, DEADLINE_S)

@@ -39,7 +39,8 @@ from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
 from swarm.data.shards import Shards, open_shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
-from swarm.train.engine import ResidentEngine, StepStats
+from swarm.train.engine import StepStats
+from swarm.train.resident import ResidentEngine
 from swarm.train.routing_stats import routing_stats
 from swarm.train.schedule import guidance_at, learning_rate
 

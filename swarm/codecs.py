@@ -8,13 +8,15 @@ bf16  2 bytes an element; nearest value, ties to even, so a value in bf16's norm
       at most 2^-8 of itself (0.4 %); values that are bf16 already are exact.
 
 The *agreed value* of a tensor is what a blob decodes to, in the codec's own dtype. All work is
-done in chunks of a few MiB, so memory beyond arguments and results stays bounded.
+done in chunks of a few MiB, so memory beyond arguments and results stays bounded. A `Content` is a
+blob that never is in memory as a whole; a `Read` is one that lies elsewhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,8 +32,110 @@ Buffer = bytes | bytearray | memoryview
 DTYPES: Mapping[Codec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of agreed tensors."""
 CHUNK_ELEMENTS = 2**20
+"""Elements that are worked on at once."""
 MAX_MAGNITUDE = 2.0**64
 """Larger values are refused: no weight is, and sums of smaller ones cannot overflow fp32."""
+
+Read = Callable[[int, int], Buffer]
+"""Bytes of a blob: (offset, length)."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The bytes of a blob, made piece by piece, and anew each time that they are asked for.
+
+    Attributes:
+        num_bytes: of all pieces together.
+        pieces: begins to make them.
+    """
+
+    num_bytes: int
+    pieces: Callable[[], Iterator[Buffer]]
+    """Each of whole elements."""
+
+    @classmethod
+    def of(cls, blob: Buffer) -> Content:
+        """The content of a blob that is in memory."""
+        return cls(len(blob), lambda: iter([blob]))
+
+    def whole(self) -> bytes:
+        """All of it in memory, where it is known to be small."""
+        return b"".join(self)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """The pieces, from the beginning."""
+        return self.pieces()
+
+
+def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
+    """The blob of a unit, bit for bit that of `encode_unit`.
+
+    Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
+
+    Args:
+        layout: which elements go where.
+        read: a run of elements, flat; any floating dtype or device.
+    """
+
+    def pieces() -> Iterator[Buffer]:
+        for part in _chunks_of(layout):
+            yield _encode(read(part).detach(), layout.codec)  # no name: nothing is held by it
+
+    return Content(layout.num_bytes, pieces)
+
+
+def _encode(values: Tensor, codec: Codec) -> memoryview:
+    return _bytes_of(torch.empty(len(values), dtype=DTYPES[codec]).copy_(values))
+
+
+def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
+    """What gives runs of elements, of something that gives whole tensors by name.
+
+    Holds the tensor that was read last.
+    """
+    held: dict[str, Tensor] = {}
+
+    def cut(part: Slice) -> Tensor:
+        if part.name not in held:
+            held.clear()  # first, so that there are never two
+            held[part.name] = read(part.name).reshape(-1)
+        return held[part.name][part.start : part.stop]
+
+    return cut
+
+
+def _chunks_of(layout: UnitLayout) -> Iterator[Slice]:
+    for piece in layout.slices:
+        for start in range(piece.start, piece.stop, CHUNK_ELEMENTS):
+            yield Slice(piece.name, start, min(start + CHUNK_ELEMENTS, piece.stop))
+
+
+def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
+    """Agreed values of a run of elements that lies within one slice of a unit.
+
+    Returns:
+        Flat, in the codec's dtype, not to be written to; what `read` gave, without a copy.
+    """
+    size = DTYPES[layout.codec].itemsize
+    for offset, piece in _places(layout):
+        if piece.name == part.name and piece.start <= part.start and part.stop <= piece.stop:
+            begin = (offset + part.start - piece.start) * size
+            return _values_in(read(begin, (part.stop - part.start) * size), layout.codec)
+    raise KeyError(f"{part} is not in {layout.unit}")
+
+
+def read_parts(layout: UnitLayout, read: Read) -> Iterator[tuple[Slice, Tensor]]:
+    """All elements of a unit in chunks: which they are, and their agreed values as `read_part`."""
+    for part in _chunks_of(layout):
+        yield part, read_part(layout, part, read)
+
+
+def read_tensors(
+    layout: UnitLayout, shapes: Mapping[str, Shape], read: Read
+) -> Iterator[tuple[str, Tensor]]:
+    """One agreed tensor after the other of a unit of whole tensors (an expert), as `read_part`."""
+    for piece in layout.slices:
+        yield piece.name, read_part(layout, piece, read).view(shapes[piece.name])
 
 
 def encode_unit(layout: UnitLayout, tensors: Mapping[str, Tensor]) -> memoryview:
@@ -83,50 +187,14 @@ def fill(tensors: Mapping[str, Tensor], layout: UnitLayout, blob: Buffer) -> Non
                 flat[start : start + len(chunk)].copy_(chunk)
 
 
-def decode_unit(layout: UnitLayout, shapes: Mapping[str, Shape], blob: Buffer) -> dict[str, Tensor]:
-    """Name -> agreed tensor, for a unit of whole tensors (an expert).
-
-    Cost: one copy of the blob; the tensors share its memory.
-
-    Raises:
-        BadBlob: the size is not that of the layout.
-    """
-    _check_size(layout, blob)
-    return _whole_tensors(layout, shapes, _values_in(blob, layout.codec).clone())
-
-
-def view_unit(layout: UnitLayout, shapes: Mapping[str, Shape], blob: Buffer) -> dict[str, Tensor]:
-    """As `decode_unit`, but the tensors lie in the blob itself: nobody may write to them.
-
-    They keep its memory; an odd address is good enough for copies, not for kernels of all kinds.
-
-    Raises:
-        BadBlob: the size is not that of the layout.
-    """
-    _check_size(layout, blob)
-    return _whole_tensors(layout, shapes, _values_in(blob, layout.codec))
-
-
-def _whole_tensors(
-    layout: UnitLayout, shapes: Mapping[str, Shape], values: Tensor
-) -> dict[str, Tensor]:
-    tensors = {}
-    for offset, piece in _places(layout):
-        size = math.prod(shapes[piece.name])
-        assert (piece.start, piece.stop) == (0, size), f"{piece.name} is cut; use fill"
-        tensors[piece.name] = values[offset : offset + size].view(shapes[piece.name])
-    return tensors
-
-
-def check_finite(layout: UnitLayout, blob: Buffer) -> None:
-    """Refuses a unit's bytes that no honest peer would send. One pass over the blob.
+def check_finite(layout: UnitLayout, content: Content) -> None:
+    """Refuses a unit's bytes that no honest peer would send. One pass; holds a piece.
 
     Raises:
         BadBlob: reason `size` (not the layout's), `non_finite` (a NaN or infinity) or
             `out_of_range` (a magnitude above `MAX_MAGNITUDE`).
     """
-    _check_size(layout, blob)
-    for start, chunk in _chunks(blob, layout.codec):
+    for start, chunk in _values_of(layout, content):
         low, high = (bound.item() for bound in torch.aminmax(chunk))
         if not (math.isfinite(low) and math.isfinite(high)):
             where = f"elements {start} to {start + len(chunk)}"
@@ -137,44 +205,63 @@ def check_finite(layout: UnitLayout, blob: Buffer) -> None:
             )
 
 
-def check_moments(layout: UnitLayout, blob: Buffer) -> None:
-    """Refuses a moments blob that no honest peer would send.
+def check_moments(layout: UnitLayout, content: Content) -> None:
+    """Refuses a moments blob that no honest peer would send. Two passes; holds a piece.
 
     Raises:
         BadBlob: as `check_finite`, or `negative_moment`: a second moment is a mean of squares.
     """
-    check_finite(layout, blob)
-    for name, values in zip(
-        (piece.name for piece in layout.slices), _cut(layout, blob), strict=True
-    ):
-        if name.startswith("exp_avg_sq.") and values.min().item() < 0:
-            raise BadBlob("negative_moment", f"{layout.unit}: a second moment below zero")
+    check_finite(layout, content)
+    squares = [
+        (offset, offset + piece.stop - piece.start)
+        for offset, piece in _places(layout)
+        if piece.name.startswith("exp_avg_sq.")
+    ]
+    for start, chunk in _values_of(layout, content):
+        for first, last in squares:
+            within = chunk[max(first - start, 0) : max(last - start, 0)]
+            if len(within) and within.min().item() < 0:
+                raise BadBlob("negative_moment", f"{layout.unit}: a second moment below zero")
 
 
-def mean(blobs: Sequence[Buffer], codec: Codec, weights: Sequence[int] | None = None) -> memoryview:
+def _values_of(layout: UnitLayout, content: Content) -> Iterator[tuple[int, Tensor]]:
+    """(first element, values) of each chunk of a content whose size is the layout's."""
+    if content.num_bytes != layout.num_bytes:
+        raise _wrong_size(layout, content.num_bytes)
+    done = 0
+    for piece in content:
+        for start, chunk in _chunks(piece, layout.codec):
+            yield done + start, chunk
+        done += len(piece) // DTYPES[layout.codec].itemsize
+
+
+def mean_of(
+    reads: Sequence[Read], num_bytes: int, codec: Codec, weights: Sequence[int] | None = None
+) -> Content:
     """The mean of several blobs of one unit, as a blob of the same codec.
 
     `mean_chunk`, then encoded: the same bits on every peer that is given the same order. The mean
     of one blob is that blob.
 
     Error: fp32, the rounding of n - 1 additions and a division, with weights of n products
-    instead; bf16, one rounding more (0.4 %). Cost: n passes; memory for the result and two chunks,
-    with weights three.
+    instead; bf16, one rounding more (0.4 %). Cost: n passes. Holds a chunk of each blob, its fp32
+    sum and a chunk of the result at its peak, with weights one product more.
 
     Args:
-        blobs: of equal size.
+        reads: of blobs of equal size.
+        num_bytes: that size.
         codec: theirs.
         weights: of each blob, positive; None: all count the same.
     """
-    assert len({len(blob) for blob in blobs}) == 1, "blobs of one unit have one size"
-    if len(blobs) == 1:
-        return memoryview(blobs[0]).toreadonly()
-    values = torch.empty_like(_values_in(blobs[0], codec))
-    for chunks in zip(*(_chunks(blob, codec) for blob in blobs), strict=True):
-        start = chunks[0][0]
-        total = mean_chunk([chunk for _, chunk in chunks], weights)
-        values[start : start + len(total)].copy_(total)
-    return _bytes_of(values)
+    chunk_bytes = CHUNK_ELEMENTS * DTYPES[codec].itemsize
+
+    def pieces() -> Iterator[Buffer]:
+        for start in range(0, num_bytes, chunk_bytes):
+            length = min(chunk_bytes, num_bytes - start)
+            chunks = [_values_in(read(start, length), codec) for read in reads]
+            yield _encode(mean_chunk(chunks, weights), codec)
+
+    return Content(num_bytes, pieces)
 
 
 def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -> Tensor:
@@ -210,13 +297,6 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
         offset += piece.stop - piece.start
 
 
-def _cut(layout: UnitLayout, blob: Buffer) -> Iterator[Tensor]:
-    """The values of each slice, flat, not to be written to."""
-    values = _values_in(blob, layout.codec)
-    for offset, piece in _places(layout):
-        yield values[offset : offset + piece.stop - piece.start]
-
-
 def _chunks(blob: Buffer, codec: Codec) -> Iterator[tuple[int, Tensor]]:
     """(first element, values) of each chunk, not to be written to."""
     values = _values_in(blob, codec)
@@ -243,6 +323,8 @@ def _bytes_of(values: Tensor) -> memoryview:
 
 def _check_size(layout: UnitLayout, blob: Buffer) -> None:
     if len(blob) != layout.num_bytes:
-        raise BadBlob(
-            "size", f"{layout.unit}: {len(blob)} bytes, its layout has {layout.num_bytes}"
-        )
+        raise _wrong_size(layout, len(blob))
+
+
+def _wrong_size(layout: UnitLayout, num_bytes: int) -> BadBlob:
+    return BadBlob("size", f"{layout.unit}: {num_bytes} bytes, its layout has {layout.num_bytes}")

@@ -67,6 +67,12 @@ def expert_of(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
+def place_of(name: str) -> tuple[int, int, str] | None:
+    """Layer, expert and projection of an expert's matrix, or None for a shared tensor."""
+    match = _EXPERT.match(name)
+    return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
 def moved_by_rule(name: str) -> bool:
     """Whether a shared tensor has no gradient and no moments: the router's selection bias."""
     return name.endswith(_SELECTION_BIAS)

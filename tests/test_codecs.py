@@ -2,6 +2,7 @@
 
 import math
 import struct
+from functools import partial
 
 import numpy
 import pytest
@@ -24,6 +25,26 @@ def layout_of(codec: Codec, *slices: Slice) -> UnitLayout:
 
 def whole(codec: Codec) -> UnitLayout:
     return layout_of(codec, *(Slice(n, 0, math.prod(s)) for n, s in SHAPES.items()))
+
+
+def content_of(layout: UnitLayout, values: torch.Tensor) -> codecs.Content:
+    return codecs.Content.of(codecs.encode_unit(layout, {"x": values}))
+
+
+def mean(blobs: list[memoryview] | list[bytes], codec: Codec) -> bytes:
+    reads = [partial(read_in, memoryview(blob)) for blob in blobs]
+    return codecs.mean_of(reads, len(blobs[0]), codec).whole()
+
+
+def decode_unit(
+    layout: UnitLayout, shapes: dict[str, Shape], blob: codecs.Buffer
+) -> dict[str, torch.Tensor]:
+    read = partial(read_in, memoryview(blob))
+    return dict(codecs.read_tensors(layout, shapes, read))
+
+
+def read_in(blob: memoryview, offset: int, length: int) -> memoryview:
+    return blob[offset : offset + length]
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -50,7 +71,7 @@ def test_values_of_the_agreed_dtype_come_back_bit_for_bit(codec: Codec) -> None:
     before = {n: t.to(codecs.DTYPES[codec]) for n, t in tensors().items()}
     layout = whole(codec)
     blob = codecs.encode_unit(layout, before)
-    after = codecs.decode_unit(layout, SHAPES, blob)
+    after = decode_unit(layout, SHAPES, blob)
     filled = codecs.allocate([layout], SHAPES)
     codecs.fill(filled, layout, blob)
     for name, tensor in before.items():
@@ -64,9 +85,9 @@ def test_bf16_is_off_by_at_most_one_part_in_256() -> None:
     # Half a step of 8 significant bits: 2^-8 of the value, the bound in the module's docstring.
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 3
     layout = layout_of("bf16", Slice("x", 0, len(values)))
-    decoded = codecs.decode_unit(
-        layout, {"x": (len(values),)}, codecs.encode_unit(layout, {"x": values})
-    )["x"].float()
+    decoded = decode_unit(layout, {"x": (len(values),)}, codecs.encode_unit(layout, {"x": values}))[
+        "x"
+    ].float()
     relative = ((decoded - values).abs() / values.abs()).max().item()
     assert 2**-9 < relative <= 2**-8
 
@@ -113,19 +134,18 @@ def test_a_value_that_no_honest_peer_sends_is_refused(
         bad = torch.ones(9)
         bad[place] = value
         with pytest.raises(BadBlob) as refused:
-            codecs.check_finite(layout, codecs.encode_unit(layout, {"x": bad}))
+            codecs.check_finite(layout, content_of(layout, bad))
         assert refused.value.reason == reason
     for edge in (2.0**64, -(2.0**64), 0.0):
-        codecs.check_finite(layout, codecs.encode_unit(layout, {"x": torch.full((9,), edge)}))
+        codecs.check_finite(layout, content_of(layout, torch.full((9,), edge)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 35, 37, 72])
 def test_a_blob_of_another_size_is_refused(size: int) -> None:
     layout = layout_of("fp32", Slice("x", 0, 9))
     for use in (
-        lambda: codecs.check_finite(layout, bytes(size)),
+        lambda: codecs.check_finite(layout, codecs.Content.of(bytes(size))),
         lambda: codecs.fill({"x": torch.zeros(9)}, layout, bytes(size)),
-        lambda: codecs.decode_unit(layout, {"x": (9,)}, bytes(size)),
     ):
         with pytest.raises(BadBlob) as refused:
             use()
@@ -142,13 +162,13 @@ def test_an_fp32_mean_is_the_sum_in_order_divided(count: int) -> None:
     for array in arrays[1:]:
         wanted = wanted + array
     wanted = wanted / numpy.float32(count)
-    assert bytes(codecs.mean(blobs, "fp32")) == wanted.tobytes()
+    assert mean(blobs, "fp32") == wanted.tobytes()
 
 
 def test_the_order_of_a_mean_is_the_callers() -> None:
     blobs = [struct.pack("<f", value) for value in (2.0**24, 1.0, 1.0)]
-    assert bytes(codecs.mean(blobs, "fp32")) == struct.pack("<f", 2.0**24 / 3)
-    assert bytes(codecs.mean(blobs[::-1], "fp32")) == struct.pack("<f", (2.0**24 + 2) / 3)
+    assert mean(blobs, "fp32") == struct.pack("<f", 2.0**24 / 3)
+    assert mean(blobs[::-1], "fp32") == struct.pack("<f", (2.0**24 + 2) / 3)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=5), min_size=2, max_size=5))
@@ -160,13 +180,13 @@ def test_a_bf16_mean_is_the_fp32_mean_rounded_once(rows: list[list[float]]) -> N
     for row in inputs[1:]:
         total = total + row.float()
     wanted = codecs.encode_unit(layout, {"x": total / len(rows)})
-    assert bytes(codecs.mean(blobs, "bf16")) == bytes(wanted)
+    assert mean(blobs, "bf16") == bytes(wanted)
 
 
 def test_the_largest_admitted_values_have_a_finite_mean() -> None:
     layout = layout_of("bf16", Slice("x", 0, 1))
     largest = codecs.encode_unit(layout, {"x": torch.tensor([codecs.MAX_MAGNITUDE])})
-    codecs.check_finite(layout, codecs.mean([largest] * 1000, "bf16"))
+    codecs.check_finite(layout, codecs.Content.of(mean([largest] * 1000, "bf16")))
 
 
 @pytest.mark.usefixtures("_chunk_sizes")
@@ -203,6 +223,3 @@ def test_blobs_cannot_be_changed_after_their_digest_is_taken() -> None:
     blob = codecs.encode_unit(layout, tensors())
     with pytest.raises(TypeError, match="read-only"):
         blob[0] = 1
-    decoded = codecs.decode_unit(layout, SHAPES, blob)
-    decoded["a.weight"].zero_()
-    assert torch.equal(codecs.decode_unit(layout, SHAPES, blob)["a.weight"], tensors()["a.weight"])

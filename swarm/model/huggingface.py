@@ -21,7 +21,8 @@ from swarm.config import RunConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_shapes, exported, shared_shapes
 
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = 8 * 10**8
+"""A shard is in memory twice while it is written: as tensors and as bytes."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

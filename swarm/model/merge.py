@@ -4,64 +4,65 @@ Source: SPES (arXiv 2602.11543, eq. 5-6): phi_j + alpha * mean over the K most s
 (phi_k - phi_j), all read from the values before the merge (Jacobi). Deviation from the reference
 code, which compares matrices concatenated in differing orders: here they are aligned.
 
+Nothing here holds more than chunks: matrices are read run by run, from wherever they lie.
+
 Shapes: E experts, X elements of a gate projection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from swarm.config import ModelConfig
-from swarm.errors import BadBlob
-from swarm.experts import PROJECTIONS, expert_tensor
+from swarm.experts import Slice, expert_tensor, place_of
 
 COLUMNS = 2**16
 """Elements per expert that exist in fp64 at once."""
 DECIMALS = 12
 """Similarities are rounded to these: the order of an fp64 sum (1e-15) must not choose a donor."""
 
-
-@dataclass(frozen=True)
-class Merged:
-    """Merged experts, and where they moved to.
-
-    Attributes:
-        named: fp32 tensors of all experts, by Hugging Face name.
-        donors: for each layer and expert its donors, ascending.
-    """
-
-    named: dict[str, Tensor]
-    donors: tuple[tuple[tuple[int, ...], ...], ...]
+Read = Callable[[Slice], Tensor]
+"""Agreed values, before the merge, of a run of elements of a flattened matrix."""
+Donors = tuple[tuple[tuple[int, ...], ...], ...]
+"""For each layer and expert those that it moves towards, ascending."""
 
 
-def similarities(gates: Sequence[Tensor]) -> Tensor:
+def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: int) -> Tensor:
     """Cosines between flattened gate projections, fp64 [E, E], rounded to `DECIMALS`.
 
     A projection of zeros is similar to nothing (0).
 
-    Cost: 2 * E^2 * X operations in fp64 and E * COLUMNS * 8 bytes; about 1 s for one layer of
-    the 7B model of SPES (32 experts of 2048 x 2048) on one thread.
+    Args:
+        gates: of each expert, what gives its elements [start, stop).
+        num_elements: of each gate projection.
+
+    Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + what an element has
+    in the codec) bytes; about 1 s for one layer of the 7B model of SPES (32 experts of 2048 x 2048)
+    on one thread.
     """
-    gates_X = [gate.detach().reshape(-1) for gate in gates]
     dots_EE = torch.zeros(len(gates), len(gates), dtype=torch.float64)
-    for start in range(0, len(gates_X[0]), COLUMNS):
-        part_EX = torch.stack([gate[start : start + COLUMNS].double().cpu() for gate in gates_X])
-        dots_EE += part_EX @ part_EX.T
+    for start in range(0, num_elements, COLUMNS):
+        stop = min(start + COLUMNS, num_elements)
+        dots_EE += _dots([gate(start, stop).detach() for gate in gates])
     norm_E = dots_EE.diagonal().sqrt()
     cosines_EE = dots_EE / torch.outer(norm_E, norm_E)
     return cosines_EE.nan_to_num(nan=0.0).round(decimals=DECIMALS)
 
 
-def donors(gates: Sequence[Tensor], top_k: int) -> tuple[tuple[int, ...], ...]:
+def _dots(gates: Sequence[Tensor]) -> Tensor:
+    part_EX = torch.stack([gate.double().cpu() for gate in gates])
+    return part_EX @ part_EX.T
+
+
+def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], ...]:
     """The `top_k` experts most similar to each expert of one layer, ascending.
 
     An expert is no donor of its own; of equally similar ones the lower index is taken.
     """
-    rows = similarities(gates).tolist()
+    rows = similarity_EE.tolist()
     chosen = []
     for expert, row in enumerate(rows):
         others = [other for other in range(len(rows)) if other != expert]
@@ -70,56 +71,40 @@ def donors(gates: Sequence[Tensor], top_k: int) -> tuple[tuple[int, ...], ...]:
     return tuple(chosen)
 
 
-def merge_experts(
-    named: Mapping[str, Tensor], model: ModelConfig, *, alpha: float, top_k: int
-) -> Merged:
-    """Merges all experts of all layers.
-
-    The update is elementwise in fp32 with separate multiplications and additions, donors in
-    ascending order, and so carries the same bits whatever the number of threads.
-
-    Cost: besides `similarities`, about 19 ms for a matrix of 2048 x 2048 with 4 donors.
+def donors_of(read: Read, model: ModelConfig, top_k: int) -> Donors:
+    """The donors of every expert in every layer; memory as `similarities`.
 
     Args:
-        named: agreed values of every expert's tensors; anything else in it is ignored.
-        model: names and number of experts.
-        alpha: share of the way to the mean of the donors.
+        read: elements of any expert's matrix.
+        model: number of layers and experts, sizes.
         top_k: donors per expert, fewer than there are experts.
-
-    Raises:
-        BadBlob: a tensor of an expert is missing.
     """
     assert top_k < model.num_experts, (top_k, model.num_experts)
-    merged: dict[str, Tensor] = {}
-    all_donors = []
+    size = model.moe_intermediate_size * model.hidden_size
+    found = []
     for layer in range(model.num_hidden_layers):
-        by_projection = {kind: _experts(named, model, layer, kind) for kind in PROJECTIONS}
-        of_layer = donors(by_projection["gate"], top_k)
-        all_donors.append(of_layer)
-        for kind in PROJECTIONS:
-            snapshot = by_projection[kind]
-            for expert, chosen in enumerate(of_layer):
-                name = expert_tensor(layer, expert, kind)
-                merged[name] = _towards(snapshot, expert, chosen, alpha)
-    return Merged(dict(sorted(merged.items())), tuple(all_donors))
+        names = [expert_tensor(layer, expert, "gate") for expert in range(model.num_experts)]
+        gates = [lambda start, stop, name=name: read(Slice(name, start, stop)) for name in names]
+        found.append(choose_donors(similarities(gates, size), top_k))
+    return tuple(found)
 
 
-def _experts(
-    named: Mapping[str, Tensor], model: ModelConfig, layer: int, projection: str
-) -> list[Tensor]:
-    names = [expert_tensor(layer, expert, projection) for expert in range(model.num_experts)]
-    for name in names:
-        if name not in named:
-            raise BadBlob("missing", f"{name} is needed for a merge and not there")
-    return [named[name].detach() for name in names]
+def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor:
+    """The merged values, fp32, of a run of elements of one expert's matrix.
 
+    The update is elementwise with separate multiplications and additions, donors in ascending
+    order, and so carries the same bits whatever the run's length and the number of threads:
+    own + alpha * (sum of (donor - own) / K).
 
-def _towards(
-    snapshot: Sequence[Tensor], expert: int, chosen: Sequence[int], alpha: float
-) -> Tensor:
-    """snapshot[expert] + alpha * (sum of (snapshot[k] - snapshot[expert]) / K), in this order."""
-    own = snapshot[expert].float()
-    total = torch.zeros_like(own)
+    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak and what `read` gives.
+    About 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    """
+    place = place_of(part.name)
+    assert place is not None, f"{part.name} is of no expert"
+    layer, expert, projection = place
+    own = read(part).detach().float()
+    total, chosen = torch.zeros_like(own), donors[layer][expert]
     for donor in chosen:
-        total.add_(snapshot[donor].float().sub(own))
+        name = expert_tensor(layer, donor, projection)
+        total.add_(read(Slice(name, part.start, part.stop)).detach().float().sub(own))
     return total.div_(len(chosen)).mul_(alpha).add_(own)

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
-from swarm.experts import all_shapes, expert_tensor
+from swarm.experts import all_shapes, place_of
 from swarm.model.attention import Attention, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
-from swarm.model.moe import PROJECTIONS, ExpertBank, Recall, Router, Routing, SparseMLP
+from swarm.model.moe import ExpertBank, Recall, Router, Routing, SparseMLP
 from swarm.model.routing import Guidance, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
@@ -143,6 +143,7 @@ class Transformer(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
+        self._shapes = all_shapes(model)
         self.model = Decoder(model, frozen, self.compute, device)
         self.model.recompute = recompute
         if not model.tie_word_embeddings:
@@ -196,10 +197,11 @@ class Transformer(nn.Module):
         Raises:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
         """
-        places, shapes = self._places(named), all_shapes(self.config)
+        places = self._places(named)
         for name, tensor in named.items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise BadBlob("shape", f"{name} has shape {(*tensor.shape,)}, not {shapes[name]}")
+            if tuple(tensor.shape) != self._shapes[name]:
+                shape = (*tensor.shape,)
+                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
         for name, tensor in named.items():
             stack, row = places[name]
             stack.put(row, tensor)
@@ -242,18 +244,15 @@ class Transformer(nn.Module):
 
     def _places(self, names: Iterable[str]) -> dict[str, tuple[FrozenStack, int]]:
         """Where tensors lie: a stack and the row in it."""
-        places: dict[str, tuple[FrozenStack, int]] = {
-            name: (DenseStack(value.detach()[None]), 0)
-            for name, value in self.named_parameters()
-            if ".experts.owned." not in name
-        }
-        for layer, bank in enumerate(self._banks()):
-            for expert in range(self.config.num_experts):
-                for projection in PROJECTIONS:
-                    name = expert_tensor(layer, expert, projection.removesuffix("_proj"))
-                    places[name] = bank.place(expert, projection)
-        names = list(names)
+        banks = self._banks()
+        places: dict[str, tuple[FrozenStack, int]] = {}
         for name in names:
-            if name not in places:
+            if name not in self._shapes:
                 raise BadBlob("name", f"the model has no tensor {name}")
-        return {name: places[name] for name in names}
+            place = place_of(name)
+            if place is None:
+                places[name] = (DenseStack(self.get_parameter(name).detach()[None]), 0)
+            else:
+                layer, expert, projection = place
+                places[name] = banks[layer].place(expert, f"{projection}_proj")
+        return places

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from swarm.codecs import Content
 from swarm.errors import BadBlob
 from swarm.network.partial import Partial
 from swarm.protocol.digests import PIECE_BYTES, digest_of
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[str, memoryview], None]
+Check = Callable[[str, Content], None]
 Verdicts = Mapping["Check | None", str | None]
 """Of each check that has judged a content: None, or why it refuses it, in a short word."""
 OnBlob = Callable[[str], None]
@@ -87,7 +88,7 @@ class Incoming:
         if check is None:
             return None
         try:
-            check(self.digest, self.partial.content() if self.partial else last_piece)
+            check(self.digest, self.partial.content() if self.partial else Content.of(last_piece))
         except BadBlob as error:
             logger.warning("blob %s refused: %s", self.digest, error)
             return error.reason

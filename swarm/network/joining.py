@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.codecs import check_finite
+from swarm.codecs import Content, check_finite
 from swarm.config import RunConfig
 from swarm.errors import (
     BadManifest,
@@ -322,9 +322,9 @@ async def fetch_state(
         here += sizes[digest]
         on_blob(here, total)
 
-    def check(digest: Digest, blob: memoryview) -> None:
+    def check(digest: Digest, content: Content) -> None:
         if digest in units:
-            check_finite(layout.by_unit[units[digest]], blob)
+            check_finite(layout.by_unit[units[digest]], content)
 
     wants = [
         Want(digest, sizes[digest], _rotated(sources, position))

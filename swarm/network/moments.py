@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from swarm.codecs import Buffer
+from swarm.codecs import Content
 from swarm.errors import StateError
 from swarm.experts import expert_unit
+from swarm.network.contents import write
 from swarm.network.fetch import Downloads
 from swarm.network.moments_client import MomentsClient
 from swarm.network.node import Node
 from swarm.network.shelf import Shelf
 from swarm.network.tasks import Tasks
-from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.moments import (
@@ -58,8 +58,7 @@ class Arrival:
 
     expert: int
     moments: Moments | None
-    """None: nobody had any, or they did not come."""
-    blob: memoryview | None
+    """None: nobody had any, or they did not come. Their blob is pinned until `taken`."""
     reason: str
 
 
@@ -92,11 +91,24 @@ class MomentsExchange:
 
     # ------------------------------------------------ the trainer's side (any thread)
 
-    def keep(self, expert: int, number: int, blob: Buffer) -> Moments:
-        """Puts this peer's moments of an expert, as of a round, where others can fetch them."""
-        moments = Moments(expert, number, digest_of(blob), len(blob))
-        self.shelf.put(moments, blob)
+    def keep(self, expert: int, number: int, content: Content) -> Moments:
+        """Puts this peer's moments of an expert, as of a round, where others can fetch them.
+
+        Holds a piece of them at a time.
+        """
+        store = self.shelf.store
+        digest = write(store.draft(content.num_bytes), content)
+        moments = Moments(expert, number, digest, content.num_bytes)
+        try:
+            self.shelf.put(moments)
+        finally:
+            store.unpin([moments.digest])
         return moments
+
+    def taken(self, arrival: Arrival) -> None:
+        """The blob of an arrival is not needed any more."""
+        if arrival.moments:
+            self.shelf.store.unpin([arrival.moments.digest])
 
     def announce(
         self, wanted_by: Mapping[Moments, Sequence[PeerId]], deadline_s: float
@@ -176,7 +188,7 @@ class MomentsExchange:
             return offered.expert in self._taken_up
         if kept and (kept.digest == offered.digest or kept.round > offered.round):
             return True
-        if await self._client.fetch(offered, [source]) is None:
+        if not await self._client.fetch(offered, [source]):
             return False
         return await self._shelve(offered)
 
@@ -275,26 +287,30 @@ class MomentsExchange:
         while arrival is None and (best := newest(left)):
             peer, moments = best
             left = [(p, m) for p, m in left if m.digest != moments.digest]
-            blob = await self._content(moments, [p for p, m in found if m == moments])
-            if blob is not None:
+            if await self._bring_here(moments, [p for p, m in found if m == moments]):
                 reason = _where_from(self._node.peer_id, peer, moments, previous)
-                arrival = Arrival(expert, moments, blob, reason)
+                arrival = Arrival(expert, moments, reason)
         why = "could not be fetched" if found else f"none of {num_asked} peers has any"
-        self.arrivals.put(arrival or Arrival(expert, None, None, f"zero moments: {why}"))
+        self.arrivals.put(arrival or Arrival(expert, None, f"zero moments: {why}"))
         self._taken_up.add(expert)
         for source in sorted({p for p, _ in found} - {self._node.peer_id}):
             digests = tuple(m.digest for p, m in found if p == source)
             await self._client.ask(source, Question(settled=digests))
 
-    async def _content(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
+    async def _bring_here(self, moments: Moments, sources: Sequence[PeerId]) -> bool:
+        """Whether a blob is here, in order and pinned once."""
         store = self.shelf.store
         if self._node.peer_id in sources:
-            damaged = await self._in_thread(store.verify, [moments.digest])
-            return None if damaged else store.get(moments.digest)
-        blob = await self._client.fetch(moments, sources)
-        if blob is not None:
-            await self._shelve(moments)
-        return blob
+            store.pin([moments.digest])
+            if await self._in_thread(store.verify, [moments.digest]):
+                store.unpin([moments.digest])
+                return False
+            return True
+        if not await self._client.fetch(moments, sources):
+            return False
+        store.pin([moments.digest])  # the other pin is taken back
+        await self._shelve(moments)
+        return True
 
     # ------------------------------------------------ plumbing
 

@@ -7,10 +7,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from swarm.codecs import check_moments
+from swarm.codecs import Content, check_moments
 from swarm.errors import BadBlob, HostileInput, NetworkDown, Unreachable
 from swarm.experts import UnitLayout
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import content_of
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Node
 from swarm.protocol.layout import Layout
@@ -41,22 +42,22 @@ class MomentsClient:
         self.prefix = MOMENTS_QUESTION + run.encode() + b" "
         self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
 
-    async def fetch(self, moments: Moments, sources: Sequence[PeerId]) -> memoryview | None:
-        """A blob of others, checked and pinned once; None if it did not come or is none."""
+    async def fetch(self, moments: Moments, sources: Sequence[PeerId]) -> bool:
+        """Whether a blob of others is here, checked and pinned once."""
         layout = layout_of_size(self._layout, moments.expert, moments.num_bytes)
         if layout is None:
             self._node.traffic.refuse("moments_size")
-            return None
+            return False
         store = self._store
         store.pin([moments.digest])
-        if store.has(moments.digest) and not _is_sound(layout, store.get(moments.digest)):
+        if store.has(moments.digest) and not _is_sound(layout, content_of(store, moments.digest)):
             self._node.traffic.refuse("moments_values")
         elif await self._download(moments, layout, sources):
             self._node.traffic.moments_bytes_received += moments.num_bytes
-            return store.get(moments.digest)
+            return True
         store.unpin([moments.digest])
         logger.info("moments of expert %d did not come", moments.expert)
-        return None
+        return False
 
     async def _download(
         self, moments: Moments, layout: UnitLayout, sources: Sequence[PeerId]
@@ -66,7 +67,7 @@ class MomentsClient:
         is_hopeless = asyncio.Event()
         failures: Counter[PeerId] = Counter()
 
-        def check(_: Digest, content: memoryview) -> None:
+        def check(_: Digest, content: Content) -> None:
             try:
                 check_moments(layout, content)
             except BadBlob:
@@ -115,10 +116,10 @@ class MomentsClient:
         return None
 
 
-def _is_sound(layout: UnitLayout, blob: memoryview | None) -> bool:
+def _is_sound(layout: UnitLayout, content: Content) -> bool:
     """Whether a blob that came here as something else may be taken for moments."""
     try:
-        check_moments(layout, blob or b"")
+        check_moments(layout, content)
     except BadBlob:
         return False
     return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from blake3 import blake3
 
+from swarm.codecs import Buffer, Content
 from swarm.errors import BadBlob
 from swarm.network.pack_set import Place
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of_index, num_pieces
@@ -52,6 +55,11 @@ class Partial:
         self.place.pack.write(self.place.offset, number * PIECE_BYTES, piece)
         self._have.add(number)
 
-    def content(self) -> memoryview:
-        """All bytes, once complete."""
-        return self.place.read(0, self.num_bytes)
+    def content(self) -> Content:
+        """All bytes, once complete; read piece by piece."""
+        return Content(self.num_bytes, self._pieces)
+
+    def _pieces(self) -> Iterator[Buffer]:
+        for start in range(0, self.num_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, self.num_bytes - start)
+            yield self.place.read(start, length)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from swarm.codecs import mean
+from swarm.codecs import Content, mean_of
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmError
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import reader, write
 from swarm.network.draft import Draft
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
@@ -32,7 +33,6 @@ from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
 from swarm.protocol.deadlines import production_timers
-from swarm.protocol.digests import digest_of
 from swarm.protocol.events import (
     Apply,
     CancelFetch,
@@ -73,8 +73,8 @@ EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK)
 """Rare, and what a person wants to read of a round that took long."""
 
-Merger = Callable[[Manifest], Mapping[Unit, memoryview]]
-"""Computes the merged experts of a due tip from its agreed values."""
+Merger = Callable[[Manifest], Mapping[Unit, Content]]
+"""The merged experts of a due tip, computed from its agreed values as they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RoundDriver:
     ) -> None:
         self.node, self.store, self.machine = node, store, machine
         self.record_file, self.layout, self.merger = record_file, layout, merger
-        self.settings = settings
+        self.settings, self._expected_at = settings, 0.0
         self.refused: Counter[str] = Counter()
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
@@ -119,7 +119,6 @@ class RoundDriver:
         self._adapt_timers()
         self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
         self._left: str | None = None
-        self._expected_at = 0.0
         self._failure: BaseException | None = None
         store.on_lost = self._lost
 
@@ -140,12 +139,9 @@ class RoundDriver:
         """Why this peer is no longer a member, once it has left."""
         return self._left
 
-    def store_value(self, blob: bytes | memoryview) -> tuple[Digest, int]:
+    def store_value(self, value: Content) -> tuple[Digest, int]:
         """Stores a value of this peer's own and tells the machine; returns digest and size."""
-        digest = digest_of(blob)
-        self.store.put_pinned(blob, digest)
-        self._send_in(Stored(digest))
-        return digest, len(blob)
+        return write(self.open_value(value.num_bytes), value), value.num_bytes
 
     def _lost(self, digest: Digest, why: str) -> None:
         """A blob that the machine counts on is gone; it brings it here again if it needs it."""
@@ -313,25 +309,30 @@ class RoundDriver:
             self._inbox.put_nowait(UnitReduced(effect.roster_id, effect.unit, result))
 
     def _store_mean(self, effect: Reduce) -> ReducedUnit | None:
-        blobs = []
-        for _, digest in effect.inputs:
-            blob = self.store.get(digest)
-            if blob is None:
-                logger.debug("%s: an input was collected before it was reduced", effect.unit)
-                return None
-            blobs.append(blob)
-        value = mean(blobs, self.layout.by_unit[effect.unit].codec, effect.weights)
-        return ReducedUnit(*self.store_value(value))
+        digests, layout = [d for _, d in effect.inputs], self.layout.by_unit[effect.unit]
+        self.store.pin(digests)
+        try:
+            if not all(self.store.has(digest) for digest in digests):
+                return None  # it was collected meanwhile
+            if len(digests) == 1:  # the mean of one value is that value
+                self.store.pin(digests)
+                self._send_in(Stored(digests[0]))
+                return ReducedUnit(digests[0], layout.num_bytes)
+            reads = [reader(self.store, digest) for digest in digests]
+            value = mean_of(reads, layout.num_bytes, layout.codec, effect.weights)
+            return ReducedUnit(*self.store_value(value))
+        finally:
+            self.store.unpin(digests)
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
         self._work.spawn(self._merge(effect.tip))
 
     async def _merge(self, tip: Manifest) -> None:
         merged = await self._patiently("merge", self.merger, tip)
-        units = {}
-        for unit, value in merged.items():
-            digest, num_bytes = await self._patiently("merged expert", self.store_value, value)
-            units[unit] = ReducedUnit(digest, num_bytes)
+        units = {
+            unit: ReducedUnit(*await self._patiently("merged expert", self.store_value, value))
+            for unit, value in merged.items()
+        }
         self._inbox.put_nowait(MergeComputed(tip.digest, units))
 
     async def _apply(self, effect: Apply) -> None:

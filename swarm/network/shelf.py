@@ -11,7 +11,6 @@ import os
 import threading
 from pathlib import Path
 
-from swarm.codecs import Buffer
 from swarm.errors import BadMessage, StateError
 from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Digest
@@ -34,15 +33,13 @@ class Shelf:
                 self._kept[moments.expert] = moments
                 store.pin([moments.digest])
 
-    def put(self, moments: Moments, blob: Buffer | None = None) -> None:
-        """Keeps an expert's moments in place of those before; without `blob` they are here already.
+    def put(self, moments: Moments) -> None:
+        """Keeps an expert's moments, whose blob is here and pinned, in place of those before.
 
         Raises:
             StateError: the disk is full or cannot be written.
         """
-        self.store.pin([moments.digest])  # before `put`, so that no collection falls between
-        if blob is not None:
-            self.store.put(blob, moments.digest)
+        self.store.pin([moments.digest])
         with self._lock:
             before = self._kept.get(moments.expert)
             self._kept = {**self._kept, moments.expert: moments}

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from swarm.codecs import check_finite
+from swarm.codecs import Content, check_finite
 from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
@@ -70,7 +70,7 @@ class Transfers:
             await patiently_async(
                 lambda: self.downloads.fetch(
                     wants,
-                    check=lambda digest, blob: self._check(units[digest], blob),
+                    check=lambda digest, content: self._check(units[digest], content),
                     on_blob=stored,
                     on_failure=self._failed,
                 ),
@@ -86,11 +86,11 @@ class Transfers:
             # What never arrived has no event that would take its pin back.
             self._store.unpin(pinned)
 
-    def _check(self, unit: Unit, blob: memoryview) -> None:
+    def _check(self, unit: Unit, content: Content) -> None:
         layout = self._layout.by_unit.get(unit)
         if layout is None:
             raise BadBlob("unknown_unit", f"no unit is called {unit}")
-        check_finite(layout, blob)
+        check_finite(layout, content)
 
     def _failed(self, digest: Digest, peer: PeerId, reason: str) -> None:
         self._deliver(Unobtainable(digest, peer, reason))

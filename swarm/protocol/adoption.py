@@ -4,6 +4,12 @@
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
 
+Of several owners each finds the mean of their values agreed, not its own. What its offered value
+lacked of its master is still its own, and is added to the mean: the remainder that the wire
+rounded off, without which updates below half a unit in the last place would be lost in every round;
+and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
+the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
+
 After a restart the same function decides, with the bases and the offer that the private state
 was saved with [P6].
 """
@@ -25,6 +31,7 @@ class Action(Enum):
     KEEP = "keep"  # the agreed value did not move: base, master and moments stay as they are
     PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
     REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
+    AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
     RESTART = "restart"  # master := agreed value; the moments stay, they are local
     DROP = "drop"  # no longer mine: master and moments go
     TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments
@@ -39,7 +46,8 @@ class ExpertDecision:
     """Base digest of the progress from now on; None after a drop."""
     reason: str
     rebase_from: Digest | None = None
-    """For REBASE: the agreed value to subtract, a blob of the previous tip."""
+    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED:
+    my offered value, a blob that I keep until I have adopted."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Adoption:
     @property
     def kept(self) -> frozenset[int]:
         """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
-        moved = (Action.KEEP, Action.PUBLISHED, Action.REBASE)
+        moved = (Action.KEEP, Action.PUBLISHED, Action.REBASE, Action.AVERAGED)
         return frozenset(e for e, choice in self.experts.items() if choice.action in moved)
 
 
@@ -81,7 +89,6 @@ def adopt(
         An action with its reason for the shared tensors and for each expert.
     """
     shared, shared_reason = _decide_shared(me, manifest, previous)
-    offered = [offer.units for offer in offers]
     mine = {expert for expert, owners in manifest.owners.items() if me in owners}
     decisions = {}
     for expert in sorted(mine | bases.keys()):
@@ -90,9 +97,7 @@ def adopt(
                 Action.DROP, None, f"expert {expert} belongs to others now"
             )
         else:
-            unit = expert_unit(expert)
-            digests = frozenset(units[unit].digest for units in offered if unit in units)
-            decisions[expert] = _decide_expert(expert, manifest, bases.get(expert), digests)
+            decisions[expert] = _decide_expert(me, expert, manifest, bases.get(expert), offers)
     return Adoption(shared, shared_reason, decisions)
 
 
@@ -142,9 +147,11 @@ def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Ac
 
 
 def _decide_expert(
-    expert: int, manifest: Manifest, base: Digest | None, offered: frozenset[Digest]
+    me: PeerId, expert: int, manifest: Manifest, base: Digest | None, offers: Sequence[Offer]
 ) -> ExpertDecision:
-    entry = manifest.entries[expert_unit(expert)]
+    unit = expert_unit(expert)
+    entry = manifest.entries[unit]
+    offered = {offer.units[unit].digest: offer for offer in offers if unit in offer.units}
     if base is None:
         return ExpertDecision(
             Action.TAKE_UP,
@@ -165,6 +172,14 @@ def _decide_expert(
             entry.digest,
             f"expert {expert} was merged; local progress moves with it",
             rebase_from=entry.base,
+        )
+    averaged = offered.get(dict(manifest.sources.get(unit, ())).get(me, ""))
+    if averaged and (entry.codec != "fp32" or averaged.steps == 0):
+        return ExpertDecision(
+            Action.AVERAGED,
+            entry.digest,
+            f"my value of expert {expert} is in the mean; what it lacked of my master stays",
+            rebase_from=averaged.units[unit].digest,
         )
     return ExpertDecision(
         Action.RESTART,

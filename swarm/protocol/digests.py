@@ -8,7 +8,7 @@ piece of a large blob can be checked on arrival, from whichever peer it comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
@@ -43,3 +43,20 @@ def digest_of_index(index: bytes) -> str:
 def digest_of(blob: Buffer) -> str:
     """The digest that names this blob."""
     return digest_of_index(piece_index(blob))
+
+
+def digest_of_chunks(chunks: Iterable[Buffer]) -> str:
+    """The digest that names the blob of which these are the bytes, however they are cut."""
+    index, piece, room = bytearray(), blake3(), PIECE_BYTES
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while view:
+            part, view = view[:room], view[room:]
+            piece.update(part)
+            room -= len(part)
+            if not room:
+                index += piece.digest()
+                piece, room = blake3(), PIECE_BYTES
+    if room < PIECE_BYTES:
+        index += piece.digest()
+    return digest_of_index(bytes(index))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -34,6 +33,7 @@ from torch import Tensor
 from swarm.errors import CorruptState, StateError
 from swarm.train.engine import EngineState
 from swarm.train.guard import LossScale
+from swarm.train.tensor_file import OpenFile, Place, TensorFile, bytes_of
 
 _FORMAT = 2
 _LENGTH_BYTES = 8
@@ -44,9 +44,10 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-_CHUNK_BYTES = 16 * 2**20
 _CHUNKS_AHEAD = 4
 """Chunks that are hashed and not written: the memory that saving takes."""
+_HASHED_BYTES = 64 * 2**20
+"""Read and hashed at once: enough for all cores."""
 _FLUSH_BYTES = 256 * 2**20
 """Written at once, before the disk is made to keep up: the last fsync shall be short."""
 
@@ -237,28 +238,38 @@ def _put_in_place(path: Path) -> None:
 
 
 def load_private(path: Path) -> PrivateState:
-    """Reads a private state; its tensors are views of the mapped file, copied when written to.
+    """Reads a private state; its tensors are read from the file as they are asked for.
+
+    The file may be replaced meanwhile: it is held open. Cost: one pass for the digest; a piece is
+    held, not the state.
 
     Raises:
         CorruptState: the file is missing, torn, truncated, changed, or of another format.
     """
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
+        file = OpenFile(path)
+        size = os.fstat(file.descriptor).st_size
+        sound = size > _DIGEST_BYTES and _is_sound(file.descriptor, size - _DIGEST_BYTES)
+    except OSError as error:
         raise CorruptState(f"{path}: cannot be read: {error}") from error
-    content = memoryview(mapped)
-    body, stated = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if blake3(body, max_threads=blake3.AUTO).digest() != stated:
-        raise CorruptState(f"{path}: the content is not what was written ({len(content)} bytes)")
-    body, length = body[:-_LENGTH_BYTES], int.from_bytes(body[-_LENGTH_BYTES:], "little")
-    meta = json.loads(bytes(body[-length:]))
+    if not sound:
+        raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
+    end = size - _DIGEST_BYTES - _LENGTH_BYTES
+    length = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, end), "little")
+    meta = json.loads(os.pread(file.descriptor, length, end - length))
     if meta.pop("format") != _FORMAT:
         raise CorruptState(f"{path}: written in a format that this version does not read")
-    header_bytes = int.from_bytes(body[:_LENGTH_BYTES], "little")
-    data = body[_LENGTH_BYTES + header_bytes :]
-    header = json.loads(bytes(body[_LENGTH_BYTES : _LENGTH_BYTES + header_bytes]))
-    return _decode(meta, {name: _tensor(data, entry) for name, entry in header.items()})
+    header_bytes = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, 0), "little")
+    header = json.loads(os.pread(file.descriptor, header_bytes, _LENGTH_BYTES))
+    start = _LENGTH_BYTES + header_bytes
+    return _decode(meta, file, {name: _place(start, entry) for name, entry in header.items()})
+
+
+def _is_sound(descriptor: int, body_bytes: int) -> bool:
+    digest = blake3(max_threads=blake3.AUTO)
+    for start in range(0, body_bytes, _HASHED_BYTES):
+        digest.update(os.pread(descriptor, min(_HASHED_BYTES, body_bytes - start), start))
+    return digest.digest() == os.pread(descriptor, _DIGEST_BYTES, body_bytes)
 
 
 def load_newest(path: Path) -> Loaded | None:
@@ -339,28 +350,20 @@ def _encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     encoded += b" " * (-len(encoded) % 8)
     yield len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
     for tensor in tensors.values():
-        yield from _pieces(tensor)
+        yield from bytes_of(tensor)
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    for piece in content.split(_CHUNK_BYTES):
-        yield memoryview(piece.cpu().numpy())
-
-
-def _tensor(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
-    start, stop = entry["data_offsets"]
+def _place(start: int, entry: Mapping[str, Any]) -> Place:
     dtype = next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
-    if start == stop:
-        return torch.empty(entry["shape"], dtype=dtype)
-    return torch.frombuffer(data[start:stop], dtype=dtype).view(entry["shape"])
+    return Place(start + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
 
 
-def _decode(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> PrivateState:
+def _decode(meta: dict[str, Any], file: OpenFile, places: Mapping[str, Place]) -> PrivateState:
     owned, updates, skipped, skipped_in_a_row = meta.pop("engine")
-    rng = {name[4:]: each for name, each in tensors.items() if name.startswith("rng.")}
+    tensors = TensorFile(file, places)
+    rng = {name[4:]: tensors[name] for name in tensors if name.startswith("rng.")}
     engine = EngineState(
-        tensors={name: each for name, each in tensors.items() if not name.startswith("rng.")},
+        tensors=TensorFile(file, {n: at for n, at in places.items() if not n.startswith("rng.")}),
         owned=tuple(owned),
         updates=updates,
         skipped=skipped,

@@ -145,10 +145,14 @@ class OwnedAdamW:
 
     def masters(self) -> dict[str, Tensor]:
         """Views of all parameters by Hugging Face name, one for each owned expert's matrix."""
+        return self.by_tensor(self._parameters)
+
+    def by_tensor(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of what is laid out as the parameters; see `masters`."""
         views: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
+        for name in self._parameters:
             rows = stacked_tensors(name, self._owned)
-            value = parameter.detach()
+            value = values[name].detach()
             views.update(zip(rows, value, strict=True) if rows else [(name, value)])
         return views
 
@@ -198,18 +202,20 @@ class OwnedAdamW:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over masters and moments under the names of `state`, in whatever format.
 
+        `tensors` may read a tensor whenever it is asked for: of those of one name, twice.
+
         Raises:
             CorruptState: a tensor is missing or of another shape; nothing was changed then.
         """
-        stored = {name: _stored_moments(tensors, name) for name in self.masters()}
         for name, master in self.masters().items():
+            _stored_moments(tensors, name)
             if tensors[f"master.{name}"].shape != master.shape:
                 raise CorruptState(f"the private state belongs to another model: {name}")
         for name, master in self.masters().items():
             master.copy_(tensors[f"master.{name}"])
         for name, moments in self._moments.items():
             for row, of_row in enumerate(stacked_tensors(name, self._owned) or (name,)):
-                moments.copy_row(row, stored[of_row], 0)
+                moments.copy_row(row, _stored_moments(tensors, of_row), 0)
 
 
 def _stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import OutOfMemory, lacks_memory
-from swarm.experts import expert_shapes
+from swarm.experts import Slice, expert_shapes
 from swarm.model.routing import Guidance
-from swarm.train.engine import Engine, EngineState, ResidentEngine, StepStats
+from swarm.train.engine import Engine, EngineState, StandIn, StepStats
 from swarm.train.ladder import describe
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.resident import ResidentEngine
 from swarm.train.streaming.engine import StreamingEngine
+from swarm.train.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +39,30 @@ class SteppingEngine:
     """An engine that is exchanged for the next one below when memory runs out; see `Engine`.
 
     What was asked is then asked again: a step that did not fit has changed nothing, and the next
-    engine makes it from the same values. The ways down lose no bit of masters; moments are
-    rounded where the next engine keeps them in a smaller format.
+    engine makes it from the same values. The ways down lead over a file and lose no bit of
+    masters; moments are rounded where the next engine keeps them in a smaller format.
     """
 
     def __init__(
-        self, run: RunConfig, options: EngineOptions, below: Sequence[EngineOptions] = ()
+        self,
+        run: RunConfig,
+        options: EngineOptions,
+        below: Sequence[EngineOptions] = (),
+        folder: Path | None = None,
     ) -> None:
         """Makes the first engine.
+
+        Args:
+            run: the model.
+            options: of the first engine.
+            below: of those that may follow, in order.
+            folder: on whose disk there is room for a state on its way down; None for the system's
+                folder for temporary files.
 
         Raises:
             OutOfMemory: not even the last one fits.
         """
-        self._run, self._below = run, list(below)
+        self._run, self._below, self._folder = run, list(below), folder
         self.options = options
         self._engine: Engine | None = None
         while self._engine is None:
@@ -98,6 +113,14 @@ class SteppingEngine:
         """See `Engine`."""
         self._now.write(named)
 
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`."""
+        return self._ask(lambda engine: engine.read_part(part))
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`."""
+        self._now.write_part(part, values)
+
     @property
     def borrows(self) -> bool:
         """See `Engine`."""
@@ -107,17 +130,17 @@ class SteppingEngine:
         """See `Engine`; after a step down there are copies until the next ones are lent."""
         self._now.lend(named)
 
-    def read_moments(self, expert: int) -> dict[str, Tensor]:
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """See `Engine`."""
-        return self._ask(lambda engine: engine.read_moments(expert))
+        return self._ask(lambda engine: engine.read_moments(names))
 
-    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
-        self._ask(lambda engine: engine.write_moments(expert, moments))
+        self._ask(lambda engine: engine.write_moments(moments))
 
-    def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
+    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
         """See `Engine`."""
-        return self._ask(lambda engine: engine.evaluate(tokens_BT1, replace=replace))
+        return self._ask(lambda engine: engine.evaluate(tokens_BT1, agreed=agreed))
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""
@@ -164,32 +187,43 @@ class SteppingEngine:
             if self.options.device == "cuda":
                 torch.cuda.empty_cache()
             try:
-                self._engine = make_engine(self._run, self.options)
-                self._engine.load_state_dict(state)
-                self._engine.write(frozen)
+                self._engine = self._made_from(state, frozen)
             except (MemoryError, RuntimeError) as error:
-                found, self._engine = _memory_error(error), None
+                found = _memory_error(error)
 
-    def _carry(self) -> tuple[EngineState, dict[str, Tensor]]:
-        """Everything of the engine that goes, in host memory."""
+    def _made_from(self, state: EngineState, frozen: Mapping[str, Tensor]) -> Engine:
+        engine = make_engine(self._run, self.options)
+        engine.load_state_dict(state)
+        for name in frozen:
+            engine.write({name: frozen[name]})
+        return engine
+
+    def _carry(self) -> tuple[EngineState, TensorFile]:
+        """Writes everything of the engine that goes to files, a tensor at a time.
+
+        So there are never two engines' states in memory: at the peak it is the larger engine and
+        one tensor, in fp32 and as it is stored.
+
+        Returns:
+            The state, whose tensors are read from a file as they are asked for, and the frozen
+            tensors likewise.
+
+        Raises:
+            StateError: the disk has no room for it; the engine is as it was.
+        """
         engine, options = self._now, self.options
-        state = engine.state_dict()
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
-        names: list[str] = []
-        for expert in range(self._run.model.num_experts):
-            if expert not in engine.owned:
-                names += expert_shapes(self._run.model, expert)
+        state, trained = engine.state_dict(), TensorFile.temporary(self._folder)
+        for name, tensor in state.tensors.items():
+            trained.append(name, tensor)
         # Stored values: bf16 ones lose nothing as bf16; int8 ones give the same codes again.
         dtype = torch.bfloat16 if options.frozen == "bf16" else torch.float32
-        frozen = {name: engine.read([name])[name].to(dtype) for name in names}
-        return EngineState(
-            tensors=tensors,
-            owned=state.owned,
-            updates=state.updates,
-            skipped=state.skipped,
-            skipped_in_a_row=state.skipped_in_a_row,
-            scale=state.scale,
-        ), frozen
+        frozen = TensorFile.temporary(self._folder)
+        for expert in range(self._run.model.num_experts):
+            for name in (
+                expert_shapes(self._run.model, expert) if expert not in engine.owned else ()
+            ):
+                frozen.append(name, engine.read([name])[name].to(dtype))
+        return replace(state, tensors=trained), frozen
 
     def _next(self, found: str) -> None:
         if not self._below:

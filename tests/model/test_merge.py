@@ -6,13 +6,38 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.config import RunConfig
-from swarm.errors import BadBlob
-from swarm.experts import PROJECTIONS, expert_of, expert_tensor
-from swarm.model.merge import donors, merge_experts
+from swarm.config import ModelConfig, RunConfig
+from swarm.experts import PROJECTIONS, Slice, expert_of, expert_tensor
+from swarm.model import merge
+from swarm.model.merge import choose_donors, donors_of, merged_part, similarities
+from tests.model import plain_merge
 from tests.model.samples import random_weights, tiny_run
+from tests.train.runs import same
 
 ALPHA, TOP_K = 0.1, 3
+
+
+def merge_experts(
+    named: dict[str, Tensor], model: ModelConfig, *, alpha: float, top_k: int, at_once: int = 2**20
+) -> plain_merge.Merged:
+    """Merges run by run, each of `at_once` elements."""
+
+    def read(part: Slice) -> Tensor:
+        return named[part.name].view(-1)[part.start : part.stop]
+
+    donors = donors_of(read, model, top_k)
+    merged = {}
+    for name in sorted(name for name in named if expert_of(name) is not None):
+        size, shape = named[name].numel(), named[name].shape
+        parts = [Slice(name, at, min(at + at_once, size)) for at in range(0, size, at_once)]
+        runs = [merged_part(part, read, donors, alpha) for part in parts]
+        merged[name] = torch.cat(runs).view(shape)
+    return plain_merge.Merged(merged, donors)
+
+
+def donors(gates: list[Tensor], top_k: int) -> tuple[tuple[int, ...], ...]:
+    reads = [lambda start, stop, gate=gate: gate[start:stop] for gate in gates]
+    return choose_donors(similarities(reads, len(gates[0])), top_k)
 
 
 def naive_merge(
@@ -126,9 +151,15 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(one.named[name], two.named[name]) for name in one.named)
 
 
-def test_a_missing_tensor_is_named() -> None:
-    run = tiny_run()
-    named = random_weights(run)
-    del named[expert_tensor(1, 3, "down")]
-    with pytest.raises(BadBlob, match=r"layers\.1\.mlp\.experts\.3\.down_proj"):
-        merge_experts(named, run.model, alpha=ALPHA, top_k=TOP_K)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [1, 7, 1000, 2**20])
+def test_merging_by_chunks_gives_the_bits_of_merging_all_at_once(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(num_hidden_layers=2)
+    named = {name: tensor.to(dtype) for name, tensor in random_weights(run).items()}
+    plain = plain_merge.merge_experts(named, run.model, alpha=ALPHA, top_k=TOP_K)
+    monkeypatch.setattr(merge, "COLUMNS", 5)
+    parts = merge_experts(named, run.model, alpha=ALPHA, top_k=TOP_K, at_once=at_once)
+    assert parts.donors == plain.donors
+    assert same(parts.named, plain.named)

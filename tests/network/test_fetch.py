@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from swarm.codecs import Content
 from swarm.errors import BadBlob, NobodyReachable, StateError
 from swarm.network import packs
 from swarm.network.blobs import BlobStore
@@ -199,8 +200,8 @@ def test_what_the_check_refuses_is_counted_not_kept_and_not_asked_for_again(swar
         digest = source.put(blob)
     good = stores[0].put(b"good")
 
-    def check(digest: str, view: memoryview) -> None:
-        if view == blob:
+    def check(digest: str, given: Content) -> None:
+        if given.whole() == blob:
             raise BadBlob("not_finite", "NaN in expert 3")
 
     client.traffic.refused.clear()
@@ -246,7 +247,7 @@ def test_a_check_that_fails_by_itself_ends_the_call_instead_of_trying_for_ever(s
     (source, _), (server, _), client = swarm
     digest = source.put(bytes(1000))
 
-    def broken(digest: str, view: memoryview) -> None:
+    def broken(digest: str, given: Content) -> None:
         raise ZeroDivisionError("a bug")
 
     want = Want(digest, 1000, (server.peer_id,))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swarm.codecs import Content
 from swarm.experts import expert_unit
 from swarm.network import moments as module
 from swarm.network.blobs import BlobStore
@@ -20,7 +21,6 @@ from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.shelf import Shelf
-from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.moments import Moments, Search, backup_holders, moments_layout
@@ -126,7 +126,7 @@ def swarm(hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_backup_reaches_the_peer_that_would_adopt_and_only_it(swarm: Swarm) -> None:
     owner, blob = swarm.owner_of(0), moments_blob(0.5)
     holder = swarm.of(backup_holders(swarm.tip)[0])
-    kept = owner.exchange.keep(0, 1, blob)
+    kept = owner.exchange.keep(0, 1, Content.of(blob))
     others = [side.node.peer_id for side in swarm.sides if side is not owner]
     done = owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     assert done == (kept,) == holder.exchange.shelf.all()
@@ -144,7 +144,7 @@ def test_a_backup_survives_the_restart_and_the_collections_of_its_holder(
 ) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     holder.store.collect(set())
     folder = tmp_path / f"{swarm.sides.index(holder)}"
@@ -158,7 +158,7 @@ def test_a_newer_backup_takes_the_place_of_the_last(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
     for number in (1, 2):
-        kept = owner.exchange.keep(0, number, moments_blob(number))
+        kept = owner.exchange.keep(0, number, Content.of(moments_blob(number)))
         owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     assert holder.exchange.shelf.all() == (kept,)
     holder.store.collect(set())
@@ -169,7 +169,7 @@ def test_a_peer_that_is_gone_is_given_up(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
     holder.die()
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     told = owner.exchange.announce({kept: (holder.node.peer_id,)}, 10 * SOON_S)
     assert told.result(SOON_S) == ()
 
@@ -179,16 +179,16 @@ def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
     taker = next(side for side in swarm.sides if side is not giver)
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
-    giver.exchange.keep(1, 0, moments_blob(0.125, 1))  # for a backup, a round before
+    giver.exchange.keep(1, 0, Content.of(moments_blob(0.125, 1)))  # for a backup, a round before
     taker.exchange.take_up(
         Search((1,), swarm.tip, after)
     )  # before the giver has put the newest out
     with pytest.raises(queue.Empty):
         taker.exchange.arrivals.get(timeout=0.5)
-    kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    kept = giver.exchange.keep(1, 1, Content.of(moments_blob(0.25, 1)))
     told = giver.exchange.announce({kept: (taker.node.peer_id,)}, SOON_S)
     arrival = taker.arrival()
-    assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.25, 1)
+    assert arrival.moments == kept and bytes(taker.store.get(kept.digest)) == moments_blob(0.25, 1)
     assert arrival.reason == f"moments of round 1 handed over by {giver.node.peer_id}"
     assert told.result(SOON_S) == (kept,)
 
@@ -196,7 +196,7 @@ def test_a_new_owner_gets_the_bits_of_the_one_before(swarm: Swarm) -> None:
 def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
     after = swarm.given_to(holder, 0, number=5)
@@ -205,7 +205,7 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
     before = replace(swarm.tip, entries={**swarm.tip.entries, unit: renewed})
     holder.exchange.take_up(Search((0,), before, after))
     arrival = holder.arrival()
-    assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.5)
+    assert arrival.moments == kept and bytes(holder.store.get(kept.digest)) == moments_blob(0.5)
     where = "from the backup here, 2 rounds older than the weights"
     assert arrival.reason == f"moments of round 1 {where}"
 
@@ -213,7 +213,7 @@ def test_without_an_answer_of_the_owner_the_own_backup_is_taken(swarm: Swarm) ->
 def test_an_owner_whose_private_state_is_gone_gets_its_moments_back(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.exchange.shelf.drop(kept)
     owner.store.collect(set())
@@ -226,7 +226,7 @@ def test_a_backup_elsewhere_is_fetched_from_there(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
     (third,) = (side for side in swarm.sides if side not in (owner, holder))
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
     third.exchange.take_up(Search((0,), swarm.tip, swarm.given_to(third, 0, number=5)))
@@ -237,7 +237,7 @@ def test_a_backup_elsewhere_is_fetched_from_there(swarm: Swarm) -> None:
 def test_a_backup_damaged_on_disk_is_not_used(swarm: Swarm) -> None:
     owner = swarm.owner_of(0)
     holder = swarm.of(backup_holders(swarm.tip)[0])
-    kept = owner.exchange.keep(0, 1, moments_blob(0.5))
+    kept = owner.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     owner.exchange.announce({kept: (holder.node.peer_id,)}, SOON_S).result(SOON_S)
     owner.die()
     place = holder.store._places[kept.digest]
@@ -255,7 +255,7 @@ def test_moments_that_were_fetched_outlive_a_restart_and_whoever_gave_them(
     taker = next(side for side in swarm.sides if side is not giver)
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
-    kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    kept = giver.exchange.keep(1, 1, Content.of(moments_blob(0.25, 1)))
     search = Search((1,), swarm.tip, after)
     taker.exchange.take_up(search)
     assert taker.arrival().moments == kept
@@ -266,15 +266,15 @@ def test_moments_that_were_fetched_outlive_a_restart_and_whoever_gave_them(
     again.store.collect(set())
     again.exchange.take_up(replace(search, steps=5))
     arrival = again.arrival()
-    assert arrival.moments == kept and bytes(arrival.blob) == moments_blob(0.25, 1)
+    assert arrival.moments == kept and bytes(taker.store.get(kept.digest)) == moments_blob(0.25, 1)
 
 
 def test_a_search_that_goes_on_takes_no_copy_of_the_own_moments(swarm: Swarm) -> None:
     giver = swarm.owner_of(1)
     taker = next(side for side in swarm.sides if side is not giver)
     search = Search((1,), swarm.tip, swarm.given_to(taker, 1), steps=5)
-    taker.exchange.keep(1, 2, moments_blob(0.5, 1))  # after a round with it
-    kept = giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    taker.exchange.keep(1, 2, Content.of(moments_blob(0.5, 1)))  # after a round with it
+    kept = giver.exchange.keep(1, 1, Content.of(moments_blob(0.25, 1)))
     taker.exchange.take_up(search)
     assert taker.arrival().moments == kept
 
@@ -282,8 +282,8 @@ def test_a_search_that_goes_on_takes_no_copy_of_the_own_moments(swarm: Swarm) ->
 def test_moments_that_come_late_do_not_take_the_place_of_newer_ones(swarm: Swarm) -> None:
     giver = swarm.owner_of(1)
     taker = next(side for side in swarm.sides if side is not giver)
-    newer = taker.exchange.keep(1, 2, moments_blob(0.5, 1))
-    giver.exchange.keep(1, 1, moments_blob(0.25, 1))
+    newer = taker.exchange.keep(1, 2, Content.of(moments_blob(0.5, 1)))
+    giver.exchange.keep(1, 1, Content.of(moments_blob(0.25, 1)))
     taker.exchange.take_up(Search((1,), swarm.tip, swarm.given_to(taker, 1), steps=5))
     assert taker.arrival().moments.round == 1
     assert taker.exchange.shelf.get(1) == newer
@@ -294,7 +294,7 @@ def test_with_nobody_to_ask_an_expert_goes_on_with_zeros(swarm: Swarm) -> None:
     taker = next(side for side in swarm.sides if side is not owner)
     owner.die()
     taker.exchange.take_up(Search((0,), swarm.tip, swarm.given_to(taker, 0, number=5)))
-    assert taker.arrival() == Arrival(0, None, None, "zero moments: none of 2 peers has any")
+    assert taker.arrival() == Arrival(0, None, "zero moments: none of 2 peers has any")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_blob_that_no_honest_peer_sends_is_refused(swarm: Swarm, blob: bytes) 
     taker = next(side for side in swarm.sides if side is not giver)
     after = swarm.given_to(taker, 1)
     swarm.move_to(after)
-    giver.exchange.shelf.put(Moments(1, 1, digest_of(blob), len(blob)), blob)
+    giver.exchange.shelf.put(Moments(1, 1, giver.store.put(blob), len(blob)))
     taker.exchange.take_up(Search((1,), swarm.tip, after))
     assert taker.arrival().moments is None
     assert taker.node.traffic.refused.total() == 1
@@ -322,14 +322,15 @@ def test_a_blob_that_is_here_as_something_else_is_checked_too(swarm: Swarm) -> N
     taker = next(side for side in swarm.sides if side is not giver)
     after, blob = swarm.given_to(taker, 1), moments_blob(-1.0)
     swarm.move_to(after)
-    giver.exchange.shelf.put(Moments(1, 1, taker.store.put(blob), len(blob)), blob)
+    giver.exchange.shelf.put(Moments(1, 1, giver.store.put(blob), len(blob)))
+    taker.store.put(blob)
     taker.exchange.take_up(Search((1,), swarm.tip, after))
     assert taker.arrival().moments is None
 
 
 def test_copies_go_when_newer_values_have_made_them_useless(swarm: Swarm) -> None:
     side = swarm.sides[0]
-    side.exchange.keep(0, 1, moments_blob(0.5))
+    side.exchange.keep(0, 1, Content.of(moments_blob(0.5)))
     entries = {
         unit: replace(entry, version=version)
         for version in (3, 4)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from swarm.codecs import Content
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, OutOfMemory, StateError, SwarmError, Unreachable
 from swarm.experts import Slice, UnitLayout
@@ -154,7 +155,7 @@ class Bench:
         self.node = FakeNode(self.log)
         self.store = BlobStore()
         self.machine = FakeMachine()
-        self.merged: dict[str, memoryview] = {}
+        self.merged: dict[str, Content] = {}
         self.disk = FakeDisk(self.log)
         self.driver = RoundDriver(
             cast(Node, self.node),
@@ -251,7 +252,7 @@ def test_a_mean_whose_inputs_were_collected_is_not_made_up(bench: Bench) -> None
 
 
 def test_a_merge_is_computed_beside_the_rounds_stored_and_told(bench: Bench) -> None:
-    bench.merged = {"expert.0": memoryview(b"merged")}
+    bench.merged = {"expert.0": Content.of(b"merged")}
     bench.start(ComputeMerge(TIP))
     computed = bench.machine.wait_for(MergeComputed)
     digest = digest_of(b"merged")
@@ -358,7 +359,7 @@ def test_refusals_are_counted_and_the_last_reason_is_for_people(bench: Bench) ->
 def test_a_stored_value_survives_a_collection_until_the_machine_decides_on_it(
     bench: Bench,
 ) -> None:
-    digest, size = bench.driver.store_value(b"value")
+    digest, size = bench.driver.store_value(Content.of(b"value"))
     assert (digest, size) == (digest_of(b"value"), 5)
     bench.store.collect([])  # before the machine has heard of it
     assert bench.store.has(digest)
@@ -449,10 +450,10 @@ def test_a_dead_network_is_told_to_the_trainer(bench: Bench) -> None:
 def test_work_that_lacks_memory_is_tried_again(bench: Bench, caplog) -> None:
     failures = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 
-    def merge(_: Manifest) -> dict[str, memoryview]:
+    def merge(_: Manifest) -> dict[str, Content]:
         if failures:
             raise failures.pop(0)
-        return {"expert.0": memoryview(b"merged")}
+        return {"expert.0": Content.of(b"merged")}
 
     bench.driver.merger = merge
     bench.start(ComputeMerge(TIP))
@@ -461,7 +462,7 @@ def test_work_that_lacks_memory_is_tried_again(bench: Bench, caplog) -> None:
 
 
 def test_memory_that_stays_away_ends_the_peer(bench: Bench, monkeypatch) -> None:
-    def merge(_: Manifest) -> dict[str, memoryview]:
+    def merge(_: Manifest) -> dict[str, Content]:
         raise MemoryError
 
     monkeypatch.setattr(patience, "MEMORY_PATIENCE_S", 0.0)

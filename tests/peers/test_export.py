@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from peers.export import Found, export, main, named_tensors
-from peers.live_model import initial_blobs
+from peers.live_model import initial_contents
 from peers.state_directory import StateDirectory
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
@@ -17,6 +17,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.model.huggingface import load_named
 from swarm.model.initialise import initial_tensors
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.record_file import RecordFile
 from swarm.protocol.events import Record
@@ -38,7 +39,10 @@ def layout(run: RunConfig) -> Layout:
 
 
 def fill_store(store: BlobStore, run: RunConfig, layout: Layout) -> Manifest:
-    initial = {unit: (store.put(blob), len(blob)) for unit, blob in initial_blobs(run, layout)}
+    initial = {
+        unit: (store_content(store, content), content.num_bytes)
+        for unit, content in initial_contents(run, layout)
+    }
     config = run.canonical_json()
     founding = Founding("QmA", "nonce", store.put(config), len(config), store.put(b"x"), 1)
     manifest = founding_manifest(founding, run, layout, initial, {"QmA": 1.0})
@@ -49,13 +53,13 @@ def fill_store(store: BlobStore, run: RunConfig, layout: Layout) -> Manifest:
 @pytest.fixture
 def found(run: RunConfig, layout: Layout) -> Found:
     store = BlobStore()
-    return Found(run, fill_store(store, run, layout), store.get)
+    return Found(run, fill_store(store, run, layout), store)
 
 
 def test_every_tensor_comes_once_with_its_agreed_value(
     found: Found, run: RunConfig, layout: Layout
 ) -> None:
-    named = list(named_tensors(layout, found.manifest, found.read))
+    named = list(named_tensors(layout, found.manifest, found.store))
     assert sorted(name for name, _ in named) == sorted(layout.shapes)
     wanted = initial_tensors(run, layout.shapes)
     for name, tensor in named:
@@ -64,24 +68,28 @@ def test_every_tensor_comes_once_with_its_agreed_value(
         assert tensor.dtype == dtype and torch.equal(tensor, wanted[name].to(dtype)), name
 
 
-def test_few_tensors_wait_for_their_other_parts(found: Found, layout: Layout) -> None:
+def test_few_tensors_wait_for_their_other_parts(
+    found: Found, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The first tensor is cut into several parts; it leaves as soon as its last part is read, so
     # that no more than one part's tensors are ever in memory.
-    reads: list[str] = []
+    reads: set[str] = set()
+    read = BlobStore.read
 
-    def read(digest: str) -> memoryview | None:
-        reads.append(digest)
-        return found.read(digest)
+    def noted(store: BlobStore, digest: str, offset: int, length: int) -> memoryview | None:
+        reads.add(digest)
+        return read(store, digest, offset, length)
 
-    stream = named_tensors(layout, found.manifest, read)
-    first, _ = next(stream)
+    monkeypatch.setattr(BlobStore, "read", noted)
+    first, _ = next(named_tensors(layout, found.manifest, found.store))
     assert len(reads) == len(layout.by_name[first]) > 2
 
 
 def test_a_missing_blob_is_named(found: Found, layout: Layout) -> None:
     gone = found.manifest.entries["expert.3"].digest
+    found.store.collect({d for d in found.store.digests() if d != gone})
     with pytest.raises(CorruptState, match=r"expert\.3 in round 0 is missing"):
-        list(named_tensors(layout, found.manifest, lambda d: None if d == gone else found.read(d)))
+        list(named_tensors(layout, found.manifest, found.store))
 
 
 def test_an_export_holds_model_configuration_and_tokenizer(
@@ -100,7 +108,7 @@ def test_an_export_holds_model_configuration_and_tokenizer(
     assert config["eos_token_id"] == 256
     tensors = dict(load_named(folder))
     for unit in layout.units:
-        blob = found.read(found.manifest.entries[unit.unit].digest)
+        blob = found.store.get(found.manifest.entries[unit.unit].digest)
         assert blob is not None and bytes(encode_unit(unit, tensors)) == bytes(blob)
     said = capsys.readouterr().out
     assert f"lm_eval --model hf --model_args pretrained={folder} --tasks" in said

@@ -7,17 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from peers.live_model import Agreed, BlobGone, LiveModel, initial_blobs
-from swarm.codecs import encode_unit
+from peers.live_model import Agreed, BlobGone, LiveModel, initial_contents
+from swarm.codecs import encode_unit, mean_of
 from swarm.experts import expert_shapes, expert_unit
 from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import reader, store_content
 from swarm.network.founding import founding_manifest
+from swarm.protocol.adoption import Action
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.train.engine import ResidentEngine
+from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
 
@@ -25,6 +28,7 @@ RUN = tiny_run()
 LAYOUT = layout_of(RUN)
 EXPERT = 1
 NAMES = list(expert_shapes(RUN.model, EXPERT))
+PEERS = ("me", "you")
 
 
 @pytest.fixture
@@ -35,8 +39,8 @@ def store() -> BlobStore:
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
     initial = {}
-    for unit, value in initial_blobs(RUN, LAYOUT):
-        initial[unit] = (store.put(value), len(value))
+    for unit, value in initial_contents(RUN, LAYOUT):
+        initial[unit] = (store_content(store, value), value.num_bytes)
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     return founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0})
 
@@ -113,7 +117,7 @@ def test_int8_experts_are_made_from_agreed_values_every_time(
     for _ in range(3):
         live.adopt(manifest, previous=manifest.parent or "")
         unit = expert_unit(EXPERT)
-        agreed = live.agreed.expert(manifest.entries[unit].digest, unit)
+        agreed = dict(live.agreed.tensors(manifest.entries[unit].digest, unit))
         for name, value in agreed.items():
             once.put(0, value)
             assert torch.equal(live.engine.read([name])[name], once.get(0))
@@ -148,7 +152,10 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
     """An odd offset in its pack, no byte of it in the engine's own files, no bit of difference."""
     store = BlobStore(tmp_path)
     store.put(b"odd")
-    initial = {unit: (store.put(value), len(value)) for unit, value in initial_blobs(RUN, LAYOUT)}
+    initial = {
+        unit: (store_content(store, value), value.num_bytes)
+        for unit, value in initial_contents(RUN, LAYOUT)
+    }
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     peers = {"me": 1.0, "other": 1.0}
     founded = founding_manifest(founding, RUN, LAYOUT, initial, peers)
@@ -174,3 +181,84 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
     for file in map(Path.stat, files.iterdir()):
         assert file.st_blocks * 512 <= file.st_blksize  # of its last byte
     engines[1].close()
+
+
+BF16 = tiny_run(wire={"experts": "bf16"})
+
+
+def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> None:
+    """Each round moves both masters by an eighth of what bf16 can tell from nothing."""
+    store, layout = BlobStore(None), layout_of(BF16)
+    unit, name = expert_unit(EXPERT), NAMES[0]
+    initial = {
+        u: (store_content(store, content), content.num_bytes)
+        for u, content in initial_contents(BF16, layout)
+    }
+    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
+    tip = founding_manifest(founding, BF16, layout, initial, {"me": 1.0, "you": 1.0})
+    ones = {n: torch.ones(layout.shapes[n]) for n in NAMES}
+    first = replace(
+        tip.entries[unit], digest=store.put(encode_unit(layout.by_unit[unit], ones)), version=0
+    )
+    tip = replace(tip, owners={EXPERT: ("me", "you")}, entries={**tip.entries, unit: first})
+    lives = {p: LiveModel(p, BF16, ResidentEngine(BF16), Agreed(store, layout)) for p in PEERS}
+    for live in lives.values():
+        live.adopt(tip, previous="")
+    for number in range(1, 17):
+        offers = {}
+        for peer, live in lives.items():
+            masters = live.engine.read(NAMES)
+            # Above 1.0 bf16 knows steps of 2^-7. The others move apart: a mean that is one's own
+            # value, or the one before, is no case of this.
+            other = 0.25 if peer == "me" else 0.5
+            moves = {n: 2.0**-11 if n == name else other for n in NAMES}
+            live.engine.write({n: masters[n] + moves[n] for n in NAMES})
+            _, value, base = next(v for v in live.offered_values(tip) if v[0] == unit)
+            offered = OfferedUnit(store_content(store, value), value.num_bytes, base)
+            offers[peer] = Offer(tip.digest, 1, 4, {unit: offered})
+            live.keep_offered([offered.digest])
+        sources = tuple((peer, offers[peer].units[unit].digest) for peer in PEERS)
+        reads = [reader(store, digest) for _, digest in sources]
+        num_bytes = layout.by_unit[unit].num_bytes
+        digest = store_content(store, mean_of(reads, num_bytes, "bf16"))
+        entry = replace(tip.entries[unit], digest=digest, version=number)
+        after = replace(
+            tip,
+            height=number,
+            round=number,
+            kind=Kind.QUORUM,
+            parent=tip.digest,
+            entries={**tip.entries, unit: entry},
+            sources={unit: sources},
+        )
+        store.collect({e.digest for e in after.entries.values()})
+        for peer, live in lives.items():
+            live.adopt(after, previous=tip.digest, offers=[offers[peer]])
+            live.drop_offered()
+        tip = after
+    agreed = lives["me"].agreed.tensor(tip.entries[unit].digest, unit, name)
+    assert torch.equal(agreed, torch.full_like(agreed, 1.0 + 16 * 2.0**-11))
+    for live in lives.values():
+        assert torch.equal(live.engine.read([name])[name], agreed.float())
+
+
+def test_where_a_master_lacks_nothing_it_gets_the_agreed_bits_of_a_mean(
+    model: LiveModel, store: BlobStore, founded: Manifest
+) -> None:
+    unit = expert_unit(EXPERT)
+    zeros = {name: torch.full(LAYOUT.shapes[name], -0.0) for name in NAMES}
+    digest = store.put(encode_unit(LAYOUT.by_unit[unit], zeros))
+    _, value, base = next(v for v in model.offered_values(founded) if v[0] == unit)
+    offered = OfferedUnit(store_content(store, value), value.num_bytes, base)
+    after = replace(
+        founded,
+        height=1,
+        kind=Kind.QUORUM,
+        parent=founded.digest,
+        entries={**founded.entries, unit: replace(founded.entries[unit], digest=digest)},
+        sources={unit: (("me", offered.digest), ("you", "0" * 64))},
+    )
+    late = Offer(founded.digest, 0, 0, {unit: offered})
+    adoption = model.adopt(after, previous=founded.digest, offers=[late])
+    assert adoption.experts[EXPERT].action is Action.AVERAGED
+    assert same(model.engine.read(NAMES), zeros)

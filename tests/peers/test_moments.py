@@ -14,16 +14,17 @@ import torch
 
 from peers import moments as moments_module
 from peers.leaving import Stop
-from peers.live_model import Agreed, LiveModel, initial_blobs
+from peers.live_model import Agreed, LiveModel, initial_contents
 from peers.moments import MomentsKeeper
 from peers.phases import PhaseMeter
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus
 from peers.trainer import Trainer
-from swarm.codecs import encode_unit
+from swarm.codecs import Content, encode_unit
 from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.round_driver import RoundDriver
@@ -38,7 +39,7 @@ from swarm.protocol.moments import (
     moments_layout,
     transfer_limit_s,
 )
-from swarm.train.engine import ResidentEngine
+from swarm.train.resident import ResidentEngine
 from tests.train.runs import batch, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"}, ownership={"backup_every_rounds": 2})
@@ -49,18 +50,20 @@ PEERS = ("me", "other", "third")
 class Exchange:
     """Remembers what it was told; blobs by digest."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: BlobStore) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self.blobs: dict[str, memoryview] = {}
+        self.store = store
+        self.blobs: dict[str, Content] = {}
         self.announced: list[dict[Moments, tuple[str, ...]]] = []
         self.confirms = True
         self.open: list[tuple[Future[Any], tuple[Moments, ...]]] = []
         self.taken_up: list[int] = []
         self.searches: list[Search] = []
 
-    def keep(self, expert: int, number: int, blob: memoryview) -> Moments:
+    def keep(self, expert: int, number: int, content: Content) -> Moments:
+        blob = content.whole()
         moments = Moments(expert, number, digest_of(blob), len(blob))
-        self.blobs[moments.digest] = blob
+        self.blobs[moments.digest] = Content.of(blob)
         return moments
 
     def announce(self, wanted: dict[Moments, tuple[str, ...]], _: float) -> Future[Any]:
@@ -84,8 +87,12 @@ class Exchange:
     def expire(self, _: Manifest, __: int) -> None:
         pass
 
-    def deliver(self, moments: Moments, blob: memoryview) -> None:
-        self.arrivals.put(Arrival(moments.expert, moments, blob, "handed over"))
+    def deliver(self, moments: Moments, blob: Content) -> None:
+        store_content(self.store, blob)
+        self.arrivals.put(Arrival(moments.expert, moments, "handed over"))
+
+    def taken(self, _: Arrival) -> None:
+        pass
 
 
 class Status:
@@ -110,7 +117,7 @@ class Side:
     """A peer's model with its keeper; all sides share one store and manifest."""
 
     def __init__(self, me: str, store: BlobStore, founded: Manifest) -> None:
-        self.exchange, self.status = Exchange(), Status()
+        self.exchange, self.status = Exchange(store), Status()
         self.model = LiveModel(me, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
         self.keeper = MomentsKeeper(
             self.model,
@@ -144,7 +151,7 @@ class Process:
             tip=tip,
             layout=LAYOUT,
             machine=SimpleNamespace(record=record, rules=SimpleNamespace(run="run")),
-            store_value=lambda value: (store.put(value), len(value)),
+            store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.trainer = Trainer(
             self.side.model,
@@ -186,7 +193,7 @@ class Machine:
         return Process(self._store, self._folder, self._founded, tip, parent)
 
     def moments(self, process: Process) -> dict[str, torch.Tensor]:
-        return process.side.model.engine.read_moments(self.expert)
+        return process.side.model.engine.read_moments(expert_shapes(RUN.model, self.expert))
 
     def never_killed(self, steps: int) -> dict[str, torch.Tensor]:
         """The moments if they had been there at once."""
@@ -196,7 +203,7 @@ class Machine:
         side.keeper.install()
         side.model.engine.write(self._masters)  # so that the gradients are alike
         side.train(steps, lr=0.0)
-        return side.model.engine.read_moments(self.expert)
+        return side.model.engine.read_moments(expert_shapes(RUN.model, self.expert))
 
 
 @pytest.fixture
@@ -219,8 +226,8 @@ def store() -> BlobStore:
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
     initial = {}
-    for unit, value in initial_blobs(RUN, LAYOUT):
-        initial[unit] = (store.put(value), len(value))
+    for unit, value in initial_contents(RUN, LAYOUT):
+        initial[unit] = (store_content(store, value), value.num_bytes)
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     return founding_manifest(founding, RUN, LAYOUT, initial, dict.fromkeys(PEERS, 1.0))
 
@@ -258,7 +265,7 @@ def after_round(side: Side, store: BlobStore, *, owner: str) -> Manifest:
     )
 
 
-def handed(side: Side) -> tuple[Moments, memoryview]:
+def handed(side: Side) -> tuple[Moments, Content]:
     """What a side put out for others last."""
     (moments,) = side.exchange.announced[-1]
     return moments, side.exchange.blobs[moments.digest]
@@ -270,7 +277,7 @@ def test_a_handed_over_expert_goes_on_with_the_same_bits_of_moments_and_master(
     expert = mine(me)
     names = list(expert_shapes(RUN.model, expert))
     me.train(3)
-    moments = me.model.engine.read_moments(expert)
+    moments = me.model.engine.read_moments(expert_shapes(RUN.model, expert))
     masters = me.model.engine.read(names)
     manifest = after_round(me, store, owner="other")
     me.move_to(manifest)
@@ -280,7 +287,7 @@ def test_a_handed_over_expert_goes_on_with_the_same_bits_of_moments_and_master(
     assert not same(other.model.engine.read(names), masters)  # the wire has rounded them
     other.exchange.deliver(*handed(me))
     other.keeper.install()
-    assert same(other.model.engine.read_moments(expert), moments)
+    assert same(other.model.engine.read_moments(expert_shapes(RUN.model, expert)), moments)
     assert same(other.model.engine.read(names), masters)
     assert other.status.taken == [(expert, handed(me)[0], "handed over, with masters")]
 
@@ -304,8 +311,8 @@ def test_moments_that_come_late_end_where_they_would_have_been(
         side.train(4, lr=0.0)
     other.exchange.deliver(*handed(me))
     other.keeper.install()
-    expected = in_time.model.engine.read_moments(expert)
-    assert_near(other.model.engine.read_moments(expert), expected)
+    expected = in_time.model.engine.read_moments(expert_shapes(RUN.model, expert))
+    assert_near(other.model.engine.read_moments(expert_shapes(RUN.model, expert)), expected)
     assert "4 steps late" in other.status.taken[0][2]
 
 
@@ -330,9 +337,11 @@ def test_without_moments_an_expert_goes_on_with_zeros_and_says_so(
     expert = mine(me)
     me.train(1)
     other.move_to(after_round(me, store, owner="other"))
-    other.exchange.arrivals.put(Arrival(expert, None, None, "zero moments: nobody"))
+    other.exchange.arrivals.put(Arrival(expert, None, "zero moments: nobody"))
     other.keeper.install()
-    assert not any(t.any() for t in other.model.engine.read_moments(expert).values())
+    assert not any(
+        t.any() for t in other.model.engine.read_moments(expert_shapes(RUN.model, expert)).values()
+    )
     assert other.status.taken == [(expert, None, "zero moments: nobody")]
 
 
@@ -356,13 +365,13 @@ def test_a_co_owner_that_stays_shares_its_moments_and_keeps_them(
     expert = mine(me)
     me.at = replace(me.at, owners={**me.at.owners, expert: ("me", "other")})
     me.train(2)
-    moments = me.model.engine.read_moments(expert)
+    moments = me.model.engine.read_moments(expert_shapes(RUN.model, expert))
     me.move_to(replace(after_round(me, store, owner="me"), owners={expert: ("me", "third")}))
     told, blob = handed(me)
     assert me.exchange.announced == [{told: ("third",)}]
-    assert same(me.model.engine.read_moments(expert), moments)
+    assert same(me.model.engine.read_moments(expert_shapes(RUN.model, expert)), moments)
     size = moments_layout(LAYOUT, expert, with_master=True).num_bytes
-    assert len(blob) == told.num_bytes == size
+    assert blob.num_bytes == told.num_bytes == size
 
 
 def test_backups_go_in_due_rounds_to_who_would_adopt_once_the_round_is_over(

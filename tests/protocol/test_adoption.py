@@ -9,11 +9,13 @@ from swarm.protocol.messages import Offer, OfferedUnit
 TIP = "tip"
 
 
-def entry(digest, base=None):
-    return Entry(digest, 1, 3, "me", "fp32", base)
+def entry(digest, base=None, codec="fp32"):
+    return Entry(digest, 1, 3, "me", codec, base)
 
 
-def manifest(expert, *, kind=Kind.QUORUM, parent=TIP, owner="me", contributors=("me", "you")):
+def manifest(
+    expert, *, kind=Kind.QUORUM, parent=TIP, owner="me", contributors=("me", "you"), sources=()
+):
     """A successor of TIP with this entry for expert 0."""
     return Manifest(
         run="r",
@@ -28,14 +30,14 @@ def manifest(expert, *, kind=Kind.QUORUM, parent=TIP, owner="me", contributors=(
         merged=0,
         members={"me": Member(0, 1.0), "you": Member(0, 1.0)},
         contributors=contributors,
-        sources={},
+        sources={"expert.0": tuple(sources)},
         owners={0: (owner,)},
         entries={"shared.0": entry("s1"), "expert.0": expert},
     )
 
 
-def offering(digest, base="e0"):
-    return Offer(TIP, 2, 8, {"expert.0": OfferedUnit(digest, 1, base)})
+def offering(digest, base="e0", steps=2):
+    return Offer(TIP, steps, 4 * steps, {"expert.0": OfferedUnit(digest, 1, base)})
 
 
 def decide(new, *, base="e0", offers=()):
@@ -138,3 +140,35 @@ def test_experts_are_due_in_every_kth_round_and_only_with_their_owners():
         False,
         True,
     ]
+
+
+SOURCES = (("me", "mine"), ("you", "yours"))
+
+
+def test_an_owner_whose_value_is_in_the_mean_keeps_what_the_wire_rounded_off():
+    averaged = manifest(entry("mean", codec="bf16"), sources=SOURCES)
+    decision = decide(averaged, offers=[offering("mine")]).experts[0]
+    assert (decision.action, decision.base, decision.rebase_from) == (
+        Action.AVERAGED,
+        "mean",
+        "mine",
+    )
+
+
+def test_an_owner_whose_exact_value_is_in_the_mean_restarts_from_it():
+    averaged = manifest(entry("mean"), sources=SOURCES)
+    assert decide(averaged, offers=[offering("mine")]).experts[0].action is Action.RESTART
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_steps_since_a_late_offer_outlive_the_mean_that_it_is_in(codec):
+    averaged = manifest(entry("mean", codec=codec), sources=SOURCES)
+    adoption = decide(averaged, offers=[offering("mine", steps=0)])
+    assert adoption.experts[0].rebase_from == "mine"
+    assert adoption.kept == {0}
+
+
+@pytest.mark.parametrize("sources", [(), (("you", "yours"),), (("me", "older"), ("you", "yours"))])
+def test_an_owner_whose_offer_is_not_in_the_mean_restarts_from_it(sources):
+    averaged = manifest(entry("mean", codec="bf16"), sources=sources)
+    assert decide(averaged, offers=[offering("mine")]).experts[0].action is Action.RESTART

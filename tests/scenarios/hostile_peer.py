@@ -23,6 +23,7 @@ import numpy as np
 from peers.live_model import LiveModel
 from peers.peer import main
 from peers.publisher import Publisher
+from swarm.codecs import Content
 from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import Head
@@ -45,14 +46,14 @@ def lie_in_offers() -> None:
 
     def lying(
         self: LiveModel, tip: Manifest, late: Collection[int] | None = None
-    ) -> Iterator[tuple[Unit, memoryview, Digest]]:
+    ) -> Iterator[tuple[Unit, Content, Digest]]:
         for unit, value, base in offered_values(self, tip, late):
             is_expert = expert_of_unit(unit) is not None
             if tip.round == (1 if is_expert else 6):
-                nan = np.full(len(value) // 4, np.nan, dtype="<f4")
-                yield unit, memoryview(nan.tobytes()), base
+                nan = np.full(value.num_bytes // 4, np.nan, dtype="<f4")
+                yield unit, Content.of(nan.tobytes()), base
             elif tip.round == 2:
-                yield unit, value[:-4], base
+                yield unit, Content.of(value.whole()[:-4]), base
             else:
                 yield unit, value, base
 

@@ -14,9 +14,9 @@ from swarm.data.loader import Loader
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
-from swarm.model.merge import merge_experts
-from swarm.train.engine import ResidentEngine
 from swarm.train.local_steps import Task, train_local_steps
+from swarm.train.resident import ResidentEngine
+from tests.model.plain_merge import merge_experts
 
 
 def train_by_reference(

@@ -12,8 +12,8 @@ from swarm.config import RunConfig
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
-from swarm.train.engine import ResidentEngine
 from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.resident import ResidentEngine
 from swarm.train.streaming.engine import StreamingEngine
 
 LENGTH = 16

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 
 from swarm.errors import CorruptState, StateError
-from swarm.train import checkpoint
+from swarm.train import checkpoint, tensor_file
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
@@ -242,7 +242,7 @@ def test_resuming_from_disk_gives_the_bits_of_a_run_without_a_stop(path):
 
 
 def test_tensors_are_written_before_it_is_known_what_is_offered(path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
     with Saving(path, state.engine, state.rng) as begun:
         begun._written.result()
@@ -254,7 +254,7 @@ def test_tensors_are_written_before_it_is_known_what_is_offered(path, monkeypatc
 
 
 def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     save_private(path, small_state(1))
     threads = threading.active_count()
     state = state_of(EngineState({"a": torch.arange(10_000.0)}, (), 0, 0, 0), 2)
@@ -266,7 +266,7 @@ def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path,
 
 def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
     """More chunks than wait at once, so that whoever hashes must not wait for ever."""
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     monkeypatch.setattr(checkpoint, "_FLUSH_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
 
@@ -284,8 +284,8 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
 
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     """A disk that stands still stops the hashing after as many chunks as may wait."""
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
-    go_on, hashed, pieces = threading.Event(), [], checkpoint._pieces
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
+    go_on, hashed, pieces = threading.Event(), [], checkpoint.bytes_of
 
     def counted(tensor):
         for piece in pieces(tensor):
@@ -297,7 +297,7 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
             go_on.wait(60)
             return super().open(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_pieces", counted)
+    monkeypatch.setattr(checkpoint, "bytes_of", counted)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
     with Saving(Slow(path), state.engine, state.rng) as begun:
         while len(hashed) < checkpoint._CHUNKS_AHEAD:

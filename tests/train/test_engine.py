@@ -11,6 +11,7 @@ from swarm.train.engine import EngineState
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 
 RUN = tiny_run()
+NAMES_1, NAMES_2 = (list(expert_shapes(RUN.model, expert)) for expert in (1, 2))
 
 
 @pytest.fixture(params=[new_engine, new_streaming], ids=["resident", "streaming"])
@@ -201,7 +202,7 @@ def test_moving_experts_keeps_bits_and_moments_of_those_that_stay(make_engine):
     for kind in ("exp_avg", "exp_avg_sq"):
         for name in [*shared_shapes(RUN.model), *expert_shapes(RUN.model, 1)]:
             assert torch.equal(after.tensors[f"{kind}.{name}"], state.tensors[f"{kind}.{name}"])
-        for name in expert_shapes(RUN.model, 2):
+        for name in NAMES_2:
             assert not after.tensors[f"{kind}.{name}"].any()
         assert not any(f"{kind}.{name}" in after.tensors for name in expert_shapes(RUN.model, 0))
 
@@ -265,14 +266,14 @@ def test_evaluation_uses_replaced_values_and_leaves_every_bit(make_engine):
         run = tiny_run(train={"frozen": frozen})
         engine, other = make_engine(run, [0, 1]), make_engine(run, [0, 1])
         train(engine, 2)
-        names = [*expert_shapes(run.model, 0), *expert_shapes(run.model, 2), "lm_head.weight"]
+        names = [*expert_shapes(run.model, 0), *expert_shapes(run.model, 1)]
         stand_ins = {
             name: (tensor * 3).bfloat16().float() for name, tensor in other.read(names).items()
         }
         before, state = weights(engine), frozen_copy(engine)
         tokens = batch(run, 50)
         plain = engine.evaluate(tokens)
-        replaced = engine.evaluate(tokens, replace=stand_ins)
+        replaced = engine.evaluate(tokens, agreed=stand_ins.__getitem__)
         assert replaced != plain
         assert same(weights(engine), before)
         assert same(engine.state_dict().tensors, state.tensors)
@@ -286,7 +287,7 @@ def test_an_evaluation_that_fails_leaves_every_bit_as_well():
     names = list(expert_shapes(RUN.model, 0))
     stand_ins = {name: torch.zeros_like(tensor) for name, tensor in engine.read(names).items()}
     with pytest.raises(IndexError):
-        engine.evaluate(torch.full((2, 17), 9999), replace=stand_ins)
+        engine.evaluate(torch.full((2, 17), 9999), agreed=stand_ins.__getitem__)
     assert same(weights(engine), before)
     assert engine._model.compute == torch.bfloat16
 
@@ -316,15 +317,13 @@ def test_a_state_of_another_model_is_refused_and_nothing_overwritten(
 def test_moments_that_are_read_and_written_elsewhere_are_the_same_bits(make_engine):
     giver, taker = make_engine(RUN, [1, 2]), make_engine(RUN, [2])
     train(giver, 3)
-    moments = giver.read_moments(2)
+    moments = giver.read_moments(NAMES_2)
     assert set(moments) == {
-        f"{kind}.{name}"
-        for kind in ("exp_avg", "exp_avg_sq")
-        for name in expert_shapes(RUN.model, 2)
+        f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in NAMES_2
     }
     assert all(moments[name].any() for name in moments)
-    taker.write_moments(2, moments)
-    assert same(taker.read_moments(2), moments)
+    taker.write_moments(moments)
+    assert same(taker.read_moments(NAMES_2), moments)
     state = giver.state_dict().tensors
     assert all(torch.equal(moments[name], state[name]) for name in moments)
 
@@ -332,11 +331,11 @@ def test_moments_that_are_read_and_written_elsewhere_are_the_same_bits(make_engi
 def test_only_the_written_experts_moments_change(make_engine):
     engine = make_engine(RUN, [1, 2])
     train(engine, 2)
-    other, zeros = engine.read_moments(1), {}
-    for name, tensor in engine.read_moments(2).items():
+    other, zeros = engine.read_moments(NAMES_1), {}
+    for name, tensor in engine.read_moments(NAMES_2).items():
         zeros[name] = torch.zeros_like(tensor)
-    engine.write_moments(2, zeros)
-    assert same(engine.read_moments(2), zeros) and same(engine.read_moments(1), other)
+    engine.write_moments(zeros)
+    assert same(engine.read_moments(NAMES_2), zeros) and same(engine.read_moments(NAMES_1), other)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swarm.codecs import allocate, encode_unit, fill, mean
+from swarm.codecs import allocate, encode_unit, fill, mean_of
 from swarm.experts import expert_of_unit, shared_shapes
 from swarm.model.routing import Guidance
 from swarm.protocol.layout import layout_of
@@ -44,7 +44,9 @@ def test_a_round_averages_the_biases_of_all_peers():
     values = [engine.read(list(shared_shapes(SIGMOID.model))) for engine in engines]
     agreed = allocate(shared, layout.shapes)
     for unit in shared:
-        fill(agreed, unit, mean([encode_unit(unit, value) for value in values], unit.codec))
+        blobs = [encode_unit(unit, value) for value in values]
+        reads = [lambda at, length, blob=blob: blob[at : at + length] for blob in blobs]
+        fill(agreed, unit, mean_of(reads, unit.num_bytes, unit.codec).whole())
     for engine in engines:
         engine.write(agreed)
         for name in BIASES:

@@ -306,7 +306,7 @@ class Trainer:
     def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
         if choice.base is None:
             del self.progress[expert]
-        elif choice.action is Action.REBASE:
+        elif choice.action in (Action.REBASE, Action.AVERAGED):
             self._rebase(expert, choice, offered)
         elif choice.action is Action.PUBLISHED and self.progress[expert].value != choice.base:
             # It was trained on after that was offered, so what it is now extends the agreed value.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
+from swarm.experts import PROJECTIONS, expert_tensor
 from swarm.model.attention import RMSNorm
 from swarm.model.transformer import DTYPES
 from swarm.train.options import EngineOptions
@@ -144,6 +145,13 @@ class DeviceSide:
             bias_E = self._store.biases[layer].to(self.bus.device, copy=True)
             place.layer.mlp.gate.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
         return place
+
+    def put_in(self, place: Place, layer: int, give: Callable[[str], Tensor]) -> None:
+        """Overwrites the owned experts in a place that was taken; the host's masters stay."""
+        for row, expert in enumerate(self._store.owned):
+            for kind in PROJECTIONS:
+                stack = place.views[f"mlp.experts.owned.{kind}_proj"]
+                stack[row].copy_(give(expert_tensor(layer, expert, kind)))
 
     def give_back(self, place: Place) -> None:
         """Says that everything that computes with a place was given to the device."""

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.experts import expert_shapes
+from swarm.experts import Slice
 from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
 from swarm.model.routing import Guidance
-from swarm.train.engine import TERMS, EngineState, StepStats
+from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.moments import Update
 from swarm.train.options import EngineOptions
@@ -103,12 +103,25 @@ class StreamingEngine:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """See `Engine`."""
         self._drain()
-        return {name: tensor.float().clone() for name, tensor in self._store.read(names).items()}
+        found = self._store.read(names)
+        return {name: tensor.to(torch.float32, copy=True) for name, tensor in found.items()}
 
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
         self._drain()
         self._store.write(named)
+
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`."""
+        self._drain()
+        whole_X = self._store.read([part.name])[part.name].view(-1)
+        return whole_X[part.start : part.stop].to(torch.float32, copy=True)
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`."""
+        assert is_trained(part.name, self.owned), part
+        self._drain()
+        self._store.write_part(part, values)
 
     @property
     def borrows(self) -> bool:
@@ -120,15 +133,13 @@ class StreamingEngine:
         self._drain()
         self._store.lend(named)
 
-    def read_moments(self, expert: int) -> dict[str, Tensor]:
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """See `Engine`."""
-        assert expert in self.owned, f"expert {expert} is not trained here"
         self._drain()
-        return self._store.read_moments(expert_shapes(self._run.model, expert))
+        return self._store.read_moments(names)
 
-    def write_moments(self, expert: int, moments: Mapping[str, Tensor]) -> None:
+    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
         """See `Engine`."""
-        assert expert in self.owned, f"expert {expert} is not trained here"
         self._drain()
         self._store.write_moments(moments)
 
@@ -262,28 +273,28 @@ class StreamingEngine:
         return dict.fromkeys(norms, factor / scale)
 
     @torch.no_grad()
-    def evaluate(self, tokens_BT1: Tensor, *, replace: Mapping[str, Tensor] | None = None) -> float:
+    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
         """See `Engine`; fp32 masters pass instead of what usually travels."""
         self._drain()
-        replace = replace or {}
-        kept = {name: tensor.clone() for name, tensor in self._store.read(replace).items()}
         options = dataclasses.replace(self._options, resident_layers=0)
-        self._store.write(replace)
         device = DeviceSide(self._run, options, self._store, masters=True)
         try:
             nats = 0.0
             for micro_BT1 in tokens_BT1.split(self._run.train.micro_batch_sequences):
-                nats += self._cross_entropy(device, micro_BT1) * len(micro_BT1)
+                nats += self._cross_entropy(device, micro_BT1, agreed) * len(micro_BT1)
         finally:
             device.release()
-            self._store.write(kept)
         return nats / len(tokens_BT1)
 
-    def _cross_entropy(self, device: DeviceSide, tokens_BT1: Tensor) -> float:
+    def _cross_entropy(
+        self, device: DeviceSide, tokens_BT1: Tensor, agreed: StandIn | None
+    ) -> float:
         ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:].flatten()
         tables, x_BTD = self._tables(ids_BT.shape[1]), self._embed(device, ids_BT)
         for layer in range(self._run.model.num_hidden_layers):
             place = device.take_layer(layer)
+            if agreed:
+                device.put_in(place, layer, agreed)
             assert place.layer is not None
             x_BTD, _ = place.layer(x_BTD, tables)
             device.give_back(place)

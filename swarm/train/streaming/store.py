@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import Shape, all_shapes, expert_tensor, selection_biases
+from swarm.experts import Shape, Slice, all_shapes, expert_tensor, selection_biases
 from swarm.model.moe import PROJECTIONS
 from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
@@ -83,13 +83,12 @@ class HostStore:
         Raises:
             BadBlob: a name that the model has not.
         """
-        masters = self._masters()
         read = {}
         for name in names:
             if name not in self._shapes:
                 raise BadBlob("name", f"the model has no tensor {name}")
-            if name in masters:
-                read[name] = masters[name]
+            if self._is_master(name):
+                read[name] = self._master(name)
             else:
                 layer, expert, projection = self._places[name]
                 read[name] = self.frozen[layer].get(expert, projection)
@@ -103,23 +102,26 @@ class HostStore:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
         """
         self._check(named)
-        masters, changed = self._masters(), []
         for name, tensor in named.items():
-            if name in masters:
-                masters[name].copy_(tensor)
-                changed.append(unit_of(name))
+            if self._is_master(name):
+                self.write_part(Slice(name, 0, tensor.numel()), tensor.reshape(-1))
             else:
                 layer, expert, projection = self._places[name]
                 self.frozen[layer].put(expert, projection, tensor)
-        for unit in dict.fromkeys(changed):
-            self.units[unit].refresh()
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """Overwrites a run of elements of a master, and what travels of it."""
+        if part.name in self._bias_names:
+            self._master(part.name)[part.start : part.stop].copy_(values)
+        else:
+            self.units[unit_of(part.name)].write(part, values)
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
         """As `write`, but frozen experts on disk stay where these tensors lie, if of their type."""
         self._check(named)
-        masters, copied = self._masters(), {}
+        copied = {}
         for name, tensor in named.items():
-            if name in masters or not self.frozen[self._places[name][0]].may_keep(tensor):
+            if self._is_master(name) or not self.frozen[self._places[name][0]].may_keep(tensor):
                 copied[name] = tensor
                 continue
             layer, expert, projection = self._places[name]
@@ -188,11 +190,13 @@ class HostStore:
         for frozen in self.frozen:
             frozen.close()
 
-    def _masters(self) -> dict[str, Tensor]:
-        masters: dict[str, Tensor] = {}
-        for unit in self.units.values():
-            masters |= unit.optimizer.masters()
-        return masters | dict(zip(self._bias_names, self.biases, strict=True))
+    def _is_master(self, name: str) -> bool:
+        return name not in self._places or self._places[name][1] in self.owned
+
+    def _master(self, name: str) -> Tensor:
+        if name in self._bias_names:
+            return self.biases[self._bias_names.index(name)]
+        return self.units[unit_of(name)].optimizer.masters()[name]
 
 
 def layer_shapes(run: RunConfig) -> dict[str, Shape]:

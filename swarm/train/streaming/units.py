@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.experts import Shape, expert_tensor, owned_stack
+from swarm.experts import Shape, Slice, expert_tensor, owned_stack
 from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
 from swarm.train.moments import MomentsFormat, Piece, Update
@@ -113,6 +113,14 @@ class HostUnit:
         if self.wire_buffer is not self.master_buffer:
             for name, wire in self._wire.items():
                 wire.copy_(self.masters[name].detach())
+
+    def write(self, part: Slice, values: Tensor) -> None:
+        """Overwrites a run of elements of one of its tensors, and what travels of it."""
+        master_x = _run_of(self.optimizer.by_tensor(self.masters), part)
+        master_x.copy_(values)
+        if self.wire_buffer is not self.master_buffer:
+            _run_of(self.optimizer.by_tensor(self._wire), part).copy_(master_x)
+        self.version += 1
 
     def update_piece(self, piece: Piece, gradient: Tensor, factor: float, update: Update) -> None:
         """Updates a piece of the masters, and at once what travels of it.
@@ -259,6 +267,10 @@ class FrozenUnit:
         for projection, stack in stacks_of(self._form, self.packing.views(target)).items():
             for expert, row in self._row_of.items():
                 stack.put(row, self.get(expert, projection))
+
+
+def _run_of(tensors: Mapping[str, Tensor], part: Slice) -> Tensor:
+    return tensors[part.name].view(-1)[part.start : part.stop]
 
 
 def frozen_packing(run: RunConfig, form: FrozenFormat, num_frozen: int) -> Packing:

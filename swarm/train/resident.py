@@ -1,0 +1,248 @@
+"""The engine that keeps the whole model in the memory of one device.
+
+Legend: B sequences, T tokens that a sequence predicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.experts import (
+    PROJECTIONS,
+    Slice,
+    expert_tensor,
+    selection_biases,
+)
+from swarm.model.routing import Guidance
+from swarm.model.transformer import Transformer
+from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
+from swarm.train.guard import Guard, clip_factors, total_norm
+from swarm.train.optimizer import OwnedAdamW
+from swarm.train.options import EngineOptions
+from swarm.train.routed import Routed
+
+
+class ResidentEngine:
+    """An engine that keeps the whole model in the memory of one device; see `Engine`."""
+
+    def __init__(self, run: RunConfig, options: EngineOptions | None = None) -> None:
+        """Builds a model that owns nothing; its tensors hold nothing until they are written."""
+        options = options or EngineOptions.of(run)
+        self._run = run
+        self._device = torch.device(options.device)
+        self._model = Transformer(
+            run.model,
+            frozen=options.frozen,
+            compute=options.compute,
+            recompute=options.recompute,
+            device=self._device,
+        )
+        self._optimizer = OwnedAdamW(run.optimizer, options.moments)
+        self._optimizer.follow(self._model.trained_parameters(), self.owned)
+        self._guard = Guard(options.compute)
+        self._intact = True
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """See `Engine`."""
+        return self._model.owned
+
+    @property
+    def skipped(self) -> int:
+        """See `Engine`."""
+        return self._guard.skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`."""
+        return self._intact
+
+    def own(self, experts: Sequence[int]) -> None:
+        """See `Engine`."""
+        if tuple(sorted(experts)) != self.owned:
+            self._model.own(sorted(experts))
+            self._optimizer.follow(self._model.trained_parameters(), self.owned)
+
+    def count_from(self, updates: int) -> None:
+        """See `Engine`."""
+        self._optimizer.count_from(updates)
+
+    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+        """See `Engine`."""
+        means, routed = self._accumulate(tokens_BT1, guidance or Guidance())
+        optimizer, scale = self._optimizer, self._guard.scale.value
+        gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
+        each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
+        norms = dict(zip(optimizer.names, each, strict=True))
+        norm = total_norm(norms).item()
+        skipped = not self._guard.finite(means["loss"], norm)
+        if skipped:
+            optimizer.free_gradients()
+        else:
+            factors = clip_factors(norms, self._run.optimizer)
+            for name, gradient in zip(optimizer.names, gradients, strict=True):
+                gradient.mul_(factors[name] / scale)
+            self._intact = False
+            optimizer.update(lr)
+            if self._run.routing.bias_update_rate:
+                self._model.balance(routed.tokens_LE, self._run.routing.bias_update_rate)
+            self._intact = True
+        return StepStats(
+            grad_norm=norm,
+            tokens=tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1),
+            skipped=skipped,
+            spike=self._guard.spiked,
+            **(means | routed.fields()),
+        )
+
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """See `Engine`."""
+        try:
+            self._accumulate(tokens_BT1, Guidance())
+        finally:
+            self._optimizer.free_gradients()
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return {
+            name: tensor.to("cpu", torch.float32, copy=True)
+            for name, tensor in self._model.read(names).items()
+        }
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._model.write(named)
+
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`."""
+        whole_X = self._model.read([part.name])[part.name].view(-1)
+        return whole_X[part.start : part.stop].to("cpu", torch.float32, copy=True)
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`."""
+        assert is_trained(part.name, self.owned), part
+        whole_X = self._model.read([part.name])[part.name].view(-1)
+        whole_X[part.start : part.stop].copy_(values)
+
+    @property
+    def borrows(self) -> bool:
+        """See `Engine`."""
+        return False
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`; copies them."""
+        self.write(named)
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return self._optimizer.read_moments(names)
+
+    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._optimizer.write_moments(moments)
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
+        """See `Engine`."""
+        with _computing_fp32(self._model), self._standing_in(agreed):
+            nats = 0.0
+            for micro_BT1 in tokens_BT1.split(self._run.train.micro_batch_sequences):
+                losses = self._model.losses(micro_BT1.to(self._device), self._run.loss)
+                nats += losses.cross_entropy.item() * len(micro_BT1)
+        return nats / len(tokens_BT1)
+
+    @contextlib.contextmanager
+    def _standing_in(self, agreed: StandIn | None) -> Iterator[None]:
+        """Lets each layer compute with other values of its owned experts, one layer at a time."""
+        kept: dict[str, Tensor] = {}
+
+        def restore(*_: Any) -> None:
+            self._model.write(kept)
+            kept.clear()
+
+        def put_in(layer: int, give: StandIn) -> None:
+            names = [expert_tensor(layer, e, kind) for e in self.owned for kind in PROJECTIONS]
+            kept.update({name: each.clone() for name, each in self._model.read(names).items()})
+            for name in names:
+                self._model.write({name: give(name)})
+
+        hooks = []
+        for index, layer in enumerate(self._model.model.layers if agreed else ()):
+            assert agreed is not None
+            before = functools.partial(put_in, index, agreed)
+            hooks.append(layer.register_forward_pre_hook(lambda *_, before=before: before()))
+            hooks.append(layer.register_forward_hook(restore))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            restore()  # of a layer that failed
+
+    def state_dict(self) -> EngineState:
+        """See `Engine`."""
+        biases = self._model.read(selection_biases(self._run.model))
+        return EngineState(
+            tensors=self._optimizer.state() | {f"master.{n}": each for n, each in biases.items()},
+            owned=self.owned,
+            updates=self._optimizer.updates,
+            skipped=self._guard.skipped,
+            skipped_in_a_row=self._guard.skipped_in_a_row,
+            scale=self._guard.scale,
+        )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: EngineState) -> None:
+        """See `Engine`."""
+        state.require(self._run)
+        self.own(state.owned)
+        self._optimizer.load(state.tensors)
+        biases = selection_biases(self._run.model)
+        self._model.write({name: state.tensors[f"master.{name}"] for name in biases})
+        self._optimizer.count_from(state.updates)
+        self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
+
+    def close(self) -> None:
+        """See `Engine`; there is nothing beside."""
+
+    def _accumulate(self, tokens_BT1: Tensor, guidance: Guidance) -> tuple[dict[str, Any], Routed]:
+        """Forms the gradient of the mean loss over micro-batches.
+
+        Returns:
+            The mean of each term of the loss, and where the tokens went.
+        """
+        micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
+        terms, routed = [], Routed(self._device)
+        for index, micro_BT1 in enumerate(micro_batches):
+            losses = self._model.losses(
+                micro_BT1.to(self._device, non_blocking=True),
+                self._run.loss,
+                guidance.part(index),
+            )
+            (losses.total / len(micro_batches) * self._guard.scale.value).backward()
+            terms.append(torch.stack([term.detach() for term in losses[:5]]))
+            routed.add(losses)
+        # One wait for the device per step, not one per term.
+        means = torch.stack(terms).mean(dim=0).tolist()
+        return dict(zip(TERMS, means, strict=True)), routed
+
+
+@contextlib.contextmanager
+def _computing_fp32(model: Transformer) -> Iterator[None]:
+    """Lets every module of a model that has a compute type use fp32."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "compute")]
+    before = [module.compute for module in modules]
+    try:
+        for module in modules:
+            module.compute = torch.float32
+        yield
+    finally:
+        for module, compute in zip(modules, before, strict=True):
+            module.compute = compute

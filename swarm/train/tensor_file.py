@@ -1,0 +1,120 @@
+"""Named tensors that lie in a file and are read one at a time, when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarm.errors import CorruptState, StateError
+
+CHUNK_BYTES = 16 * 2**20
+"""Written at once; what lies on a GPU comes to the host in such pieces."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class OpenFile:
+    """A file that stays open for as long as anybody refers to it, whatever becomes of its name."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens it for reading and writing; raises OSError."""
+        self.descriptor = os.open(path, os.O_RDWR)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """A mapping whose values are fresh tensors on the CPU, each read as it is looked up.
+
+    It holds the open file and nothing of the tensors. Reading raises CorruptState when the file
+    has become too short, StateError when the disk fails.
+    """
+
+    def __init__(self, file: OpenFile, places: Mapping[str, Place]) -> None:
+        self._file, self._places = file, dict(places)
+
+    @classmethod
+    def temporary(cls, folder: Path | None) -> TensorFile:
+        """An empty file without a name, which is gone when this object is.
+
+        Args:
+            folder: on whose disk; None for the system's folder for temporary files.
+
+        Raises:
+            StateError: it cannot be made.
+        """
+        try:
+            descriptor, path = tempfile.mkstemp(dir=folder)
+            os.close(descriptor)
+            file = OpenFile(Path(path))
+            os.unlink(path)
+        except OSError as error:
+            raise StateError(f"{folder}: no file for tensors: {error.strerror}") from error
+        return cls(file, {})
+
+    def append(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor behind the others, in pieces of `CHUNK_BYTES`.
+
+        Raises:
+            StateError: the disk is full or cannot be written.
+        """
+        offset = max((p.offset + p.num_bytes for p in self._places.values()), default=0)
+        place = Place(offset, tensor.dtype, tuple(tensor.shape))
+        try:
+            for piece in bytes_of(tensor):
+                while piece:
+                    written = os.pwrite(self._file.descriptor, piece, offset)
+                    piece, offset = piece[written:], offset + written
+        except OSError as error:
+            raise StateError(
+                f"a tensor cannot be written: {error.strerror}", hint="free some space"
+            ) from error
+        self._places[name] = place
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of the tensor."""
+        place = self._places[name]
+        flat = torch.empty(place.num_bytes, dtype=torch.uint8)
+        view, offset = flat.numpy().data, place.offset
+        while view:
+            try:
+                count = os.preadv(self._file.descriptor, [view[:CHUNK_BYTES]], offset)
+            except OSError as error:
+                raise StateError(f"a tensor cannot be read: {error.strerror}") from error
+            if not count:
+                raise CorruptState(f"the file ends within {name}")
+            view, offset = view[count:], offset + count
+        return flat.view(place.dtype).view(place.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The memory of a tensor on the host, in pieces of `CHUNK_BYTES`."""
+    content = tensor.detach().contiguous().flatten().view(torch.uint8)
+    for piece in content.split(CHUNK_BYTES):
+        yield memoryview(piece.cpu().numpy())
