@@ -17,9 +17,9 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
     "accept_before_write": "D:6",
-    "no_phase_1": "D:376",
+    "no_phase_1": "D:203",
     "any_half": "C:1",
-    "joiners_vote": "A:214",
+    "joiners_vote": "A:238",
     "older_roster": "B:8",
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
@@ -42,9 +42,9 @@ CAUGHT_BY_SCHEDULE = {
     "no_base_check_at_merge": "B:1",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
-    "promise_in_memory": "A:88",
-    "promise_not_recorded": "C:3",
-    "lowest_accepted": "B:90",
+    "promise_in_memory": "A:7",
+    "promise_not_recorded": "C:143",
+    "lowest_accepted": "A:82",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""
