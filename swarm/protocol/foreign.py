@@ -1,0 +1,53 @@
+"""A manifest from bytes that are not trusted: what can be judged without its parent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from swarm.errors import BadManifest
+from swarm.protocol.manifest import Manifest, decode_manifest
+from swarm.protocol.schemas import IS_DIGEST, IS_GENERATION, IS_PEER, IS_UNIT
+
+
+@lru_cache(maxsize=4)
+def foreign_manifest(encoded: bytes) -> Manifest:
+    """A manifest whose names are valid; proposal, tip and parent come again and again.
+
+    Raises:
+        BadManifest: it is none, or something in it is no name.
+    """
+    manifest = decode_manifest(encoded)
+    for pattern, names in (
+        (IS_DIGEST, _digests(manifest)),
+        (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
+        (IS_PEER, _peers(manifest)),
+        (IS_UNIT, [*manifest.entries, *manifest.sources]),
+    ):
+        for name in names:
+            if not pattern.fullmatch(name):
+                raise BadManifest("manifest_names", f"{name[:80]!r} is no name in a manifest")
+    return manifest
+
+
+def _digests(manifest: Manifest) -> Iterator[str]:
+    yield from (manifest.founding.config, manifest.founding.validation)
+    if manifest.founding.text:
+        yield manifest.founding.text.digest
+    yield from (name for name in (manifest.parent, manifest.seed) if name is not None)
+    for entry in manifest.entries.values():
+        yield entry.digest
+        yield from (name for name in (entry.base, entry.delta) if name is not None)
+    for values in manifest.sources.values():
+        yield from (digest for _, digest in values)
+
+
+def _peers(manifest: Manifest) -> Iterator[str]:
+    yield manifest.founding.founder
+    yield from (*manifest.members, *manifest.contributors, *manifest.work, *manifest.dealt)
+    for owners in manifest.owners.values():
+        yield from owners
+    for entry in manifest.entries.values():
+        yield entry.source
+    for values in manifest.sources.values():
+        yield from (peer for peer, _ in values)
