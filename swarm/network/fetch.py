@@ -16,6 +16,7 @@ from swarm.network.bulk import PROTOCOL
 from swarm.network.flow import FIRST_ANSWER_S, Flow, FlowFailed, off_loop
 from swarm.network.incoming import Caller, Check, Incoming, OnBlob, OnFailure, Piece, Verdicts
 from swarm.network.node import Node
+from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE, YIELD_EVERY
 from swarm.protocol.digests import PIECE_BYTES, num_pieces
 from swarm.protocol.sourcing import Failure, Limits, Sourcing
 
@@ -27,8 +28,6 @@ FLOWS = 64
 """Streams open at a time, over all peers: each has a buffer of `PIECE_BYTES`."""
 THREADS = 64
 """For so many large pieces at the same time at most."""
-YIELD_EVERY = 32
-"""Small blobs that have all arrived are read without a pause; others get a turn after so many."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,12 @@ class Downloads:
     ) -> None:
         """Returns when all blobs are in the store; tries for ever, so bound it from outside.
 
-        A blob that two calls want is fetched once. What is in the store already counts as checked.
+        A blob that two calls want is fetched once; what is in the store counts as checked.
 
         Args:
             wants: blobs; those that are here cost nothing.
-            check: raises BadBlob for content that is not acceptable; may run in another thread,
-                and must not hold on to the buffer.
-                Such a blob is not kept, and since its digest fixes its content, nobody is asked
-                for it again: `on_failure` is called for each of its sources.
+            check: raises BadBlob for bad content, which is not kept nor asked for again; may run in
+                another thread, and must not hold on to the buffer.
             on_blob: called with the digest of each blob as it arrives.
             on_failure: called with digest, peer and a short word for each failed attempt.
         """
@@ -105,9 +102,16 @@ class Downloads:
             for digest in digests:
                 if self._store.has(digest):
                     on_blob(digest)
-            for want in wants:
+            missing = [want for want in wants if not self._store.has(want.digest)]
+            caller.waits_for |= {want.digest for want in missing}
+            for number, want in enumerate(missing, 1):
                 if not self._store.has(want.digest):
                     self._join(want, caller)
+                elif want.digest in caller.waits_for:
+                    caller.arrived(want.digest)  # another call brought it
+                if number % JOINED_AT_ONCE == 0:
+                    self._pump_soon()
+                    await asyncio.sleep(0)
             if caller.waits_for:
                 self._pump_soon()
                 await caller.finished
@@ -216,7 +220,10 @@ class Downloads:
         """Hands out pieces, opens streams where they are needed, and wakes up for the next."""
         self._pumping = False
         loop = asyncio.get_running_loop()
-        for assignment in self._sourcing.assign(loop.time()):
+        assignments = self._sourcing.assign(loop.time(), ASSIGNED_AT_ONCE)
+        if len(assignments) == ASSIGNED_AT_ONCE:
+            self._pump_soon()
+        for assignment in assignments:
             piece, peer = assignment.key, assignment.peer
             logger.debug("%s of %s: %s", piece, peer, assignment.reason)
             self._queues.setdefault(peer, deque()).append(piece)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,13 +28,40 @@ from swarm.protocol.messages import (
     Signature,
     accept_statement,
 )
-from swarm.protocol.wire import attachments_of, decode
+from swarm.protocol.wire import attachments_of, decode, holders_of
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_PER_PEER = 32
 """Messages of one peer whose attachments are being fetched; more are dropped, peers repeat."""
 ATTACHMENT_DEADLINE_S = 20.0
+LARGE_BYTES = 2**18
+"""Attachments of more are decoded in another thread: a roster of 256 peers takes a second."""
+MANY = 16
+"""More blobs beside a message are asked of others first."""
+MAX_SHOWN = 256
+"""Blobs of which it is kept who has shown them."""
+MAX_SHOWN_BY = 16
+
+
+class Shown:
+    """Who has sent messages with which blobs, and so can be asked for them."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[Digest, dict[PeerId, None]] = OrderedDict()
+
+    def note(self, digest: Digest, peer: PeerId) -> None:
+        """A message of this peer has named the blob."""
+        peers = self._peers.setdefault(digest, {})
+        self._peers.move_to_end(digest)
+        if len(peers) < MAX_SHOWN_BY:
+            peers[peer] = None
+        while len(self._peers) > MAX_SHOWN:
+            self._peers.popitem(last=False)
+
+    def by(self, digest: Digest) -> tuple[PeerId, ...]:
+        """Those peers, the first to show it first."""
+        return tuple(self._peers.get(digest, ()))
 
 
 class Inbound:
@@ -51,6 +78,7 @@ class Inbound:
         self._store, self._downloads, self._run = store, downloads, run
         self._deliver, self._refused = deliver, refused
         self._pending: Counter[PeerId] = Counter()
+        self._shown = Shown()
         self._tasks = Tasks("the inbox")
 
     def take(self, source: PeerId, payload: bytes) -> None:
@@ -68,7 +96,9 @@ class Inbound:
     async def _receive(self, source: PeerId, payload: bytes) -> None:
         try:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
-                header, message = await open_message(source, payload, self._store, self._downloads)
+                header, message = await open_message(
+                    source, payload, self._store, self._downloads, self._shown
+                )
             self._deliver(Received(source, header, verified(message, source, self._run)))
         except HostileInput as error:
             self._refused[error.reason] += 1
@@ -82,19 +112,40 @@ class Inbound:
 
 
 async def open_message(
-    source: PeerId, payload: bytes, store: BlobStore, downloads: Downloads
+    source: PeerId,
+    payload: bytes,
+    store: BlobStore,
+    downloads: Downloads,
+    shown: Shown | None = None,
 ) -> tuple[Header, Message]:
-    """Fetches what a message refers to from its sender and decodes it.
+    """Fetches what a message refers to and decodes it.
+
+    Its sender is asked first, then whoever holds the blob by this message or has `shown` it before:
+    one uplink should not have to carry a manifest to everybody. The offers of a large roster are
+    asked of those that made them: from the convener alone 256 peers would get 2 GB in all.
 
     Raises:
         BadMessage: not of the schema.
     """
     wanted = attachments_of(payload)
-    missing = [Want(digest, size, (source,)) for digest, size in wanted if not store.has(digest)]
-    if missing:
+    shown = shown or Shown()
+    for digest, _ in wanted:
+        shown.note(digest, source)
+    absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
+    if absent:
+        named = holders_of(payload)
+        missing = []
+        for digest, size in absent:
+            holders = named.get(digest, ())[:MAX_SHOWN_BY]
+            sources = [source, *shown.by(digest), *holders]
+            if len(absent) > MANY:
+                sources = [*holders, *sources]
+            missing.append(Want(digest, size, tuple(dict.fromkeys(sources))))
         await downloads.fetch(missing, check=None, on_blob=_ignore, on_failure=_ignore)
     blobs = {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
-    return decode(payload, blobs)
+    if sum(map(len, blobs.values())) <= LARGE_BYTES:
+        return decode(payload, blobs)
+    return await asyncio.get_running_loop().run_in_executor(None, decode, payload, blobs)
 
 
 def _ignore(*_: str) -> None:

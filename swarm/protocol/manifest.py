@@ -168,11 +168,11 @@ class Manifest:
     @cached_property
     def order(self) -> tuple[PeerId, ...]:
         """Members by turn: contributors first, each group by hash; [0] is the first convener."""
-        seed = self.seed or self.digest
+        seed, contributors = self.seed or self.digest, frozenset(self.contributors)
         return tuple(
             sorted(
                 self.members,
-                key=lambda peer: (peer not in self.contributors, turn(seed, peer), peer),
+                key=lambda peer: (peer not in contributors, turn(seed, peer), peer),
             )
         )
 

@@ -84,6 +84,7 @@ class _Work:
         self.seed = seed
         self.owners: dict[int, list[PeerId]] = {}
         self.load = dict.fromkeys(self.peers, 0)
+        self.turns = {peer: turn(seed, peer) for peer in self.peers}
 
     def keep(self, expert: int, wanted: int, is_stale: bool) -> None:
         """Takes over the valid owners, contributors first if there are too many."""
@@ -105,13 +106,11 @@ class _Work:
         owners = self.owners[expert]
         while len(owners) < wanted:
             candidates = [peer for peer in self.peers if peer not in owners]
+            candidates = [p for p in candidates if p in self.contributors] or candidates
+            least = min(self._share(peer, 1) for peer in candidates)
             chosen = min(
-                candidates,
-                key=lambda peer: (
-                    peer not in self.contributors,
-                    self._share(peer, 1),
-                    turn(f"{self.seed}/{expert}", peer),
-                ),
+                (peer for peer in candidates if self._share(peer, 1) == least),
+                key=lambda peer: turn(f"{self.seed}/{expert}", peer),
             )
             owners.append(chosen)
             self.load[chosen] += 1
@@ -125,9 +124,9 @@ class _Work:
             pass
 
     def _move_one(self) -> bool:
-        givers = sorted(self.peers, key=lambda peer: (-self._share(peer), turn(self.seed, peer)))
+        givers = sorted(self.peers, key=lambda peer: (-self._share(peer), self.turns[peer]))
         takers = sorted(
-            self.contributors, key=lambda peer: (self._share(peer, 1), turn(self.seed, peer))
+            self.contributors, key=lambda peer: (self._share(peer, 1), self.turns[peer])
         )
         for giver in givers:
             for taker in takers:

@@ -7,10 +7,11 @@ while it rests after a failure, and for good once it has sent wrong bytes for th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -82,8 +83,10 @@ class Sourcing(Generic[Key]):
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._jobs: dict[Key, _Job[Key]] = {}
-        self._waiting: dict[str, dict[Key, None]] = {}
+        self._waiting: defaultdict[str, dict[Key, None]] = defaultdict(dict)
         """For each peer the jobs that it could do, oldest first (a dict as an ordered set)."""
+        self._preferred: defaultdict[str, dict[Key, None]] = defaultdict(dict)
+        """For each peer those of them of which it is the first source."""
         self._loads: dict[str, _Load] = {}
         self._rests: dict[str, _Rest] = {}
         self._resting: list[tuple[float, int, Key, str]] = []
@@ -93,16 +96,17 @@ class Sourcing(Generic[Key]):
     def want(self, key: Key, num_bytes: int, sources: Iterable[str]) -> None:
         """Adds a job, or further sources to one that is there already."""
         job = self._jobs.setdefault(key, _Job(key, num_bytes, []))
-        job.sources += [peer for peer in dict.fromkeys(sources) if peer not in job.sources]
+        job.sources = [*dict.fromkeys([*job.sources, *sources])]
         if job.peer is None:
             self._queue(job)
 
     def forget(self, key: Key) -> None:
         """Takes a job back, whether or not it was asked for; unknown ones are ignored."""
         job = self._jobs.pop(key, None)
-        if job:
-            self._unload(job)
+        if job and job.peer is None:
             self._unqueue(job)
+        elif job:
+            self._unload(job)
 
     def is_waiting(self, key: Key) -> bool:
         """Whether the job is known and asked of nobody."""
@@ -154,21 +158,23 @@ class Sourcing(Generic[Key]):
         length_s = self._limits.rest_s * 2.0 ** min(failures - 1, 30)
         return _Rest(now + min(length_s, self._limits.longest_rest_s), failures, why)
 
-    def assign(self, now: float) -> list[Assignment[Key]]:
+    def assign(self, now: float, most: int | None = None) -> list[Assignment[Key]]:
         """The jobs to ask for now; each counts as asked until done, failed or released.
+
+        With `most` at most so many: ask again for the others.
 
         The least loaded peer chooses first. It takes its oldest job of which no preferred source
         is free, so a source further down the list helps as soon as those before it are full.
         """
         self._wake(now)
-        assignments = self._assign(now, _SCAN)
+        assignments = _Turn(self, now, _SCAN).assign(most)
         if not assignments and not self._loads:
-            assignments = self._assign(now, None)
+            assignments = _Turn(self, now, None).assign(most)
         return assignments
 
     def next_time(self, now: float) -> float | None:
         """When a rest ends that holds a waiting job back; None if none does."""
-        times = [self._rests[peer].until for peer in self._waiting if peer in self._rests]
+        times = [rest.until for peer, rest in self._rests.items() if self._waiting.get(peer)]
         times += [until for until, *_ in self._resting[:1]]
         return min((time for time in times if time > now), default=None)
 
@@ -180,32 +186,6 @@ class Sourcing(Generic[Key]):
                 job.resting.remove(peer)
                 if job.peer is None:
                     self._queue(job)
-
-    def _assign(self, now: float, scan: int | None) -> list[Assignment[Key]]:
-        assignments: list[Assignment[Key]] = []
-        free = self._free(now)
-        while free:
-            peer = min(free, key=lambda p: (self._load(p).num_bytes, p))
-            job = self._next_job(peer, now, scan)
-            if job is None:
-                free.remove(peer)
-                continue
-            assignments.append(Assignment(job.key, peer, self._reason(job, peer, now)))
-            self._give(job, peer)
-            if self._obstacle(peer, now) is not None:
-                free = self._free(now)  # others may now help with its jobs
-        return assignments
-
-    def _free(self, now: float) -> list[str]:
-        return [peer for peer in sorted(self._waiting) if self._obstacle(peer, now) is None]
-
-    def _next_job(self, peer: str, now: float, scan: int | None) -> _Job[Key] | None:
-        for key in islice(self._waiting.get(peer, ()), scan):
-            job = self._jobs[key]
-            before = job.sources[: job.sources.index(peer)]
-            if all(self._obstacle_to(job, other, now) is not None for other in before):
-                return job
-        return None
 
     def _obstacle(self, peer: str, now: float) -> str | None:
         """Why the peer gets no job at all now."""
@@ -257,14 +237,97 @@ class Sourcing(Generic[Key]):
         job.peer = None
 
     def _queue(self, job: _Job[Key]) -> None:
-        for peer in job.sources:
-            if peer not in job.refused and peer not in job.resting:
-                self._waiting.setdefault(peer, {})[job.key] = None
+        able: Iterable[str] = job.sources
+        if job.refused or job.resting:
+            able = (p for p in job.sources if p not in job.refused and p not in job.resting)
+        for peer in able:
+            self._waiting[peer][job.key] = None
+        for peer in job.sources[:1]:
+            if job.key in self._waiting[peer]:
+                self._preferred[peer][job.key] = None
 
     def _unqueue(self, job: _Job[Key]) -> None:
         for peer in job.sources:
-            waiting = self._waiting.get(peer)
-            if waiting:
-                waiting.pop(job.key, None)
-            if waiting is not None and not waiting:
-                del self._waiting[peer]
+            self._waiting[peer].pop(job.key, None)
+        for peer in job.sources[:1]:
+            self._preferred[peer].pop(job.key, None)
+
+
+class _Turn(Generic[Key]):
+    """One call of `Sourcing.assign`.
+
+    While it lasts peers only become full, so the first free source of a job only moves down its
+    list: nothing is looked at twice, however many sources and jobs there are.
+    """
+
+    def __init__(self, sourcing: Sourcing[Key], now: float, scan: int | None) -> None:
+        self._all = sourcing
+        self._now = now
+        self._scan = scan
+        self._blocked = {
+            peer
+            for peer in (*sourcing._loads, *sourcing._rests)
+            if sourcing._obstacle(peer, now) is not None
+        }
+        self._places: dict[Key, int] = {}
+        """Of a job: how many sources from its first on are known not to be free."""
+        self._passed: set[str] = set()
+        """Free peers that found no job, until one before them is full."""
+
+    def assign(self, most: int | None) -> list[Assignment[Key]]:
+        """The least loaded free peer chooses first, by its name if several are."""
+        sourcing = self._all
+        assignments: list[Assignment[Key]] = []
+        waiting = sourcing._waiting.items()
+        free = [self._turn_of(peer) for peer, jobs in waiting if jobs and peer not in self._blocked]
+        heapify(free)
+        while free and len(assignments) != most:
+            _, peer = heappop(free)
+            job = self._next_job(peer)
+            if job is None:
+                self._passed.add(peer)
+                continue
+            reason = sourcing._reason(job, peer, self._now)
+            assignments.append(Assignment(job.key, peer, reason))
+            sourcing._give(job, peer)
+            if sourcing._obstacle(peer, self._now) is None:
+                heappush(free, self._turn_of(peer))
+                continue
+            self._blocked.add(peer)
+            for other in self._successors(peer):  # they may now help with its jobs
+                self._passed.remove(other)
+                heappush(free, self._turn_of(other))
+        return assignments
+
+    def _turn_of(self, peer: str) -> tuple[int, str]:
+        return self._all._load(peer).num_bytes, peer
+
+    def _next_job(self, peer: str) -> _Job[Key] | None:
+        """The oldest that waits for this peer; beyond those looked at, one that prefers it."""
+        for job in self._oldest(peer):
+            if self._first_free(job) == peer:
+                return job
+        preferred = next(iter(self._all._preferred.get(peer, ())), None)
+        return None if preferred is None else self._all._jobs[preferred]
+
+    def _oldest(self, peer: str) -> list[_Job[Key]]:
+        keys = islice(self._all._waiting.get(peer, ()), self._scan)
+        return [self._all._jobs[key] for key in keys]
+
+    def _first_free(self, job: _Job[Key]) -> str | None:
+        """The source that a job would be asked of now."""
+        place, sources = self._places.get(job.key, 0), job.sources
+        while place < len(sources) and (
+            sources[place] in self._blocked
+            or sources[place] in job.refused
+            or sources[place] in job.resting
+        ):
+            place += 1
+        self._places[job.key] = place
+        return sources[place] if place < len(sources) else None
+
+    def _successors(self, full: str) -> set[str]:
+        """Peers that found no job before, and are now the first free source of one."""
+        return {
+            peer for job in self._oldest(full) if (peer := self._first_free(job))
+        } & self._passed

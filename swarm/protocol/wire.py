@@ -59,6 +59,8 @@ from swarm.protocol.schemas import (
 MAX_MESSAGE_BYTES = 64 * 2**10
 MAX_OFFER_BYTES = 2 * 2**20
 MAX_RECORD_BYTES = 4 * MAX_MANIFEST_BYTES
+MAX_OFFERS = 512
+"""Offers that are kept decoded: those of two rounds of 256 peers, some 150 kB each for a 7B."""
 
 # ---------------------------------------------------------------- messages
 
@@ -90,6 +92,22 @@ def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
     return tuple((blob.digest, blob.num_bytes) for blob, _ in _attached(_frame(payload).message))
 
 
+def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:
+    """Digest of what is beside a message -> peers that hold it, as far as the message tells.
+
+    Of a proposed manifest those that accepted it, of an offer in a roster the one that made it.
+
+    Raises:
+        BadMessage: the payload is not of the schema.
+    """
+    message = _frame(payload).message
+    if isinstance(message, ProposeSchema):
+        return {message.manifest.digest: tuple(message.holders)}
+    if isinstance(message, RosterSchema):
+        return {blob.digest: (peer,) for peer, blob in message.offers.items()}
+    return {}
+
+
 def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, Message]:
     """A message from bytes that are not trusted.
 
@@ -119,8 +137,10 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
     def attach(content: Offer | Manifest | None) -> dict[str, Any] | None:
         if content is None:
             return None
-        blob = content.encoded if isinstance(content, Manifest) else encode_offer(content)
-        digest = content.digest if isinstance(content, Manifest) else digest_of(blob)
+        if isinstance(content, Manifest):
+            digest, blob = content.digest, content.encoded
+        else:
+            digest, blob = _offer_blob(content)
         attachments[digest] = blob
         return {"digest": digest, "num_bytes": len(blob)}
 
@@ -235,7 +255,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
             vote = body.accepted
             return Ready(
                 body.ballot.value(),
-                decode_offer(blobs[body.offer.digest]) if body.offer else None,
+                _known_offer(blobs[body.offer.digest]) if body.offer else None,
                 Accepted(vote.ballot.value(), _manifest(vote.manifest, blobs)) if vote else None,
                 body.capacity,
                 body.leave,
@@ -245,7 +265,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
             )
         case RosterSchema():
             offers = {
-                peer: decode_offer(blobs[blob.digest]) for peer, blob in sorted(body.offers.items())
+                peer: _known_offer(blobs[blob.digest]) for peer, blob in sorted(body.offers.items())
             }
             return Roster(body.ballot.value(), body.roster_id, offers, tuple(body.reducers))
         case ReducedSchema():
@@ -286,6 +306,23 @@ def encode_offer(offer: Offer) -> bytes:
             "units": units,
         }
     )
+
+
+def _offer_blob(offer: Offer) -> tuple[str, bytes]:
+    """Digest and bytes of an offer, made once: it is repeated with every answer to a poll."""
+    known = vars(offer)  # where `cached_property` keeps things too
+    if "blob" not in known:
+        blob = encode_offer(offer)
+        known["blob"] = (digest_of(blob), blob)
+    return known["blob"]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=MAX_OFFERS)
+def _known_offer(encoded: bytes) -> Offer:
+    """An offer that may have come before: with every answer to a poll, and in rosters."""
+    offer = decode_offer(encoded)
+    vars(offer)["blob"] = (digest_of(encoded), encoded)
+    return offer
 
 
 def decode_offer(encoded: Buffer) -> Offer:

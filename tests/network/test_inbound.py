@@ -30,6 +30,7 @@ from swarm.protocol.messages import (
     Message,
     Propose,
     Ready,
+    Roster,
     Signature,
     accept_statement,
 )
@@ -47,12 +48,14 @@ class FakeDownloads:
         self.store = store
         self.blobs: dict[str, bytes] = {}
         self.asked: list[Want] = []
+        self.came = asyncio.Event()
+        """Set when what was lacking is in `blobs`."""
 
     async def fetch(self, wants: Sequence[Want], **_: object) -> None:
         self.asked += wants
         for want in wants:
             if want.digest not in self.blobs:
-                await asyncio.Event().wait()
+                await self.came.wait()
             self.store.put(self.blobs[want.digest], want.digest)
 
 
@@ -65,7 +68,12 @@ class Desk:
         self.events: list[Event] = []
         self.refused: Counter[str] = Counter()
 
-    def run(self, *payloads: tuple[str, bytes], seconds: float = 5.0) -> Inbound:
+    def run(
+        self,
+        *payloads: tuple[str, bytes],
+        seconds: float = 5.0,
+        beside: Coroutine[Any, Any, None] | None = None,
+    ) -> Inbound:
         """Takes messages in and works until nothing more happens."""
 
         async def work() -> Inbound:
@@ -79,6 +87,8 @@ class Desk:
             for source, payload in payloads:
                 desk.take(source, payload)
             async with asyncio.timeout(seconds):
+                if beside:
+                    await beside
                 while desk._tasks:
                     await asyncio.sleep(0)
             return desk
@@ -134,6 +144,42 @@ def test_what_a_message_refers_to_is_fetched_from_its_sender_alone(desk: Desk) -
     ready = Ready(Ballot(0, "A"), make_offer(RULES, "B", TIP), None, 1.0)
     assert desk.receive("B", ready) == ready
     assert [want.sources for want in desk.downloads.asked] == [("B",)]
+
+
+def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hold_it(
+    desk: Desk,
+) -> None:
+    """One uplink alone would have to carry it to everybody."""
+    first, attachments = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
+    again, _ = encode(HEADER, Propose(Ballot(1, "C"), TIP, ("D", "B")))
+
+    async def come_late() -> None:
+        while len(desk.downloads.asked) < 3:
+            await asyncio.sleep(0)
+        desk.downloads.blobs |= attachments
+        desk.downloads.came.set()
+
+    desk.run(("A", first), ("B", first), ("C", again), beside=come_late())
+    assert [want.sources for want in desk.downloads.asked] == [
+        ("A",),
+        ("B", "A"),
+        ("C", "A", "B", "D"),
+    ]
+    assert len(desk.events) == 3
+
+
+def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: Desk) -> None:
+    offers = {f"P{number}": make_offer(RULES, f"P{number}", TIP) for number in range(inbound.MANY)}
+    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
+    assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
+    desk.downloads.asked.clear()
+    desk.events.clear()
+    desk.store.collect(())
+    offers["B"] = make_offer(RULES, "B", TIP)
+    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
+    assert sorted(want.sources for want in desk.downloads.asked) == sorted(
+        (peer, "A") for peer in offers
+    )
 
 
 def test_what_is_here_already_is_not_fetched(desk: Desk) -> None:

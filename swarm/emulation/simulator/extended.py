@@ -167,7 +167,13 @@ EXTENDED: dict[str, ExtendedMix] = {
         round_seconds=3.2,
     ),
 }
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED}
+_LARGE = Mix(strangers=0.1, window_s=(15.0, 30.0), faults=(1, 4), loss=0.1, most_owners=2)
+LARGE: dict[str, Mix] = {
+    "S": replace(_LARGE, peers=(64, 64), experts=96),
+    "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
+}
+"""Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
+ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE}
 
 
 def draw(mix: Mix, random: Random) -> Scenario:

@@ -41,6 +41,9 @@ class Mix:
 
     peers: tuple[int, int] = (2, 7)
     """Least and most peers, strangers included."""
+    experts: int = NUM_EXPERTS
+    most_owners: int | None = None
+    """Largest number of owners of an expert; None: as many as there are peers."""
     strangers: float = 0.2
     """Chance that a peer is no founder but joins later."""
     minority_only: bool = False
@@ -225,7 +228,7 @@ class Draw:
     def _rules(self) -> Rules:
         random = self.random
         units = [shared_unit(part) for part in range(NUM_PARTS)]
-        units += [expert_unit(expert) for expert in range(NUM_EXPERTS)]
+        units += [expert_unit(expert) for expert in range(self.mix.experts)]
         every = random.choice([1, 1, 2, 3])
         merging = MergingConfig(
             alpha=0.1 if random.random() < self.mix.merging else 0.0,
@@ -235,8 +238,10 @@ class Draw:
         )
         return Rules(
             run="run",
-            num_experts=NUM_EXPERTS,
-            owners_per_expert=random.choice([1, 1, 1, 2, 2, len(self.peers)]),
+            num_experts=self.mix.experts,
+            owners_per_expert=random.choice(
+                [1, 1, 1, 2, 2, self.mix.most_owners or len(self.peers)]
+            ),
             merging=merging,
             unit_bytes=dict.fromkeys(units, 100),
             unit_codec=dict.fromkeys(units, "fp32"),

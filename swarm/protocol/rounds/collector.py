@@ -250,8 +250,9 @@ class Collector(Merger):
         campaign.extensions = 0
         campaign.enter(Stage.REDUCE, self._now)
         self._explain(Topic.ROUND, why)
+        roster = self._roster(campaign)
         for peer in sorted(set(campaign.plan.reducers.values())):
-            self._post(peer, self._roster(campaign))
+            self._post(peer, roster)
         self._advance_campaign()
 
     def _roster(self, campaign: Campaign, *, is_heartbeat: bool = False) -> Roster:

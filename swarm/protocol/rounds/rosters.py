@@ -54,7 +54,12 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
     for unit in () if offer.is_late else rules.shared_units:
         if unit not in offer.units:
             return f"the shared part {unit} is missing"
+    entries, sizes, experts = tip.entries, rules.unit_bytes, rules.expert_units
     for unit, offered in offer.units.items():
+        entry = entries.get(unit)
+        expected = entry and (entry.digest, sizes.get(unit))
+        if unit not in experts and (offered.base, offered.num_bytes) == expected:
+            continue  # most units of most offers
         problem = _unit_problem(unit, offered, peer, tip, rules)
         if problem:
             return problem
@@ -97,7 +102,7 @@ def plan_roster(
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
     able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
-    reducers = assign_reducers(ordered, able, rules.unit_bytes)
+    reducers = _assigned(sources, ordered, able, rules.unit_bytes)
     what = [tip.digest, sources, reducers, work_of(ordered)]
     identity = json.dumps(what, sort_keys=True, separators=(",", ":"))
     return Plan(digest_of(identity.encode()), ordered, sources, reducers, able)
@@ -131,11 +136,22 @@ def assign_reducers(
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
     """
+    return _assigned(sources_of(offers), offers, reducers, unit_bytes)
+
+
+def _assigned(
+    sources: Sources,
+    offers: Mapping[PeerId, Offer],
+    reducers: Sequence[PeerId],
+    unit_bytes: Mapping[Unit, int],
+) -> dict[Unit, PeerId]:
+    """As `assign_reducers`, where the sources are known."""
     fan_out = max(1, len(offers) - 1)
-    burden = dict.fromkeys(sorted(offers), 0)
+    burden = dict.fromkeys(offers, 0)
+    dialable = frozenset(reducers)
     shared: list[tuple[int, Unit, list[PeerId]]] = []
-    for unit, values in sources_of(offers).items():
-        able = [peer for peer, _ in values if peer in reducers] or [peer for peer, _ in values]
+    for unit, values in sources.items():
+        able = [peer for peer, _ in values if peer in dialable] or [peer for peer, _ in values]
         num_bytes = unit_bytes.get(unit, 0)
         if len(values) > 1 and able:
             shared.append((-num_bytes, unit, able))
@@ -145,7 +161,7 @@ def assign_reducers(
             burden[able[0]] += num_bytes * fan_out
     chosen = {}
     for negative_bytes, unit, able in sorted(shared):
-        peer = min(able, key=lambda peer: (burden[peer], peer))
+        peer = min(able, key=burden.__getitem__)  # of equals the first in peer-id order
         burden[peer] -= negative_bytes * (fan_out - 1)
         chosen[unit] = peer
     return dict(sorted(chosen.items()))

@@ -1,0 +1,596 @@
+#!/usr/bin/env python
+"""What a swarm of N peers costs: bytes and milliseconds of every message, decision and record.
+
+The run is the 7B (`configs/runs/spes_7b.toml`) with max(32, N) experts: every peer owns one.
+Records, offers, rosters, manifests, certificates and messages are made, encoded and decoded by the
+functions that peers use; only digests and bytes of tensors are made up. All milliseconds are CPU
+time of one thread, the best of some calls. Messages of a round are counted in a simulation without
+faults, see `round_rows`. What a peer could not send is said to be over the limit.
+
+    python scripts/bench_scale.py [--peers 4,16,64,256,1024] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from swarm.config import MergingConfig, RunConfig, parse_config
+from swarm.emulation.simulator.cast import Cast, Character, Setup
+from swarm.emulation.simulator.surroundings import Packet, Payload
+from swarm.emulation.simulator.world import World
+from swarm.experts import expert_unit, shared_unit
+from swarm.network.identity import Identity, load_or_create_identity, verify
+from swarm.network.inbound import LARGE_BYTES, MANY
+from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
+from swarm.protocol import wire
+from swarm.protocol.adoption import due_units
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import (
+    FOUNDING_GENERATION,
+    Entry,
+    Founding,
+    Kind,
+    Manifest,
+    Member,
+    PeerId,
+    decode_manifest,
+)
+from swarm.protocol.messages import (
+    Accept,
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Offer,
+    OfferedUnit,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    Roster,
+    Signature,
+    accept_statement,
+)
+from swarm.protocol.ownership import assign
+from swarm.protocol.records import (
+    HEARTBEAT_S,
+    PeerRecord,
+    PeerState,
+    RunRecord,
+    RunState,
+    encode_record,
+)
+from swarm.protocol.rounds import Rules
+from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
+from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.rosters import Plan, assign_reducers, offer_problem, plan_roster
+from swarm.protocol.sourcing import Sourcing
+
+RUN = Path(__file__).parents[1] / "configs" / "runs" / "spes_7b.toml"
+SIMULATED = 64
+"""Largest swarm of which the messages of a round are counted; beyond it counts are scaled."""
+ROUND_S = 60.0
+"""Local steps of the simulated round; polls and greetings grow with it, the rest does not."""
+ROUNDS = 3
+REPLICAS = 5
+"""Peers at which hivemind stores a value, if it is not told otherwise."""
+SIGNED_BYTES = 800
+"""Public key and signature beside each record."""
+OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued")
+"""What runs in another thread, or in slices."""
+
+
+class Swarm:
+    """N peers in the round after some tip, with everything that they send each other."""
+
+    def __init__(self, num_peers: int, identity: Identity) -> None:
+        self.num_peers = num_peers
+        self.identity = identity
+        self.run = run_of(num_peers)
+        self.rules = Rules.of("spes_7b-0123456789abcdef", self.run, layout_of(self.run))
+        self.peers = [_peer_id(number) for number in range(num_peers)]
+        self.tip = self._tip()
+        self.ballot = Ballot(0, self.tip.order[0])
+        self.header = Header(self.tip.code, self.tip.digest, self.tip.generation)
+
+    def _tip(self) -> Manifest:
+        """The manifest of round 7, made as a round would make it, from founding and offers."""
+        members = {peer: Member(0, 1.0) for peer in sorted(self.peers)}
+        entries = {
+            unit: Entry(_digest("tip", unit), size, 0, self.peers[0], self.rules.unit_codec[unit])
+            for unit, size in self.rules.unit_bytes.items()
+        }
+        founding = Manifest(
+            run="",
+            generation=FOUNDING_GENERATION,
+            height=0,
+            round=0,
+            kind=Kind.FOUNDING,
+            parent=None,
+            founding=Founding(
+                self.peers[0], "nonce", _digest("config"), 4000, _digest("held out"), 262144
+            ),
+            step=0,
+            tokens=0,
+            merged=0,
+            members=members,
+            contributors=(),
+            sources={},
+            owners=self.owners(members),
+            entries=entries,
+        )
+        plan = plan_roster(founding, self._offers(founding), self.rules)
+        return self.compose(founding, plan)
+
+    def owners(self, members: dict[PeerId, Member]) -> dict[int, tuple[PeerId, ...]]:
+        """Every expert's owners when all members begin together."""
+        return assign(
+            {},
+            {peer: member.capacity for peer, member in members.items()},
+            members,
+            stale=(),
+            owners_per_expert=self.rules.owners_per_expert,
+            num_experts=self.rules.num_experts,
+            seed="nonce",
+        ).owners
+
+    def _offers(self, tip: Manifest) -> dict[PeerId, Offer]:
+        return {peer: self._offer(tip, peer) for peer in self.peers}
+
+    def _offer(self, tip: Manifest, peer: PeerId) -> Offer:
+        units = {
+            unit: OfferedUnit(
+                _digest(tip.digest, peer, unit),
+                self.rules.unit_bytes[unit],
+                tip.entries[unit].digest,
+            )
+            for unit in due_units(peer, tip, self.rules.experts_every)
+        }
+        return Offer(tip.digest, 100, 100 * 2**21, units)
+
+    @cached_property
+    def offers(self) -> dict[PeerId, Offer]:
+        """What all peers offer on the tip."""
+        return self._offers(self.tip)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The roster of all of them."""
+        return plan_roster(self.tip, self.offers, self.rules)
+
+    @property
+    def attendance(self) -> Attendance:
+        """Everybody answered."""
+        return Attendance(self.peers, (), {}, {})
+
+    def compose(self, tip: Manifest, plan: Plan) -> Manifest:
+        """The manifest after a tip, with made-up means."""
+        results = {
+            unit: ReducedUnit(_digest("mean", tip.digest, unit), self.rules.unit_bytes[unit])
+            for unit in plan.reducers
+        }
+        return compose_round(tip, plan, results, self.attendance, self.rules)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest after the tip."""
+        return self.compose(self.tip, self.plan)
+
+    def signature(self) -> Signature:
+        """A real signature; all are of one key, the bench has no other."""
+        statement = accept_statement(self.rules.run, self.ballot, self.manifest.digest)
+        return Signature(self.identity.public_key, self.identity.sign(statement))
+
+    def messages(self) -> Iterator[Message]:
+        """One of each kind, as large as it gets in a round without faults."""
+        peer, signature = self.tip.order[-1], self.signature()
+        quorum = sorted(self.peers)[: self.num_peers // 2 + 1]
+        own = [unit for unit, reducer in self.plan.reducers.items() if reducer == peer]
+        means = {unit: ReducedUnit(_digest(unit), self.rules.unit_bytes[unit]) for unit in own}
+        yield Hello(ask=True)
+        yield Prepare(self.ballot)
+        yield Ready(self.ballot, self.offers[peer], None, 1.0, remaining_s=12.5)
+        yield Roster(self.ballot, self.plan.roster_id, self.offers, self.plan.able)
+        yield Reduced(self.ballot, self.plan.roster_id, means, {})
+        yield Propose(self.ballot, self.manifest, tuple(self.peers))
+        yield Accept(self.ballot, self.manifest.digest, signature)
+        certificate = Certificate(self.ballot, dict.fromkeys(quorum, signature))
+        yield Commit(self.manifest, certificate, self.tip)
+
+
+def run_of(num_peers: int) -> RunConfig:
+    """The 7B with as many experts as peers, if there are more than 32, of the same total size."""
+    run = parse_config(RunConfig, RUN.read_text(), source=str(RUN))
+    experts = max(run.model.num_experts, num_peers)
+    width = run.model.moe_intermediate_size * run.model.num_experts // experts
+    return parse_config(
+        RunConfig,
+        RUN.read_text(),
+        source=str(RUN),
+        overrides=[
+            f"run.peers={num_peers}",
+            f"model.num_experts={experts}",
+            f"model.moe_intermediate_size={width}",
+        ],
+    )
+
+
+def _peer_id(number: int) -> PeerId:
+    """As long as a real one, and in an order of its own."""
+    return "Qm" + _digest("peer", str(number))[:44]
+
+
+def _digest(*words: str) -> str:
+    return digest_of("/".join(words).encode())
+
+
+def best_ms(function: Callable[[], object], least: int = 2, seconds: float = 0.3) -> float:
+    """Milliseconds of the fastest call; the first ones fill caches as in a running peer."""
+    best, began, calls = float("inf"), time.thread_time(), 0
+    while calls < least or (calls < 50 and time.thread_time() - began < seconds):
+        start = time.thread_time()
+        function()
+        best = min(best, time.thread_time() - start)
+        calls += 1
+    return best * 1e3
+
+
+def once_ms(function: Callable[[], object]) -> float:
+    """Milliseconds of a single call."""
+    start = time.thread_time()
+    function()
+    return (time.thread_time() - start) * 1e3
+
+
+def kind_of(message: Message) -> str:
+    """A message's name in the tables."""
+    return type(message).__name__.upper()
+
+
+def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
+    """Bytes, attachments and milliseconds of one message of each kind.
+
+    `encode_ms` is of a message whose offers and manifests have been encoded before; `decode_ms` is
+    of one whose attachments are seen for the first time, `decode_again_ms` of its repetition.
+    """
+    rows = []
+    for message in swarm.messages():
+        row: dict[str, Any] = {"peers": swarm.num_peers, "message": kind_of(message)}
+        try:
+            payload, attached = wire.encode(swarm.header, message)
+        except AssertionError as error:
+            rows.append(row | {"over_the_limit": f"{error} (64 kB)"})
+            continue
+        row |= {
+            "bytes": len(payload),
+            "attached_bytes": sum(map(len, attached.values())),
+            "attachments": len(attached),
+            "encode_ms": best_ms(lambda m=message: wire.encode(swarm.header, m)),
+        }
+        if max(map(len, attached.values()), default=0) > wire.MAX_MANIFEST_BYTES:
+            rows.append(row | {"over_the_limit": "the manifest is over 8 MiB"})
+            continue
+        forget_decoded()
+        row["decode_ms"] = once_ms(lambda p=payload, a=attached: wire.decode(p, a))
+        row["decode_again_ms"] = best_ms(lambda p=payload, a=attached: wire.decode(p, a))
+        rows.append(row)
+    return rows
+
+
+def forget_decoded() -> None:
+    """Empties the caches of decoded offers and manifests."""
+    for cached in vars(wire).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
+def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
+    """Milliseconds of what is decided on the event loop, in one go each."""
+    rules, tip, plan, offers = swarm.rules, swarm.tip, swarm.plan, swarm.offers
+    reducer = swarm.peers[-1]
+    statement = accept_statement(rules.run, swarm.ballot, tip.digest)
+    signature = swarm.signature()
+    shares = dict.fromkeys(swarm.peers, 1.0)
+    lost = dict.fromkeys(swarm.peers[1::2], 1.0)
+    open_roster = _waiting_roster(swarm)
+    decisions: dict[str, Callable[[], object]] = {
+        "why_close": lambda: why_close(open_roster, Timers()),
+        "offers checked": lambda: [offer_problem(o, p, tip, rules) for p, o in offers.items()],
+        "plan_roster": lambda: plan_roster(tip, offers, rules),
+        "assign_reducers": lambda: assign_reducers(offers, plan.able, rules.unit_bytes),
+        "compose_round": lambda: swarm.compose(tip, plan),
+        "manifest encoded": lambda: replace(swarm.manifest).digest,
+        "successor_problem": lambda: successor_problem(swarm.manifest, tip, rules, due=False),
+        "assign, half the owners lost": lambda: _assign(swarm, lost),
+        "assign, nobody lost": lambda: _assign(swarm, shares),
+        "units due": lambda: due_units(reducer, tip, rules.experts_every),
+        "certificate verified": lambda: [
+            verify(signature.public_key, statement, signature.signature)
+            for _ in range(swarm.num_peers // 2 + 1)
+        ],
+    }
+    if len(swarm.manifest.encoded) <= wire.MAX_MANIFEST_BYTES:
+        decisions["manifest decoded"] = lambda: decode_manifest(swarm.manifest.encoded)
+    rows = [
+        {"peers": swarm.num_peers, "decision": name, "ms": best_ms(decide)}
+        for name, decide in decisions.items()
+    ]
+    return [*rows, *sourcing_rows(swarm)]
+
+
+def _waiting_roster(swarm: Swarm) -> OpenRoster:
+    """A quorum has offered; all others train on and say for how long."""
+    quorum = swarm.num_peers // 2 + 1
+    absent = tuple(Absent(peer, 0.5, 30.0) for peer in swarm.peers[quorum:])
+    return OpenRoster(20.0, 600.0, 10.0, quorum, swarm.num_peers, True, absent)
+
+
+def _assign(swarm: Swarm, members: dict[PeerId, float]) -> object:
+    return assign(
+        swarm.tip.owners,
+        members,
+        members,
+        stale=(),
+        owners_per_expert=swarm.rules.owners_per_expert,
+        num_experts=swarm.rules.num_experts,
+        seed="nonce",
+    )
+
+
+def sourcing_rows(swarm: Swarm) -> list[dict[str, Any]]:
+    """Sourcing of one proposal: every piece of the model, from all peers, each unit from another.
+
+    In all: until every piece was asked for, four being under way at each peer. What blocks the
+    event loop is the longest slice and the longest call.
+    """
+    sourcing: Sourcing[tuple[str, int]] = Sourcing()
+    peers = swarm.peers[1:]
+    pieces, slice_ms = 0, 0.0
+    start = began = time.thread_time()
+    for position, (unit, num_bytes) in enumerate(swarm.rules.unit_bytes.items()):
+        shift = position % len(peers)
+        sources = [*peers[shift:], *peers[:shift]]
+        for number in range(num_pieces(num_bytes)):
+            sourcing.want((unit, number), PIECE_BYTES, sources)
+            pieces += 1
+        if position % JOINED_AT_ONCE == 0:
+            slice_ms, began = max(slice_ms, time.thread_time() - began), time.thread_time()
+    queued_ms = (time.thread_time() - start) * 1e3
+    longest_ms, now = 0.0, 0.0
+    under_way: list[tuple[str, int]] = []
+    while True:
+        began = time.thread_time()
+        assigned = sourcing.assign(now, ASSIGNED_AT_ONCE)
+        longest_ms = max(longest_ms, (time.thread_time() - began) * 1e3)
+        under_way += [assignment.key for assignment in assigned]
+        if not under_way:
+            break
+        for key in under_way[: len(peers)]:
+            sourcing.done(key)
+        del under_way[: len(peers)]
+        now += 0.1
+    total_ms = (time.thread_time() - start) * 1e3
+    figures = {
+        f"sourcing, {pieces} pieces queued": queued_ms,
+        "sourcing, longest slice of these": slice_ms * 1e3,
+        "sourcing, longest call": longest_ms,
+        "sourcing, in all": total_ms,
+    }
+    return [{"peers": swarm.num_peers, "decision": name, "ms": ms} for name, ms in figures.items()]
+
+
+def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
+    """The two records that every member repeats, and what of them a peer holds and sends.
+
+    Each is stored at `REPLICAS` peers every `HEARTBEAT_S`; who reads the run gets all of them. A
+    reader takes 256 records a key, and an answer has at most 4 MiB.
+    """
+    owned = tuple(e for e, owners in swarm.tip.owners.items() if swarm.peers[-1] in owners)
+    values: dict[str, Any] = dict.fromkeys(PeerRecord.__dataclass_fields__, 0)
+    values |= {
+        "peer_id": swarm.peers[-1],
+        "name": "a peer",
+        "addresses": ("/ip4/203.0.113.7/tcp/31330", "/ip4/192.168.0.7/tcp/31330"),
+        "state": PeerState.TRAINING,
+        "capacity": 1.0,
+        "generation": FOUNDING_GENERATION,
+        "manifest_digest": swarm.tip.digest,
+        "owned_experts": owned,
+        "loss": 2.123456,
+        "val_loss": 2.123456,
+        "refused": {},
+        "reason": "round 7 (height 7, quorum) applied: everybody contributed",
+        "version": "1.0",
+        "moments_reason": "",
+        "routing": None,
+        "grad_norm": 0.123456,
+    }
+    digest = swarm.tip.digest
+    run = RunRecord(
+        swarm.rules.run, "spes_7b", digest, swarm.peers[0], digest, 10**6, digest, 4000,
+        RunState.RUNNING, swarm.num_peers,
+    )  # fmt: skip
+    peer_bytes = len(encode_record(PeerRecord(**values))) + SIGNED_BYTES
+    run_bytes = len(encode_record(run)) + SIGNED_BYTES
+    figures = {
+        "PeerRecord, signed": peer_bytes,
+        "RunRecord, signed": run_bytes,
+        "all RunRecords (one key)": swarm.num_peers * run_bytes,
+        "all PeerRecords (16 keys)": swarm.num_peers * peer_bytes,
+        "a peer sends, per second": REPLICAS * (peer_bytes + run_bytes) / HEARTBEAT_S,
+    }
+    return [
+        {"peers": swarm.num_peers, "record": name, "bytes": size} for name, size in figures.items()
+    ]
+
+
+class _Counting(World):
+    """A simulation that counts messages by kind."""
+
+    def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
+        if isinstance(payload, Packet):
+            sent[kind_of(payload.message)] += 1
+        super().post(source, destination, payload)
+
+
+sent: Counter[str] = Counter()
+FROM_CONVENER = ("PREPARE", "ROSTER", "PROPOSE", "COMMIT")
+
+
+def counted(num_peers: int) -> Counter[str]:
+    """Messages of each kind in `ROUNDS` rounds without faults, counted in a simulation."""
+    peers = tuple(f"p{number}" for number in range(num_peers))
+    units = [*(shared_unit(part) for part in range(num_peers))]
+    units += [expert_unit(expert) for expert in range(num_peers)]
+    run = run_of(num_peers)
+    rules = replace(
+        Rules.of("run", run, layout_of(run)),
+        num_experts=num_peers,
+        unit_bytes=dict.fromkeys(units, 100),
+        unit_codec=dict.fromkeys(units, "fp32"),
+        certificates=False,
+        merging=MergingConfig(),
+    )
+    timers = Timers(roster_s=2 * ROUND_S, roster_late_s=4 * ROUND_S, attempt_s=10 * ROUND_S)
+    characters = {peer: Character(local_steps_s=ROUND_S) for peer in peers}
+    world = _Counting(Setup(peers, rules, timers, characters), Random("scale"), cast=Cast())
+
+    def has_done(rounds: int) -> Callable[[], bool]:
+        return lambda: world.nodes[peers[0]].disk.record.tip.round >= rounds
+
+    world.run(has_done(1))
+    sent.clear()
+    world.run(has_done(1 + ROUNDS))
+    return sent.copy()
+
+
+def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Control bytes of a round: messages counted in a simulation, attachments by formula.
+
+    Counts are those of a swarm of at most `SIMULATED` peers, for each peer but the convener.
+    PREPARE, ROSTER, PROPOSE and COMMIT go from the convener to each of them, HELLO between all, the
+    rest from each of them to the convener. The manifest goes from the convener to everybody,
+    offers go to the convener, and to all reducers from those that made them (from the convener if
+    they are few).
+    """
+    others, simulated = swarm.num_peers - 1, min(swarm.num_peers, SIMULATED)
+    sizes = {row["message"]: row.get("bytes", wire.MAX_MESSAGE_BYTES) for row in messages}
+    told, answered, gossip = 0.0, 0.0, 0.0
+    for kind, count in counted(simulated).items():
+        num_bytes = sizes[kind] * count / ROUNDS
+        if kind == "HELLO":
+            gossip += num_bytes / simulated
+        elif kind in FROM_CONVENER:
+            told += num_bytes / (simulated - 1)
+        else:
+            answered += num_bytes / (simulated - 1)
+    offer = max(len(wire.encode_offer(each)) for each in swarm.offers.values())
+    reducers = len(set(swarm.plan.reducers.values()))
+    manifest, rosters = len(swarm.manifest.encoded), offer * swarm.num_peers * reducers
+    shared = swarm.num_peers > MANY
+    table = {
+        "convener sends": (
+            told * others + gossip,
+            manifest * others + (offer * reducers if shared else rosters),
+        ),
+        "convener gets": (answered * others + gossip, offer * others),
+        "another sends": (answered + gossip, offer * (reducers + 1 if shared else 1)),
+        "another gets": (told + gossip, manifest + rosters / swarm.num_peers),
+    }
+    return [
+        {"peers": swarm.num_peers, "who": who, "message_bytes": text, "attached_bytes": attached}
+        for who, (text, attached) in table.items()
+    ]
+
+
+def measured(num_peers: int, identity: Identity) -> dict[str, list[dict[str, Any]]]:
+    """All tables of one size."""
+    swarm = Swarm(num_peers, identity)
+    messages = message_rows(swarm)
+    decisions = decision_rows(swarm)
+    return {
+        "messages": messages,
+        "decisions": decisions,
+        "records": record_rows(swarm),
+        "round": round_rows(swarm, messages),
+        "summary": [summary(swarm, messages, decisions)],
+    }
+
+
+def summary(
+    swarm: Swarm, messages: list[dict[str, Any]], decisions: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Largest message and longest block of the event loop; large attachments are decoded off it."""
+    on_loop = [
+        (row["ms"], row["decision"]) for row in decisions if not row["decision"].endswith(OFF_LOOP)
+    ]
+    on_loop += [
+        (row["decode_ms"], f"{row['message']} decoded")
+        for row in messages
+        if "decode_ms" in row and row["attached_bytes"] <= LARGE_BYTES
+    ]
+    longest_ms, what = max(on_loop)
+    largest = max(messages, key=lambda row: row.get("bytes", wire.MAX_MESSAGE_BYTES + 1))
+    return {
+        "peers": swarm.num_peers,
+        "manifest_bytes": len(swarm.manifest.encoded),
+        "largest_message": largest["message"],
+        "largest_bytes": largest.get("bytes", "over the limit"),
+        "longest_block_ms": longest_ms,
+        "longest_block": what,
+    }
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table in Markdown; columns are those of any row."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+    for row in rows:
+        print(f"| {' | '.join(_text(row.get(column, '')) for column in columns)} |")
+    print()
+
+
+def _text(cell: Any) -> str:
+    if not isinstance(cell, float):
+        return f"{cell:,}" if isinstance(cell, int) else str(cell)
+    return f"{cell:,.0f}" if cell >= 100 else f"{cell:.2f}"
+
+
+def main() -> None:
+    """Prints the tables, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", default="4,16,64,256,1024", help="sizes, with commas between")
+    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+    args = parser.parse_args()
+    tables: dict[str, list[dict[str, Any]]] = {}
+    with TemporaryDirectory() as folder:
+        identity = load_or_create_identity(Path(folder) / "identity")
+        for num_peers in map(int, args.peers.split(",")):
+            for name, rows in measured(num_peers, identity).items():
+                tables.setdefault(name, []).extend(rows)
+    for name, rows in tables.items():
+        print(f"{name}:\n")
+        print_rows(rows)
+    if args.json:
+        print(json.dumps(tables))
+
+
+if __name__ == "__main__":
+    main()

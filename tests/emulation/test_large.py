@@ -1,0 +1,43 @@
+"""Swarms of many peers: short schedules, and the script that measures what they cost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.simulator.schedule import run_schedule
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_scale.py"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_64_peers_with_faults_agree(seed):
+    outcome = run_schedule("S", seed)
+    assert outcome.violation is None, (
+        f"{outcome.violation}; trace: scripts/simulate --replay S:{seed}"
+    )
+    assert outcome.rounds >= 3
+
+
+def test_what_a_swarm_costs_is_measured_at_every_size():
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--peers", "4,16", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    tables = json.loads(ended.stdout.splitlines()[-1])
+    assert tables.keys() == {"messages", "decisions", "records", "round", "summary"}
+    for rows in tables.values():
+        assert {row["peers"] for row in rows} == {4, 16}
+    kinds = {row["message"] for row in tables["messages"] if row["bytes"] > 0}
+    assert kinds == {
+        *("HELLO", "PREPARE", "READY", "ROSTER"),
+        *("REDUCED", "PROPOSE", "ACCEPT", "COMMIT"),
+    }
+    assert all(row["message_bytes"] > 0 for row in tables["round"])
+    small, large = (row["manifest_bytes"] for row in tables["summary"])
+    assert small < large
