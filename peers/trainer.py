@@ -15,24 +15,24 @@ from peers.leaving import Stop
 from peers.live_model import BlobGone, LiveModel
 from peers.moments import MomentsKeeper
 from peers.reading import Reading
+from peers.resuming import load_into, offer_of
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
-from swarm.errors import CorruptState, StateError
+from swarm.errors import StateError
 from swarm.experts import expert_of_unit
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
-from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
+from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
-    load_newest,
     read_rng,
     restore_rng,
     save_private,
@@ -341,7 +341,7 @@ class Trainer:
         path = [tip]
         if parent and parent.digest == tip.parent and parent.parent == private.base_tip:
             path = [parent, tip]
-        offer = self._offer_of(private)
+        offer = offer_of(private, self.rounds.layout)
         tip, kept = self._adopt_start(path, private.base_tip, offer)
         # Killed between the record of a reform and the private state: the work is still good.
         return tip, self._offer_again(tip, private) if kept else None
@@ -380,29 +380,12 @@ class Trainer:
         return parent if parent and parent.digest == manifest.parent else manifest
 
     def _load_private(self, tip: Manifest) -> PrivateState | None:
-        tips = [tip.digest, tip.parent] if tip.kind is Kind.REFORM else [tip.digest]
-        try:
-            loaded = load_newest(self.directory.private_path)
-            if loaded is None:
-                return None
-            private, run = loaded.state, self.rounds.machine.rules.run
-            private.require(run, tips=tips, tip_round=tip.round)
-            self.model.engine.load_state_dict(private.engine)
-        except CorruptState as error:
-            # Masters are in the swarm; a peer that stays away would lose more than its moments.
-            logger.error("%s; goes on from the manifest, with moments of zero", error)
+        run_id = self.rounds.machine.rules.run
+        private = load_into(self.model.engine, self.directory.private_path, run_id, tip)
+        if private is None:
             return None
-        logger.info("resume %s", loaded.reason)
         restore_rng(private.rng, torch.device("cpu"))
         self.model.bases = dict(private.expert_bases)
         self.reading.position = private.data_position
         self.moments.resume(private.searches, tip)
         return private
-
-    def _offer_of(self, private: PrivateState) -> Offer:
-        layout = self.rounds.layout.by_unit
-        units = {
-            unit: OfferedUnit(digest, layout[unit].num_bytes, base="")
-            for unit, digest in private.offered.items()
-        }
-        return Offer(private.base_tip, 0, 0, units)

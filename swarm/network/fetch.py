@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_S = 15.0
 FLOWS_PER_PEER = 2
 FLOWS = 64
-"""Streams open at a time, over all peers: each has a buffer of `PIECE_BYTES`."""
-THREADS = 64
-"""For so many large pieces at the same time at most."""
+"""Streams open at a time, over all peers: each has a thread and a buffer of `PIECE_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Downloads:
         self._flows_per_peer = flows_per_peer
         limits = limits or Limits()
         self._ahead_bytes = limits.bytes_per_peer // flows_per_peer
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="swarm-receive")
+        self._threads = ThreadPoolExecutor(FLOWS, thread_name_prefix="swarm-receive")
         self._sourcing: Sourcing[Piece] = Sourcing(limits)
         self._downloads: dict[tuple[str, int, bool], Incoming] = {}
         self._queues: dict[str, deque[Piece]] = {}

@@ -20,7 +20,8 @@ from random import Random
 
 from swarm.emulation.simulator import faults
 from swarm.emulation.simulator.cast import Character, Loss, Snare
-from swarm.emulation.simulator.faults import CLASSES, TRAPS, Draw, Mix, Scenario
+from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules

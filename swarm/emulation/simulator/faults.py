@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Character, Setup, Snare, Trap
+from swarm.emulation.simulator.cast import Character, Setup, Snare
 from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.traps import TRAPS, Countdown
 from swarm.emulation.simulator.world import World
 from swarm.experts import expert_unit, shared_unit
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Apply, Effect, Persist, Send
-from swarm.protocol.manifest import Kind, PeerId
-from swarm.protocol.messages import Accept, Commit, Prepare, Propose, Ready
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
 
 NUM_EXPERTS = 4
@@ -93,36 +92,6 @@ class Mix:
     certificates: float = 0.5
     """Chance that commits need certificates; agreement must not hang on them."""
 
-
-def _sends(kind: type) -> Callable[[Effect], bool]:
-    return lambda effect: isinstance(effect, Send) and isinstance(effect.message, kind)
-
-
-def _promises(effect: Effect) -> bool:
-    if not isinstance(effect, Send) or not isinstance(effect.message, Ready):
-        return False
-    return effect.message.ballot.attempt > 0
-
-
-TRAPS: dict[str, Trap] = {
-    "any": lambda _: True,
-    "vote": _sends(Accept),
-    "promise": _promises,
-    "write": lambda effect: isinstance(effect, Persist),
-    "vote_written": lambda effect: (
-        isinstance(effect, Persist) and effect.record.accepted is not None
-    ),
-    "apply": lambda effect: isinstance(effect, Apply),
-    "merge_voted": lambda effect: (
-        isinstance(effect, Persist)
-        and effect.record.accepted is not None
-        and effect.record.accepted.manifest.kind is Kind.MERGE
-    ),
-    "campaign": _sends(Prepare),
-    "propose": _sends(Propose),
-    "commit": _sends(Commit),
-}
-"""Effects right after which a peer can be made to crash."""
 
 CLASSES: dict[str, Mix] = {
     "A": Mix(),
@@ -296,7 +265,7 @@ class Draw:
         name = random.choices(list(mix.traps), list(mix.traps.values()))[0]
         skip = random.randrange(30) if name == "any" else random.choice([0, 0, 0, 1, 2])
         isolated = self._victim() if random.random() < mix.ambush else None
-        snare = Snare(_Countdown(TRAPS[name], skip), random.choice(mix.restart_s), isolated)
+        snare = Snare(Countdown(TRAPS[name], skip), random.choice(mix.restart_s), isolated)
         self._plan(time_s, World.arm, self._victim(), snare)
 
     def _pause(self, time_s: float) -> None:
@@ -371,20 +340,6 @@ class Draw:
         for peer in sorted(doomed):
             delay_s = 0.0 if together else self.random.uniform(0.0, 10.0)
             self._plan(min(time_s + delay_s, self.heal_s - 0.1), World.kill, peer)
-
-
-class _Countdown:
-    """A trap that lets some effects pass."""
-
-    def __init__(self, trap: Trap, skip: int) -> None:
-        self._trap = trap
-        self._left = skip
-
-    def __call__(self, effect: Effect) -> bool:
-        if not self._trap(effect):
-            return False
-        self._left -= 1
-        return self._left < 0
 
 
 def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
