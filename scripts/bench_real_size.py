@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +208,12 @@ def compared(bench: Bench, exported: Mapping[str, Any]) -> list[dict[str, Any]]:
     for index, life in sorted(bench.lives.items()):
         events = bench.swarm.peers[index].events()
         owned = max(len(event["owned"]) for event in applied(events))
-        plan = host_peaks(run, owned, EngineOptions.of(run, device="cpu"), num_peers=3)
+        plan = asdict(host_peaks(run, owned, EngineOptions.of(run, device="cpu"), num_peers=3))
         for phase, peak in sorted(life.peaks.items()):
             if phase in plan:
                 rows.append(row(f"peer {index}", phase, peak, plan[phase], life.seconds[phase]))
         rows.append(row(f"peer {index}", "disk", life.disk, disk_bytes(run, 2), 0.0))
-    plan = host_peaks(run, 0, EngineOptions.of(run, device="cpu"), num_peers=3)
+    plan = asdict(host_peaks(run, 0, EngineOptions.of(run, device="cpu"), num_peers=3))
     peak = int(exported["peak_rss_bytes"])
     rows.append(row("export", "exporting", peak, plan["exporting"], exported["seconds"]))
     return rows
@@ -268,7 +268,8 @@ def extrapolated(bench: Bench) -> dict[str, Any]:
     """The phases of SPES 7B, four peers: planned peaks, and seconds by bytes."""
     path = ROOT / "configs/runs/spes_7b.toml"
     large = parse_config(RunConfig, path.read_text(), source=str(path))
-    plan = host_peaks(large, NUM_OWNED_7B, EngineOptions.of(large, device="cpu"), num_peers=4)
+    options = EngineOptions.of(large, device="cpu")
+    plan = asdict(host_peaks(large, NUM_OWNED_7B, options, num_peers=4))
     here, there = bytes_of_phases(bench.run, 2), bytes_of_phases(large, 4)
     seconds = {
         phase: max(life.seconds.get(phase, 0.0) for life in bench.lives.values()) for phase in here

@@ -135,7 +135,8 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 
     Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
     three private states (masters and moments), since the newest and the one before are kept while
-    the next one is written; and with backups on the copies of its own moments and of another's,
+    the next one is written, or an engine's state with its frozen experts while it steps down; and
+    with backups on the copies of its own moments and of another's,
     each until the new ones have replaced them.
     """
     counted = parameters(run.model)
@@ -144,8 +145,10 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
     copies = 0
     if backup_bytes_per_peer_per_round(run, num_peers):
         copies = 4 * MOMENTS_BYTES * counted.per_expert * owned_per_peer(run, num_peers)
-    private = 3 * PRIVATE_BYTES * trained_per_peer(run, num_peers)
-    return 3 * (shared + experts) + offered + private + copies
+    trained = trained_per_peer(run, num_peers)
+    private = 3 * PRIVATE_BYTES * trained
+    frozen = ELEMENT_BYTES[run.train.frozen] * (counted.total - trained)
+    return 3 * (shared + experts) + offered + private + frozen + copies
 
 
 def forward_flops_per_token(run: RunConfig) -> int:

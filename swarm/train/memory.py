@@ -108,6 +108,11 @@ def expert_matrix_bytes(model: ModelConfig) -> int:
     return 4 * max(math.prod(shape) for shape in matrix_shapes(model).values())
 
 
+def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
+    """The owned experts of one layer, in fp32."""
+    return 4 * sizes_of(model, num_owned).layer_owned
+
+
 def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
     """What exists beside the weights while a micro-batch is evaluated, in fp32, without a graph.
 

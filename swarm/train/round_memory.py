@@ -10,8 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
-from swarm.train.memory import evaluation_bytes, expert_matrix_bytes, largest_tensor_bytes, need_of
-from swarm.train.options import EngineOptions
+from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
+from swarm.train.memory import (
+    evaluation_bytes,
+    expert_matrix_bytes,
+    largest_tensor_bytes,
+    need_of,
+    owned_layer_bytes,
+)
+from swarm.train.options import EngineKind, EngineOptions
 
 PROCESS_BYTES = 0.37e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
@@ -19,14 +26,17 @@ CUDA_BYTES = 2.5e9
 """What CUDA's libraries and context take of host memory besides; not measured by this project."""
 SLACK_BYTES = 0.08e9
 """What allocators keep of chunks that are gone."""
-# What the codecs, the merge and the network hold; tests compare these with their constants.
-CHUNK_BYTES = 4 * 2**20
+# What codecs, merge, network, private state and export hold; tests compare with their constants.
+CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16
 PIECE_BYTES = 4 * 2**20
-SAVING_BYTES = 10 * 16 * 2**20
-"""Chunks of the private state between the threads that copy, hash and write them."""
 FLOWS_PER_PEER = 2
 FLOWS = 64
+SAVED_CHUNK_BYTES = 16 * 2**20
+SAVED_CHUNKS = 8
+"""Copied, hashed, waiting to be written."""
+SHARD_BYTES = 0.8e9
+"""Of an export: each of its files is in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class HostPeaks:
         offering: own values and the private state go to the disk.
         averaging: means of others' values, blobs that arrive.
         merging: the merge of similar experts, computed while nothing is trained.
-        adopting: agreed values come into the engine.
+        adopting: agreed values come into the engine, with moments of experts that are new.
         validating: the held-out loss of the agreed values.
         leaving: moments go to the disk for their next owners.
         exporting: swarm-export; no engine.
@@ -67,24 +77,31 @@ class HostPeaks:
 def host_peaks(
     run: RunConfig, num_owned: int, options: EngineOptions, *, num_peers: int
 ) -> HostPeaks:
-    """The peaks of a peer that owns so many experts, in a swarm of so many peers."""
+    """The peaks of a peer that owns so many experts, in a swarm of so many peers.
+
+    Letters: c bytes of an element on the wire, C elements of a chunk, n values behind a mean.
+    """
     need = need_of(run, num_owned, options)
     on_host = options.device == "cpu"
     rest = PROCESS_BYTES + SLACK_BYTES + need.host
     rest += need.device_state if on_host else CUDA_BYTES
-    arriving = min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
-    # A mean has a chunk of each source, their fp32 sum and the encoded result.
-    mean = (num_peers + 2) * CHUNK_BYTES
-    merge = run.model.num_experts * MERGE_COLUMNS * (8 + 8 + 4) + 6 * CHUNK_BYTES
-    matrix = expert_matrix_bytes(run.model)
-    evaluating = evaluation_bytes(run, options) if on_host else 0.0
+    rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
+    experts, chunk, matrix = run.model.num_experts, CHUNK_ELEMENTS, expert_matrix_bytes(run.model)
+    donors = experts * MERGE_COLUMNS * (16 + 4) + 64 * experts**2
+    # The mean of n: a chunk of each, their sum in fp32 twice where they are weighted, the result.
+    mean = chunk * (4 * num_peers + 4 + 4 + 4)
+    # The resident engine sets the owned masters of a layer aside while the agreed values stand in.
+    aside = owned_layer_bytes(run.model, num_owned) if options.kind is EngineKind.RESIDENT else 0
+    evaluating = (evaluation_bytes(run, options) + aside if on_host else 0) + matrix
+    largest = largest_tensor_bytes(run.model)
+    shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
     return HostPeaks(
-        training=rest + (need.activations if on_host else 0) + arriving,
-        offering=rest + arriving + SAVING_BYTES,
-        averaging=rest + arriving + mean,
-        merging=rest + arriving + merge,
-        adopting=rest + arriving + 2 * matrix,
-        validating=rest + arriving + evaluating,
-        leaving=rest + arriving + 3 * matrix,
-        exporting=PROCESS_BYTES + arriving + 2 * largest_tensor_bytes(run.model),
+        training=rest + (need.activations if on_host else 0),
+        offering=rest + 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES,
+        averaging=rest + mean,
+        merging=rest + max(donors, (16 + 2 * 4) * chunk),
+        adopting=rest + max(matrix, 24 * chunk) + 6 * matrix,
+        validating=rest + evaluating,
+        leaving=rest + 3 * matrix,
+        exporting=PROCESS_BYTES + SLACK_BYTES + largest + 2 * max(shard, largest),
     )

@@ -7,6 +7,7 @@ import pytest
 
 from swarm.config import RunConfig, validate_config
 from swarm.model.cost import (
+    ELEMENT_BYTES,
     backup_bytes_per_peer_per_round,
     bytes_sent_per_peer_per_round,
     cost_of,
@@ -153,12 +154,13 @@ def test_experts_that_do_not_divide_are_counted_for_the_peer_with_most() -> None
     assert trained_per_peer(run, 5) == counted.shared + 4 * counted.per_expert
 
 
-def test_disk_holds_three_manifests_an_offer_and_two_private_states() -> None:
+def test_disk_holds_three_manifests_an_offer_three_private_states_and_a_step_down() -> None:
     run = spes("1b")
     counted = parameters(run.model)
     offer = 4 * (counted.shared + 4 * counted.per_expert)
     private = 12 * (counted.shared + 4 * counted.per_expert)
-    assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 3 * private
+    frozen = ELEMENT_BYTES[run.train.frozen] * 12 * counted.per_expert
+    assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 3 * private + frozen
 
 
 def with_backup(run: RunConfig, **ownership: int) -> RunConfig:

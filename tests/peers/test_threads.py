@@ -15,8 +15,8 @@ from peers.machine import engine_for
 from peers.threads import ThreadedEngine, is_exact, start_threads, usable_cores
 from swarm.config import ComputeSection, RunConfig
 from swarm.model.initialise import initial_tensors
-from swarm.train.resident import ResidentEngine
 from swarm.train.ladder import Machine, plan_engine
+from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from swarm.train.threads import REST_S, WINDOW
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run

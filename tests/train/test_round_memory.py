@@ -9,10 +9,10 @@ import pytest
 
 from swarm import codecs
 from swarm.config import RunConfig, parse_config
-from swarm.model import merge
+from swarm.model import huggingface, merge
 from swarm.network import fetch
 from swarm.protocol import digests
-from swarm.train import round_memory
+from swarm.train import checkpoint, round_memory, tensor_file
 from swarm.train.ladder import Machine, Wishes, fits, plan_engine
 from swarm.train.memory import largest_tensor_bytes, need_of
 from swarm.train.options import EngineKind, EngineOptions
@@ -27,11 +27,14 @@ def spes_7b() -> RunConfig:
 
 
 def test_the_formulas_count_what_the_parts_hold() -> None:
-    assert round_memory.CHUNK_BYTES == 4 * codecs.CHUNK_ELEMENTS
+    assert round_memory.CHUNK_ELEMENTS == codecs.CHUNK_ELEMENTS
     assert round_memory.MERGE_COLUMNS == merge.COLUMNS
     assert round_memory.PIECE_BYTES == digests.PIECE_BYTES
     assert round_memory.FLOWS_PER_PEER == fetch.FLOWS_PER_PEER
     assert round_memory.FLOWS == fetch.FLOWS
+    assert round_memory.SAVED_CHUNK_BYTES == tensor_file.CHUNK_BYTES
+    assert round_memory.SAVED_CHUNKS >= checkpoint._CHUNKS_AHEAD + 2
+    assert round_memory.SHARD_BYTES == huggingface.MAX_SHARD_BYTES
 
 
 @pytest.mark.parametrize("num_peers", [4, 256])
