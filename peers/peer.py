@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from peers.agreement import explain_difference, require_settings
+from peers.found import found
 from peers.leaving import Stop, leave
 from peers.live_model import Agreed, LiveModel, merge_blobs, validation_batch
 from peers.local_faults import raise_file_limit
@@ -161,7 +162,7 @@ class Peer:
             if joined:
                 return joined
         assert wanted is not None
-        return starter.found(wanted)
+        return found(starter, wanted)
 
     def _run_to_resume(self, wanted: RunConfig | None, run_id: str | None) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""

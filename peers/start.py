@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,13 +16,13 @@ from peers.link_check import measured_verdict, require_link
 from peers.live_model import initial_contents
 from peers.run_text import RunText
 from peers.state_directory import RunDirectory, StateDirectory
-from peers.status import NO_DIGEST, PeerStatus
+from peers.status import PeerStatus
 from swarm.config import PeerConfig, RunConfig
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
-from swarm.network.founding import await_founding, founding_manifest, gather
+from swarm.network.founding import await_founding
 from swarm.network.joining import (
     Announced,
     check_run_id,
@@ -37,10 +36,9 @@ from swarm.network.joining import (
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.protocol.abstaining import without_record
-from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, run_id
+from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.records import RunRecord, RunState
 
 logger = logging.getLogger(__name__)
@@ -129,7 +127,7 @@ class Starter:
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
         if not others:
             return self._earlier(directory, store)
-        repaired = self._wait_for(
+        repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
                 store,
@@ -176,7 +174,7 @@ class Starter:
             RunMismatch: the run is not what was asked for.
             DataError: this machine's text is not the run's.
         """
-        announced = self._wait_for(
+        announced = self.wait_for(
             find_run(
                 self.node,
                 fingerprint=wanted.fingerprint() if wanted else None,
@@ -193,7 +191,7 @@ class Starter:
             )
         scratch = BlobStore(None)
         downloads = self.serve(scratch)
-        run = self._wait_for(fetch_config(announced, downloads))
+        run = self.wait_for(fetch_config(announced, downloads))
         check(run)
         return self._join_announced(announced, run, downloads)
 
@@ -205,29 +203,29 @@ class Starter:
             self.text.require(run, announced.record.text, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
             mine = self.status(run).record
-            announced = self._wait_for(await_founding(self.node, announced.record, mine))
+            announced = self.wait_for(await_founding(self.node, announced.record, mine))
         check_run_id(record := announced.record)
-        founding = self._wait_for(fetch_founding_manifest(announced, downloads))
+        founding = self.wait_for(fetch_founding_manifest(announced, downloads))
         remembered = self.state.run(record.run).read_text_folder()
         self.text.require(run, founding.founding.text, remembered)
-        directory = self._directory(record.run, run, founding)
+        directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
-        present = self._wait_for(present_peers(self.node, record.run))
+        present = self.wait_for(present_peers(self.node, record.run))
         peers = {*announced.publishers, *present} - {self.node.peer_id}
         if gathered and self.node.peer_id in founding.members:
             tip = Record(founding, None, None)
         else:
-            shown = self._wait_for(newest_tip(self.node, store, downloads, record, peers))
+            shown = self.wait_for(newest_tip(self.node, store, downloads, record, peers))
             tip = self._without_old_votes(shown)
             if tip is shown:  # a member that comes back has shown that its link will do
-                require_link(self._wait_for(measured_verdict(self.node, run, tip.tip, present)))
+                require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, present)))
         self._recompute_initial(tip, run, layout, store)
         sources = peers | set(tip.tip.members)
-        tip = self._wait_for(
+        tip = self.wait_for(
             fetch_newest_state(
                 self.node,
                 store,
@@ -250,71 +248,9 @@ class Starter:
             logger.warning("a member without its record: no vote until it has contributed again")
         return record
 
-    # ------------------------------------------------ found
-
-    def found(self, run: RunConfig) -> Started:
-        """Founds a run: gathers its peers, writes manifest 0 and announces it."""
-        layout = layout_of(run)
-        config_blob = run.canonical_json()
-        text, held_out = self.text.found(run)
-        founding = Founding(
-            founder=self.node.peer_id,
-            nonce=secrets.token_hex(16),
-            config=digest_of(config_blob),
-            config_bytes=len(config_blob),
-            validation=digest_of(held_out),
-            validation_bytes=len(held_out),
-            text=text,
-        )
-        gathering = self._announcement(run, founding)
-        present = self._gather(run, gathering, config_blob)
-        # Made twice, so that the whole model is never in memory: the digests name the folder.
-        contents = dict(initial_contents(run, layout))
-        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
-        manifest = founding_manifest(founding, run, layout, initial, present)
-        name = run_id(run.run.name, run.fingerprint(), manifest.digest)
-        directory = self._directory(name, run, manifest)
-        store = BlobStore(directory.path)
-        for blob in (config_blob, held_out, manifest.encoded):
-            store.put(blob)
-        for content in contents.values():
-            store_content(store, content)
-        store.sync(blobs_of(manifest))
-        self.serve(store)
-        record = Record(manifest, None, None)
-        RecordFile(directory.record_path).write(record)
-        self.state.current_run = name
-        logger.info("founded run=%s members=%d", name, len(present))
-        return Started(name, run, layout, directory, store, record)
-
-    def _announcement(self, run: RunConfig, founding: Founding) -> RunRecord:
-        return RunRecord(
-            run=f"gathering-{founding.nonce}",
-            name=run.run.name,
-            fingerprint=run.fingerprint(),
-            founder=founding.founder,
-            founding=NO_DIGEST,
-            founding_bytes=0,
-            config=founding.config,
-            config_bytes=founding.config_bytes,
-            state=RunState.GATHERING,
-            wait_for_peers=self.config.peer.wait_for_peers,
-            text=founding.text,
-        )
-
-    def _gather(
-        self, run: RunConfig, gathering: RunRecord, config_blob: bytes
-    ) -> Mapping[PeerId, float]:
-        if gathering.wait_for_peers == 1:
-            return {self.node.peer_id: self.config.peer.capacity}
-        scratch = BlobStore(None)
-        scratch.put(config_blob)
-        self.serve(scratch)
-        return self._wait_for(gather(self.node, gathering, self.status(run).record))
-
     # ------------------------------------------------ shared by the three
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
 
         Raises:
@@ -335,7 +271,8 @@ class Starter:
 
         return self.node.run(watched(), START_S)
 
-    def _directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
+    def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
+        """Where a run's files are from now on, with its configuration and manifest 0."""
         directory = self.state.run(name)
         directory.write_config(run)
         directory.write_founding(founding)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from swarm.config import RunConfig
-from swarm.errors import NobodyReachable
+from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network.joining import (
     POLL_S,
     Announced,
@@ -113,6 +113,19 @@ async def gather(
             logger.info(
                 "waiting for peers: %d of %d are here", len(present), announcement.wait_for_peers
             )
+        await asyncio.sleep(POLL_S)
+
+
+async def keep_gathering(
+    node: Node, announcement: RunRecord, mine: Callable[[], PeerRecord]
+) -> None:
+    """Goes on announcing a run that has gathered its peers, until it is cancelled."""
+    while True:
+        try:
+            await publish(node, runs_key(), announcement)
+            await publish_peer(node, announcement.run, mine())
+        except NetworkDown as error:  # the daemon is started again
+            logger.debug("not announced: %s", error)
         await asyncio.sleep(POLL_S)
 
 
