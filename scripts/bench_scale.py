@@ -337,8 +337,8 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
 def _waiting_roster(swarm: Swarm) -> OpenRoster:
     """A quorum has offered; all others train on and say for how long."""
     quorum = swarm.num_peers // 2 + 1
-    absent = tuple(Absent(peer, 0.5, 30.0) for peer in swarm.peers[quorum:])
-    return OpenRoster(20.0, 600.0, 10.0, quorum, swarm.num_peers, True, absent)
+    absent = tuple(Absent(peer, 0.5, 30.0, 600.0) for peer in swarm.peers[quorum:])
+    return OpenRoster(20.0, 10.0, quorum, swarm.num_peers, True, 600.0, absent)
 
 
 def _assign(swarm: Swarm, members: dict[PeerId, float]) -> object:

@@ -258,8 +258,10 @@ def mean_of(
     def pieces() -> Iterator[Buffer]:
         for start in range(0, num_bytes, chunk_bytes):
             length = min(chunk_bytes, num_bytes - start)
-            chunks = [_values_in(read(start, length), codec) for read in reads]
-            yield _encode(mean_chunk(chunks, weights), codec)
+            yield _encode(
+                mean_chunk([_values_in(read(start, length), codec) for read in reads], weights),
+                codec,
+            )
 
     return Content(num_bytes, pieces)
 

@@ -32,9 +32,9 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:12",
+    "rolled_back_votes": "F:30",
     "lost_record_votes": "F:52",
-    "failed_sync_awaited": "F:0",
+    "failed_sync_awaited": "F:1",
     "four_are_a_quorum": "G:35",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",

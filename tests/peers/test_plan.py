@@ -121,7 +121,7 @@ def test_memory_that_is_too_small_is_said_with_the_numbers() -> None:
     assert "GB of host memory needed, 3.0 GB usable" in said
     assert "disk" not in said
     said = refused("--gpu", "0", "--host", "16GB", "--disk", "2TB")
-    assert re.search(r"[\d.]+ GB of memory needed, 14.5 GB usable", said)
+    assert re.search(r"[\d.]+ GB of host memory needed, 15.0 GB usable", said)
 
 
 def test_the_number_of_experts_that_fit_is_named_as_the_remedy() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from peers import reading
 from peers.leaving import Stop
-from peers.live_model import Agreed, LiveModel, initial_blobs
+from peers.live_model import Agreed, LiveModel, initial_contents
 from peers.moments import MomentsKeeper
+from peers.phases import PhaseMeter
 from peers.reading import Reading
 from peers.state_directory import RunDirectory
 from peers.status import PeerStatus
@@ -20,13 +21,14 @@ from peers.trainer import Trainer
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.round_driver import RoundDriver
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.train import local_steps
-from swarm.train.engine import ResidentEngine
+from swarm.train.resident import ResidentEngine
 from tests.train.runs import LENGTH, batch, patterned_shards, tiny_run
 
 ROWS = 4
@@ -49,7 +51,7 @@ class Peer:
             machine=SimpleNamespace(
                 record=SimpleNamespace(parent=None), rules=SimpleNamespace(run="run")
             ),
-            store_value=lambda value: (store.put(value), len(value)),
+            store_value=lambda value: (store_content(store, value), value.num_bytes),
             expect=lambda _, seconds: self.expected.append(seconds),
         )
         nothing = SimpleNamespace(
@@ -57,6 +59,7 @@ class Peer:
         )
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
+            phases=PhaseMeter(),
             begin=lambda _: None,
             end_steps=lambda _: None,
             on_step=self._pass,
@@ -86,7 +89,10 @@ class Peer:
 
 def founded(run: RunConfig, store: BlobStore) -> Manifest:
     layout = layout_of(run)
-    initial = {u: (store.put(value), len(value)) for u, value in initial_blobs(run, layout)}
+    initial = {
+        unit: (store_content(store, value), value.num_bytes)
+        for unit, value in initial_contents(run, layout)
+    }
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     tip = founding_manifest(founding, run, layout, initial, {"me": 1.0, "other": 1.0})
     dealt = {"me": DEALT, "other": ((0, 8),)}

@@ -71,7 +71,7 @@ def test_an_engine_with_biases_and_noise_goes_on_from_its_saved_state():
 
     def on(engine, steps):
         for step in steps:
-            engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, 0))
+            engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, "peer", step))
 
     straight, stopped = new_engine(run, [0, 2]), new_engine(run, [0, 2])
     on(straight, range(4))
@@ -124,7 +124,7 @@ EVERYTHING = {
 
 def guided(engine, run, steps):
     return [
-        engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, 0))
+        engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, "peer", step))
         for step in range(steps)
     ]
 
