@@ -199,7 +199,7 @@ def test_the_extended_schedules_hold_what_they_are_meant_to_try():
         ("F", (1,)),
         ("G", (0,)),
         ("H", (0,)),
-        ("K", (12, 21)),
+        ("K", (12, 28)),
     ):
         for seed in seeds:
             run_schedule(fault_class, seed, trace=lines.append)
