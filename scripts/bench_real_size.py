@@ -85,17 +85,23 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
 
 @dataclass
 class Life:
-    """What one peer's process held in each phase, at most, and how long it took at most."""
+    """What one peer's process held in each phase, at most, and how long it took at most.
 
-    peaks: dict[str, int] = field(default_factory=dict)
+    With a peak goes the number of experts that the peer owned then, which its plan depends on.
+    """
+
+    peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     disk: int = 0
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Reads the peer's own figures."""
+        """Reads the peer's own figures; an event tells of the phases before it."""
+        owned = 0
         for event in events:
+            before, owned = owned, len(event["owned"]) if "owned" in event else owned
             for phase, found in event.get("phases", {}).items():
-                self.peaks[phase] = max(self.peaks.get(phase, 0), found["peak_rss_bytes"])
+                peak = (found["peak_rss_bytes"], max(before, owned))
+                self.peaks[phase] = max(self.peaks.get(phase, (0, 0)), peak)
                 self.seconds[phase] = max(self.seconds.get(phase, 0.0), found["seconds"])
 
 
@@ -206,10 +212,8 @@ def compared(bench: Bench, exported: Mapping[str, Any]) -> list[dict[str, Any]]:
     run = bench.run
     rows = []
     for index, life in sorted(bench.lives.items()):
-        events = bench.swarm.peers[index].events()
-        owned = max(len(event["owned"]) for event in applied(events))
-        plan = asdict(host_peaks(run, owned, EngineOptions.of(run, device="cpu"), num_peers=3))
-        for phase, peak in sorted(life.peaks.items()):
+        for phase, (peak, owned) in sorted(life.peaks.items()):
+            plan = asdict(host_peaks(run, owned, EngineOptions.of(run, device="cpu"), num_peers=3))
             if phase in plan:
                 rows.append(row(f"peer {index}", phase, peak, plan[phase], life.seconds[phase]))
         rows.append(row(f"peer {index}", "disk", life.disk, disk_bytes(run, 2), 0.0))
