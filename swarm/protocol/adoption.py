@@ -133,6 +133,8 @@ def experts_due(tip: Manifest, experts_every: int) -> bool:
 
 
 def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Action, str]:
+    if manifest.kind is Kind.REFORM and me not in manifest.members:
+        return Action.RESTART, "a reform without me deals what I have read to others"
     if manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE):
         return (
             Action.KEEP,

@@ -77,7 +77,7 @@ def test_json_has_exactly_the_promised_keys() -> None:
 
 
 def test_a_described_machine_gets_its_own_engine() -> None:
-    large = plan("spes_2b", "--gpu", "80GB", "--host", "128GB")
+    large = plan("spes_2b", "--gpu", "80GB", "--host", "128GB", "--disk", "1TB")
     small = plan("spes_2b", "--gpu", "8GB", "--host", "16GB", "--disk", "0.5TB")
     assert (large["engine"], small["engine"]) == ("resident", "streaming")
     assert large["fits"]

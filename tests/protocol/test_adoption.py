@@ -172,3 +172,10 @@ def test_steps_since_a_late_offer_outlive_the_mean_that_it_is_in(codec):
 def test_an_owner_whose_offer_is_not_in_the_mean_restarts_from_it(sources):
     averaged = manifest(entry("mean", codec="bf16"), sources=sources)
     assert decide(averaged, offers=[offering("mine")]).experts[0].action is Action.RESTART
+
+
+def test_a_reform_keeps_the_shared_work_of_its_members_alone():
+    reform = replace(manifest(entry("e0"), kind=Kind.REFORM), members={"you": Member(0, 1.0)})
+    without = adopt("me", reform, previous=TIP, bases={0: "e0"}, offers=[])
+    assert without.shared is Action.RESTART  # what it has read is dealt to others
+    assert adopt("you", reform, previous=TIP, bases={}, offers=[]).shared is Action.KEEP
