@@ -85,7 +85,9 @@ def test_a_described_machine_gets_its_own_engine() -> None:
     assert small["device_peak_bytes"] < 8e9
     assert small["host_peak_bytes"] < 16e9
     assert small["engine_disk_bytes"] == 0  # frozen experts are mapped from the agreed blobs
-    other = plan("spes_2b", "--gpu", "8GB", "--host", "16GB", "--set", "wire.experts=fp32")
+    other = plan(
+        "spes_2b", "--gpu", "8GB", "--host", "16GB", "--disk", "1TB", "--set", "wire.experts=fp32"
+    )
     assert other["level"] == small["level"]
     assert other["engine_disk_bytes"] > 0  # these are fp32, frozen ones bf16: copies
     assert small["experts_that_fit"] < large["experts_that_fit"] == 16
