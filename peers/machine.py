@@ -141,10 +141,10 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
     plan = plan_engine(run, owned, machine, wishes_of(compute, folder / "frozen"))
     logger.log(
         logging.INFO if plan.fits else logging.WARNING,
-        "engine: %s (predicted: device %.1f GB, host %.1f GB, disk %.1f GB)",
+        "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
         plan.reason,
         plan.need.device / 1e9,
-        plan.need.host / 1e9,
+        plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )
     return _with_threads(run, plan, compute, folder)

@@ -193,8 +193,9 @@ def test_rounds_of_a_given_time_have_no_phases_and_merge_at_any_interval() -> No
         "round.seconds=60", text=phased(1000)
     )
     assert "not a multiple of the local steps" in refusal("merging.interval_steps=70")
-    run = demo("round.seconds=60", "merging.interval_steps=70")
-    assert run.schedule_steps == run.run.rounds * run.round.local_steps
+    steps = "optimizer.schedule_steps=400"
+    assert demo("round.seconds=60", "merging.interval_steps=70", steps).schedule_steps == 400
+    assert "schedule_steps: is needed with round.seconds" in refusal("round.seconds=60")
     assert "round.seconds" in refusal("round.seconds=0")
 
 

@@ -250,6 +250,12 @@ class RunConfig(Section):
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
                 "depend on how many tokens its peers contribute"
             )
+        if self.round.seconds and not self.optimizer.schedule_steps:
+            raise ValueError(
+                "optimizer.schedule_steps: is needed with round.seconds, because the steps of a "
+                "run then count the tokens of its peers: one is train.batch_tokens from each of "
+                "run.peers"
+            )
         if self.phases and self.round.seconds:
             raise ValueError(
                 "round.seconds: cannot be combined with phases, which say how many steps a round "

@@ -51,7 +51,7 @@ def test_before_anybody_has_trained_nothing_is_held_against_a_link() -> None:
 
 def test_a_round_of_an_agreed_time_lasts_that_long_for_any_peer() -> None:
     """Not as long as `local_steps` would take, and it is known before anybody has trained."""
-    run = tiny_run(round={"seconds": ROUND_S})
+    run = tiny_run(round={"seconds": ROUND_S}, optimizer={"schedule_steps": 100})
     for peer in (record(), record(tokens_per_s=1e9), record(tokens_per_s=0.0)):
         verdict = verdict_for(run, TIP, {"A": peer}, (1e6, NEEDED_MBIT / 2))
         assert verdict.fitness is Fitness.SLOW, verdict.text

@@ -33,7 +33,7 @@ from tests.train.runs import LENGTH, batch, patterned_shards, tiny_run
 
 ROWS = 4
 EXACT = tiny_run()
-TIMED = tiny_run(round={"seconds": 10.0})
+TIMED = tiny_run(round={"seconds": 10.0}, optimizer={"schedule_steps": 100})
 OWN = tiny_run(data={"mode": "own"})
 DEALT = ((40, 60), (8, 30))
 """Ten steps and two samples over."""

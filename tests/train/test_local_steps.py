@@ -62,7 +62,9 @@ def test_batches_are_those_dealt_and_learning_rates_those_of_the_runs_cumulative
 
 
 def test_in_a_round_of_an_agreed_time_all_steps_have_the_learning_rate_of_the_tip():
-    run = tiny_run(round={"seconds": 60.0}, optimizer={"lr": 1e-2, "warmup_steps": 20})
+    run = tiny_run(
+        round={"seconds": 60.0}, optimizer={"lr": 1e-2, "warmup_steps": 20, "schedule_steps": 100}
+    )
     engine = Recorder([5.0, 4.0, 3.0])
     run_steps(engine, run=run, step=7)
     assert {lr for _, lr, _ in engine.asked} == {learning_rate(7, run)}
