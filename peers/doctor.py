@@ -155,7 +155,8 @@ def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path
     num_peers = around.num_members + 1 if around.num_members else run.run.peers
     owned = owned_per_peer(run, num_peers)
     plan = plan_engine(run, owned, this_machine(compute, folder), wishes_of(compute, folder))
-    peaks = f"host {plan.need.host / 1e9:.1f} GB, device {plan.need.device / 1e9:.1f} GB"
+    device, process = plan.need.device / 1e9, plan.peaks.highest / 1e9
+    peaks = f"device {device:.1f} GB, the whole process {process:.1f} GB"
     return Needs(
         around.run_id or run.run.name,
         cost_of(run, num_peers).disk_bytes,
