@@ -20,14 +20,15 @@ from swarm.train.memory import (
 )
 from swarm.train.options import EngineKind, EngineOptions
 
-PROCESS_BYTES = 0.37e9
+PROCESS_BYTES = 0.39e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
 CUDA_BYTES = 2.5e9
 """What CUDA's libraries and context take of host memory besides; not measured by this project."""
 SLACK_BYTES = 0.08e9
-"""What allocators keep of chunks that are gone,"""
-SLACK_SHARE = 0.04
-"""and of larger pieces, as a share of what stays; both measured by `scripts/bench_real_size.py`."""
+"""What allocators keep of chunks that are gone."""
+KEPT_MATRICES = 10
+"""Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
+experts: measured by `scripts/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
 # What codecs, merge, network, private state and export hold; tests compare with their constants.
 CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16
@@ -85,10 +86,10 @@ def host_peaks(
     """
     need = need_of(run, num_owned, options)
     on_host = options.device == "cpu"
-    rest = (1 + SLACK_SHARE) * (need.host + (need.device_state if on_host else 0))
-    rest += PROCESS_BYTES + SLACK_BYTES + (0 if on_host else CUDA_BYTES)
-    rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
     experts, chunk, matrix = run.model.num_experts, CHUNK_ELEMENTS, expert_matrix_bytes(run.model)
+    rest = PROCESS_BYTES + SLACK_BYTES + need.host
+    rest += need.device_state + KEPT_MATRICES * matrix if on_host else CUDA_BYTES
+    rest += min(FLOWS_PER_PEER * max(1, num_peers - 1), FLOWS) * PIECE_BYTES
     donors = experts * MERGE_COLUMNS * (16 + 4) + 64 * experts**2
     # The mean of n: a chunk of each, their sum in fp32 twice where they are weighted, the result.
     mean = chunk * (4 * num_peers + 4 + 4 + 4)

@@ -16,7 +16,12 @@ from swarm.train import checkpoint, round_memory, tensor_file
 from swarm.train.ladder import Machine, Wishes, fits, plan_engine
 from swarm.train.memory import largest_tensor_bytes, need_of
 from swarm.train.options import EngineKind, EngineOptions
-from swarm.train.round_memory import CUDA_BYTES, PROCESS_BYTES, HostPeaks, host_peaks
+from swarm.train.round_memory import (
+    CUDA_BYTES,
+    PROCESS_BYTES,
+    HostPeaks,
+    host_peaks,
+)
 
 GB = 10**9
 
