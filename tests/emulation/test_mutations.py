@@ -17,7 +17,7 @@ CAUGHT_BY_SCHEDULE = {
     "accept_before_fetch": "A:0",
     "accepted_not_persisted": "A:0",
     "accept_before_write": "D:10",
-    "no_phase_1": "D:285",
+    "no_phase_1": "D:424",
     "any_half": "C:1",
     "joiners_vote": "A:539",
     "older_roster": "B:0",
