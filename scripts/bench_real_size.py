@@ -50,6 +50,8 @@ START_S = 600.0
 ROUND_S = 1500.0
 EVENT_POLL_S = 0.5
 NUM_OWNED_7B = 8
+BEFORE_ADOPTING = ("training", "offering")
+"""Phases that are over when what a peer owns changes; others go on around that."""
 SMALL = 2 * 10**7
 """Bytes; figures below say nothing about a plan."""
 
@@ -100,7 +102,8 @@ class Life:
         for event in events:
             before, owned = owned, len(event["owned"]) if "owned" in event else owned
             for phase, found in event.get("phases", {}).items():
-                peak = (found["peak_rss_bytes"], max(before, owned))
+                holds = before if phase in BEFORE_ADOPTING else max(before, owned)
+                peak = (found["peak_rss_bytes"], holds)
                 self.peaks[phase] = max(self.peaks.get(phase, (0, 0)), peak)
                 self.seconds[phase] = max(self.seconds.get(phase, 0.0), found["seconds"])
 
