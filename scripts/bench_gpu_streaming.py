@@ -135,7 +135,12 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
     settings: dict[str, Any] = {
         "mesh": mesh,
         "ignored_params": exact,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            # The model casts by itself; FSDP would cast when a layer is computed, not computed again.
+            cast_forward_inputs=False,
+        ),
         "offload_policy": CPUOffloadPolicy(pin_memory=args.device == "cuda"),
     }
     for layer in model.model.layers:
