@@ -138,7 +138,7 @@ def fsdp_model(run: RunConfig, owned: int, args: argparse.Namespace, *, tuned: b
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
-            # The model casts by itself; FSDP would cast when a layer is computed, not computed again.
+            # The model casts by itself; FSDP would not where a layer is computed again.
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=args.device == "cuda"),

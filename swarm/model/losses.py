@@ -1,7 +1,7 @@
 """The terms of the training loss, all over one micro-batch.
 
-Shapes: N tokens of a micro-batch, n tokens of a slice, D hidden size, V vocabulary, L layers,
-E experts, K experts of a token.
+Shapes: N tokens of a micro-batch, n tokens of a slice, D hidden size, V vocabulary, R rows of the
+head as it is multiplied (V, or a few more), L layers, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from torch import Tensor
 from swarm.config import LossConfig
 from swarm.model.moe import Routing
 
-SLICE_LOGITS = 2**24
-"""Logits that exist at once, at most (64 MiB in fp32), unless 128 tokens have more."""
+SLICE_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+"""Logits that exist at once, at most (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU
+needs long slices: each adds to the gradient of the whole head."""
+ALIGNED_ROWS = {"cpu": 1, "cuda": 64}
+"""The head is multiplied with so many rows more that their number is a multiple of this. Rows of an
+odd number of bf16 logits made each product five times slower on an H100."""
 
 
 class Losses(NamedTuple):
@@ -44,9 +48,9 @@ class Losses(NamedTuple):
     similarity: Tensor | None = None
 
 
-def slice_tokens(num_tokens: int, vocab_size: int) -> int:
+def slice_tokens(num_tokens: int, vocab_size: int, device: str) -> int:
     """Tokens per slice: always less than all of them, so their logits never exist at once."""
-    fitting = max(128, SLICE_LOGITS // vocab_size // 64 * 64)
+    fitting = max(128, SLICE_LOGITS[device] // vocab_size // 64 * 64)
     return max(1, min(fitting, (num_tokens + 1) // 2))
 
 
@@ -83,32 +87,25 @@ class _Output(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         z_weight, wanted = options
-        num_tokens = len(labels_N)
-        weight_VD = head_VD.to(hidden_ND.dtype)
+        num_tokens, vocab_size = len(labels_N), len(head_VD)
+        device = hidden_ND.device.type
+        weight_RD = head_VD.to(hidden_ND.dtype)
+        if missing := -vocab_size % ALIGNED_ROWS[device]:
+            weight_RD = F.pad(weight_RD, (0, 0, 0, missing))
         sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
         dhidden_ND = torch.empty_like(hidden_ND) if wanted else None
-        dhead_VD = torch.zeros_like(head_VD) if wanted else None
-        step = slice_tokens(num_tokens, len(head_VD))
+        dhead_RD = torch.zeros_like(weight_RD, dtype=head_VD.dtype) if wanted else None
+        step = slice_tokens(num_tokens, vocab_size, device)
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
-            logits_nV = F.linear(hidden_ND[part], weight_VD).float()
-            label_n1 = labels_N[part, None]
-            chosen_n = logits_nV.gather(1, label_n1)[:, 0]
-            # Log-sum-exp in place, since the same exponentials are needed for the gradient.
-            largest_n = logits_nV.amax(-1)
-            exponent_nV = logits_nV.sub_(largest_n[:, None]).exp_()
-            sum_n = exponent_nV.sum(-1)
-            z_n = largest_n + sum_n.log()
-            sums[0] += (z_n - chosen_n).sum()
-            sums[1] += z_n.square().sum()
-            if dhidden_ND is None or dhead_VD is None:
-                continue
-            scale_n = (1 + 2 * z_weight * z_n) / (num_tokens * sum_n)
-            dlogits_nV = exponent_nV.mul_(scale_n[:, None])
-            dlogits_nV.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / num_tokens)[:, None])
-            dlogits_nV = dlogits_nV.to(hidden_ND.dtype)
-            dhidden_ND[part] = dlogits_nV @ weight_VD
-            _add_product(dhead_VD, dlogits_nV, hidden_ND[part])
+            logits_nR = F.linear(hidden_ND[part], weight_RD)
+            logits_nR[:, vocab_size:] = -torch.inf
+            sums += _slice_losses(logits_nR, labels_N[part], z_weight, num_tokens, wanted=wanted)
+            if dhidden_ND is not None and dhead_RD is not None:
+                torch.mm(logits_nR, weight_RD, out=dhidden_ND[part])
+                _add_product(dhead_RD, logits_nR, hidden_ND[part])
+            del logits_nR
+        dhead_VD = None if dhead_RD is None else dhead_RD[:vocab_size]
         ctx.save_for_backward(dhidden_ND, dhead_VD)
         cross_entropy, z = (sums / num_tokens).unbind()
         ctx.mark_non_differentiable(cross_entropy, z)
@@ -121,12 +118,46 @@ class _Output(torch.autograd.Function):
         return dhidden_ND * scale, dhead_VD * scale, None, None, None
 
 
-def _add_product(into_VD: Tensor, left_nV: Tensor, right_nD: Tensor) -> None:
-    if left_nV.dtype == into_VD.dtype:
-        into_VD.addmm_(left_nV.t(), right_nD)
+def _slice_losses(
+    logits_nR: Tensor, labels_n: Tensor, z_weight: float, num_tokens: int, *, wanted: bool
+) -> Tensor:
+    """Cross-entropy and z-loss of a slice, fp32 [2], each summed over its tokens.
+
+    The logits are overwritten: with the gradient of the mean over all tokens where it is wanted.
+    """
+    label_n1 = labels_n[:, None]
+    chosen_n = logits_nR.gather(1, label_n1)[:, 0].float()
+    exponent_nR, sum_n, z_n = _exponentials(logits_nR)
+    if wanted:
+        scale_n = (1 + 2 * z_weight * z_n) / (num_tokens * sum_n)
+        dlogits_nR = exponent_nR.mul_(scale_n[:, None])
+        dlogits_nR.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / num_tokens)[:, None])
+        logits_nR.copy_(dlogits_nR)
+    return torch.stack([(z_n - chosen_n).sum(), z_n.square().sum()])
+
+
+def _exponentials(logits_nR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials up to a factor, their sums and the log-sum-exps, in fp32 and few passes.
+
+    Fp32 logits may be overwritten.
+    """
+    # In place, since the same exponentials are needed for the gradient.
+    floats_nR = logits_nR.float()
+    largest_n = floats_nR.amax(-1)
+    exponent_nR = floats_nR.sub_(largest_n[:, None]).exp_()
+    sum_n = exponent_nR.sum(-1)
+    return exponent_nR, sum_n, largest_n + sum_n.log()
+
+
+def _add_product(into_RD: Tensor, left_nR: Tensor, right_nD: Tensor) -> None:
+    if left_nR.dtype == into_RD.dtype:
+        into_RD.addmm_(left_nR.t(), right_nD)
+    elif into_RD.is_cuda:
+        # One pass over the gradient, and the product is never rounded to bf16.
+        torch.addmm(into_RD, left_nR.t(), right_nD, out_dtype=into_RD.dtype, out=into_RD)
     else:
         # Copying to fp32 before adding: `fp32.add_(bf16)` is 3.5 times slower on a CPU.
-        into_VD.add_(torch.mm(left_nV.t(), right_nD).float())
+        into_RD.add_(torch.mm(left_nR.t(), right_nD).float())
 
 
 def expert_tokens(routings: Sequence[Routing]) -> Tensor:

@@ -116,12 +116,11 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
 def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
     """What exists beside the weights while a micro-batch is evaluated, in fp32, without a graph.
 
-    Activations of one layer, two slices of logits, and one expert's matrices as they are converted.
+    Activations of one layer, a slice of logits, and one expert's matrices as they are converted.
     """
     micro = _Micro(run, replace(options, compute="fp32"))
-    logits = slice_tokens(micro.tokens, run.model.vocab_size) * run.model.vocab_size
     matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
-    return micro.kept() + 3 * micro.boundary() + 2 * 4 * logits + 4 * matrices
+    return micro.kept() + 3 * micro.boundary() + micro.logits() + 4 * matrices
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
@@ -187,7 +186,7 @@ class _Micro:
     """Activations of one micro-batch, from what the autograd functions of the model keep."""
 
     def __init__(self, run: RunConfig, options: EngineOptions) -> None:
-        self.run, self.model = run, run.model
+        self.run, self.model, self.options = run, run.model, options
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
@@ -247,15 +246,18 @@ class _Micro:
     def head(self, table: int) -> float:
         """What exists while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
-        step = slice_tokens(self.tokens, self.model.vocab_size)
-        logits = step * self.model.vocab_size
-        # A slice's logits are still there when the next ones are formed.
-        two_slices = logits * (8 if c == 4 else 8 + 2 * c)
-        product = logits * (4 + c) + (c + 4) * table if c < 4 else 0
+        # Beside the logits a CPU has a product before it is added to the gradient.
+        product = (c + 4) * table if c < 4 and not self.grouped else 0
         cast = c * table if c < 4 else 0
         # The gradient, the head as it is multiplied; then the gradient times the loss's scale.
-        matrices = max(4 * table + cast + max(two_slices, product), 2 * 4 * table)
+        matrices = max(4 * table + cast + self.logits() + product, 2 * 4 * table)
         return matrices + self.tokens * hidden * (4 + 3 * c)
+
+    def logits(self) -> float:
+        """A slice of logits, and their exponentials in fp32, which replace fp32 ones on a CPU."""
+        c = self.compute
+        step = slice_tokens(self.tokens, self.model.vocab_size, self.options.device)
+        return (4 if c == 4 and not self.grouped else c + 4) * step * self.model.vocab_size
 
 
 def _count(shapes: dict[str, Shape]) -> int:

@@ -124,7 +124,7 @@ def test_logits_of_the_whole_batch_never_exist_at_once(dtype: torch.dtype) -> No
         total, _, _ = output_losses(hidden.to(dtype), head, labels, 1e-5)
         total.backward()
     rows = [shape[0] for _, shape, _ in spy.seen if shape[1:] == (20_000,)]
-    assert max(rows) == slice_tokens(2048, 20_000) == 832
+    assert max(rows) == slice_tokens(2048, 20_000, "cpu") == 832
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,31 @@ def test_logits_of_the_whole_batch_never_exist_at_once(dtype: torch.dtype) -> No
 def test_slices_are_bounded_and_less_than_all_tokens(
     num_tokens: int, vocab: int, expected: int
 ) -> None:
-    assert slice_tokens(num_tokens, vocab) == expected
+    assert slice_tokens(num_tokens, vocab, "cpu") == expected
+
+
+def test_a_gpu_takes_long_slices_since_each_adds_to_the_whole_head() -> None:
+    assert slice_tokens(16_384, 151_665, "cuda") == 1728
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [77, 128])
+def test_output_losses_on_a_gpu_are_those_of_doubles(dtype: torch.dtype, vocab: int) -> None:
+    hidden, head, labels = output_case(301, vocab)
+    rounded = [each.detach().to(dtype).double().requires_grad_() for each in (hidden, head)]
+    logits = F.linear(*rounded)
+    expected = F.cross_entropy(logits, labels) + 0.3 * logits.logsumexp(-1).square().mean()
+    gradients = torch.autograd.grad(expected, rounded)
+    mine = [hidden.detach().to("cuda", dtype), head.detach().cuda()]
+    for each in mine:
+        each.requires_grad_()
+    total, _, _ = output_losses(*mine, labels.cuda(), 0.3)
+    # bf16 logits have 8 bits, so that one of 8 to 16 is off by up to 0.03, its exponential by 3 %.
+    error = 1e-5 if dtype is torch.float32 else 2e-2
+    assert total.item() == pytest.approx(expected.item(), rel=error)
+    for gradient, exact in zip(torch.autograd.grad(total, mine), gradients, strict=True):
+        assert (gradient.cpu().double() - exact).norm() < error * exact.norm()
 
 
 def test_without_gradients_no_gradient_is_formed() -> None:
