@@ -32,6 +32,7 @@ HOLES = {
     "K:389": "an owner's older moments were taken although another owner had newer ones to come",
     "C:9801320": "a stranger kept what it had read through a reform that dealt it to others",
     "H:7300040": "the same",
+    "M:7901545": "a convener heard by one alone was back each time before others were done",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
     "E:9462535": "the check's own: the value before a merge need not outlast the tip after that",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",

@@ -35,7 +35,7 @@ CAUGHT_BY_SCHEDULE = {
     "round_while_due": "D:0",
     "due_by_kind": "C:11",
     "due_by_rise": "C:11",
-    "no_phase_1_at_merge": "C:33",
+    "no_phase_1_at_merge": "C:173",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
     "accept_only_own_merge": "B:1",
@@ -43,8 +43,8 @@ CAUGHT_BY_SCHEDULE = {
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "B:327",
-    "promise_not_recorded": "C:11",
-    "lowest_accepted": "A:271",
+    "promise_not_recorded": "C:93",
+    "lowest_accepted": "A:193",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --mutant NAME`."""

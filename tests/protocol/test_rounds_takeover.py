@@ -277,6 +277,41 @@ def test_an_almost_deaf_convener_does_not_hold_its_attempt() -> None:
     assert pump.now - start < pump.timers.attempt_s
 
 
+def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> None:
+    pump = ready_for_round_3("abcdefg")
+    first, mute, third, *others = order_of(pump)
+    # Of two equal attempts the mute member's is the higher, so who hears it refuses the others.
+    assert mute > max(others)
+    train_times(pump, dict.fromkeys("abcdefg", 60.0))
+    pump.kill(first)
+    pump.kill(third)
+    # It hears everybody, but only one of the four others, who are a quorum, hears it.
+    pump.lose = lambda source, destination, message: source == mute and destination != others[-1]
+    pump.run_to_height(3, "".join(others), within_s=60.0)
+    assert "only 1 answers within 10.0 s, no quorum" in pump.nodes[mute].said(Topic.TAKEOVER)
+    assert "attempt 2 begins" not in pump.nodes[mute].said(Topic.TAKEOVER)
+    reasons = "".join(pump.nodes[peer].said(Topic.TAKEOVER) for peer in others)
+    assert f"overtaken by attempt 1 of {mute}" in reasons
+
+
+def test_a_convener_that_hears_but_is_not_heard_tries_again_after_all_others() -> None:
+    pump = ready_for_round_3("ABC")
+    first, second, third = order_of(pump)
+    train_times(pump, dict.fromkeys("ABC", 120.0))
+    pump.kill(first)
+    # Only the second convenes: the third hears no quorum.
+    pump.lose = lambda source, destination, message: source == second or destination == third
+    pump.run(pump.now + 30.0)
+    limit_s = pump.timers.heartbeat_s * (1 + 3)
+    said = pump.nodes[second].said(Topic.TAKEOVER)
+    assert "only 0 answers within 10.0 s, no quorum" in said
+    assert "attempt 2 begins" not in said
+    pump.run(pump.now + 30.0)
+    said = pump.nodes[second].said(Topic.TAKEOVER)
+    assert f"attempt 2 begins: convener {second} silent for" in said
+    assert f"(limit {limit_s:.1f})" in said
+
+
 def test_a_convener_that_gets_no_votes_because_it_hears_no_quorum_steps_down() -> None:
     pump = ready_for_round_3("ABCDE")
     first, second, *_ = order_of(pump)

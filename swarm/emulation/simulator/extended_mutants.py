@@ -63,6 +63,11 @@ class _FourAreAQuorum(RoundMachine):
         return len(present) >= 4 or super()._has_quorum(present)
 
 
+class _UnheardGoesFirst(RoundMachine):
+    def _goes_last(self) -> bool:
+        return False
+
+
 class _WallClock(Conduct):
     def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:
         return wall_s
@@ -216,6 +221,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "A3: a sync that failed is tried again", Cast(_FailedSyncAwaited)
     ),
     "four_are_a_quorum": Mutant("a quorum is a majority of all members", Cast(_FourAreAQuorum)),
+    "unheard_goes_first": Mutant(
+        "K1: a convener that got no answers goes last", Cast(_UnheardGoesFirst)
+    ),
     "wall_clock": Mutant("the wall clock does not matter", Cast(conduct=_WallClock)),
     "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(conduct=_ClockStopsInSleep)),
     "goes_on_after_stand_still": Mutant(

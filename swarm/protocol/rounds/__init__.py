@@ -29,6 +29,7 @@ see the simulator catch it:
 | C5 | `_is_chosen` | half decides only after the grace |
 | C7 | `_why_step_down`, `_why_deaf` | a campaign without prospect ends |
 | K1 | `_why_take_over` | a failed convener is replaced |
+| K1 | `_goes_last` | who convened and got no answers lets all others go first |
 | P4, X1 | `_may_apply` | every blob durable before the tip moves |
 | X1 | `_is_being_fetched` | a duplicate COMMIT does not restart the fetch |
 | X2 | `_fetch_is_stuck` | a fetch without progress is dropped |

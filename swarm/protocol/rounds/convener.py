@@ -276,8 +276,10 @@ class Convener(Collector):
         campaign = self._campaign
         if campaign is None:
             return
-        reason = self._why_deaf(campaign) or self._why_step_down(campaign)
+        deaf = self._why_deaf(campaign)
+        reason = deaf or self._why_step_down(campaign)
         if reason:
+            self._was_deaf = deaf is not None
             self._step_down(reason)
             return
         if self._now >= campaign.next_poll:

@@ -164,6 +164,7 @@ class MachineState(ABC):
         self._applied_at = self._top_since = self._convener_at = self._now
         self._collected_at = self._now  # when the convener was heard collecting [K1]
         self._somebody_is_ahead = False
+        self._was_deaf = False  # in the last campaign that it gave up [C7]
         self._top: Ballot | None = None
         self._offer: Offer | None = None
         self._offered_at: float | None = None  # with shared tensors

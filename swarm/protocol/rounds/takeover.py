@@ -102,13 +102,24 @@ class Takeover(Convener):
         )
 
     def _place_after_convener(self) -> int:
-        """How many members come between the convener and this one, it included; 0 for itself.
+        """How many members come between the convener and this one, it included.
 
-        Counted from the present convener: who was deposed once is not the first to depose others.
+        0 for the convener itself, unless it has to let all others go first. Counted from the
+        present convener: who was deposed once is not the first to depose others.
         """
         order, convener = self.tip.order, self._convener()
+        if convener == self.me and self._goes_last():
+            return len(order)
         start = order.index(convener) if convener in order else 0
         return (self._rank - start) % len(order)
+
+    def _goes_last(self) -> bool:
+        """Whether this peer waits behind all others before it convenes once more [K1].
+
+        Who got no answers may hear everybody and be heard by one member alone. If it were back
+        before its successors are done, that one would refuse them all, for ever.
+        """
+        return self._was_deaf
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
         """Says once a height why nothing happens."""
