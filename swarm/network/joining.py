@@ -333,8 +333,8 @@ async def fetch_state(
     ]
     if wants:
         await downloads.fetch(wants, check=check, on_blob=arrived, on_failure=_log_failure)
-    store.put(manifest.encoded, manifest.digest)
-    await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.digest])
+    store.put(manifest.encoded, manifest.blob)
+    await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.blob])
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:

@@ -17,7 +17,7 @@ from blake3 import blake3
 from swarm.errors import BadManifest, BadMessage, CorruptState
 from swarm.protocol import abstaining
 from swarm.protocol.events import Record
-from swarm.protocol.wire import decode_record, encode_record
+from swarm.protocol.recording import decode_record, encode_record
 
 logger = logging.getLogger(__name__)
 

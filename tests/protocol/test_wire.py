@@ -28,15 +28,14 @@ from swarm.protocol.messages import (
     Roster,
     Signature,
 )
+from swarm.protocol.recording import decode_record, encode_record
 from swarm.protocol.wire import (
     MAX_MESSAGE_BYTES,
     attachments_of,
     decode,
     decode_offer,
-    decode_record,
     encode,
     encode_offer,
-    encode_record,
 )
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
