@@ -133,7 +133,8 @@ class Chain:
         if record.certificate is None or parent is None:
             return Chain((Link(tip),))
         last = Link(tip, record.certificate, parent.head)
-        return Chain((*(kept or (Link(parent.head),)), *_closed(kept, [last])))
+        known = kept or (Link(parent.head),)
+        return Chain((*known, *_closed(known, [last])))
 
     @property
     def tip(self) -> Head:
