@@ -150,7 +150,14 @@ class Peer:
     def start_run(self, wanted: RunConfig | None, options: Options) -> Started:
         """Resumes, joins or founds, in this order."""
         starter = Starter(
-            self.node, self.state, self.config, self.stop, self.serve, self._status, self.text
+            self.node,
+            self.state,
+            self.config,
+            self.stop,
+            self.serve,
+            self._status,
+            self.text,
+            vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
         if current and (started := starter.resume(current, may_join=wanted is None)):
@@ -313,7 +320,7 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
+    "run", "config", "initial_peers", "run_id", "tip", "state_dir", "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",

@@ -221,7 +221,8 @@ class Forks(Adopter):
         self.record = replace(self.record, abstain_until_height=0)
         self._apply(
             commit,
-            f"reformed at height {manifest.height}: {why}, {len(members)} go on",
+            f"reformed at height {manifest.height}: {why}, {len(members)} go on; who joins without "
+            f"the founder there needs --tip {manifest.height}:{manifest.digest}",
         )
         for peer in members:
             if peer != self.me:
