@@ -42,9 +42,10 @@ from swarm.model.cost import cost_of, owned_per_peer
 from swarm.network.address_book import Remembered
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
-from swarm.network.joining import fetch_config, find_run, newest_tip, present_peers
+from swarm.network.joining import fetch_config, find_run, present_peers
 from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
+from swarm.network.tips import newest_tip
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.records import PeerRecord, RunState
 from swarm.train.ladder import plan_engine
@@ -278,7 +279,7 @@ async def _look_at_run(
     found = replace(found, rates=rates, run=run)
     if record.state is RunState.GATHERING:
         return found, present
-    tip = (await newest_tip(node, store, downloads, record, present)).tip
+    tip = (await newest_tip(node, downloads, record, present)).record.tip
     link = verdict_for(run, tip, present, rates)
     return (
         replace(found, run_id=record.run, num_members=len(tip.members), link=link),

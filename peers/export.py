@@ -43,7 +43,7 @@ class Found:
 
 
 @program("swarm-export")
-@options("initial_peers", "state_dir", "log_format")
+@options("initial_peers", "tip", "state_dir", "log_format")
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
 @option("--run-id", help="Which run, where there are several.")
 def main(given: Options, out: Path, run_id: str | None) -> None:
@@ -59,7 +59,7 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
     # Beside the export, since that is where there is room for a model.
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=out) as folder:
         store = BlobStore(Path(folder))
-        observer = Observer.start(given.initial_peers, store, START_S)
+        observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
         try:
             export(_from_peers(observer, store, run_id), out)
         finally:

@@ -46,7 +46,7 @@ def found(starter: Starter, run: RunConfig) -> Started:
         contents = dict(initial_contents(run, layout))
         initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         manifest = founding_manifest(founding, run, layout, initial, present)
-        name = run_id(run.run.name, run.fingerprint(), manifest.digest)
+        name = run_id(run.run.name, run.fingerprint(), manifest.blob)
         directory = starter.new_directory(name, run, manifest)
         store = BlobStore(directory.path)
         for blob in (config_blob, held_out, manifest.encoded):

@@ -91,7 +91,7 @@ class Watch:
 
 
 @program("swarm-monitor")
-@options("initial_peers", "as_json", "log_format")
+@options("initial_peers", "tip", "as_json", "log_format")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
@@ -113,7 +113,7 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
     # What one look misses the next one sees; lines on stderr would tear the view.
     logging.getLogger().setLevel(logging.ERROR)
     store = BlobStore(None)
-    observer = Observer.start(given.initial_peers, store, START_S)
+    observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
         watch = Watch(observer, store, run_id)
         if once:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,16 @@ def _path(flag: str, text: str, **more: Any) -> Callable[[Callable[..., Any]], C
     return option(flag, type=click.Path(path_type=Path), help=text, **more)
 
 
+def _head(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
+    """The digest of HEIGHT:DIGEST."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"[0-9]{1,15}:([0-9a-f]{64})", text)
+    if not found:
+        raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
+    return found[1]
+
+
 _POSITIVE = click.IntRange(min=1)
 OPTIONS = {
     "run": _path("--run", "Run configuration, as configs/runs/demo.toml."),
@@ -165,6 +176,13 @@ OPTIONS = {
         help="Pass messages on between peers that cannot dial each other (default: yes).",
     ),
     "run_id": option("--run-id", help="Which run to join, where several are announced."),
+    "tip": option(
+        "--tip",
+        metavar="HEIGHT:DIGEST",
+        callback=_head,
+        help="Believes what follows from this manifest, which somebody you trust has named, "
+        "instead of what follows from the run's first.",
+    ),
     "name": option("--name", help="For people only."),
     "capacity": option("--capacity", type=float, help="Relative share of experts to own."),
     "wait_for_peers": option(
@@ -237,6 +255,7 @@ class Options:
     client_mode: bool | None = None
     relay: bool | None = None
     run_id: str | None = None
+    tip: str | None = None
     name: str | None = None
     capacity: float | None = None
     wait_for_peers: int | None = None

@@ -39,7 +39,7 @@ from swarm.errors import RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
-from swarm.network.joining import TIP_QUESTION, announced_runs
+from swarm.network.joining import announced_runs
 from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
@@ -49,6 +49,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.shelf import Shelf
 from swarm.network.steady_clock import passed_s
+from swarm.network.tips import asked_tip
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
@@ -135,8 +136,8 @@ class Peer:
             answer = await self.exchange.answer(source, payload)
             if answer is not None:
                 return answer
-        if driver and payload == TIP_QUESTION + driver.machine.rules.run.encode():
-            return driver.commit_of_tip()
+        if driver and (trusted := asked_tip(payload, driver.machine.rules.run)):
+            return driver.commit_of_tip(trusted)
         return b""
 
     def serve(self, store: BlobStore) -> Downloads:
@@ -149,7 +150,14 @@ class Peer:
     def start_run(self, wanted: RunConfig | None, options: Options) -> Started:
         """Resumes, joins or founds, in this order."""
         starter = Starter(
-            self.node, self.state, self.config, self.stop, self.serve, self._status, self.text
+            self.node,
+            self.state,
+            self.config,
+            self.stop,
+            self.serve,
+            self._status,
+            self.text,
+            vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
         if current and (started := starter.resume(current, may_join=wanted is None)):
@@ -263,7 +271,7 @@ class Peer:
         run = started.run
         rules = Rules.of(started.run_id, run, started.layout)
         founding = started.record.tip.founding
-        pinned = [founding.config, founding.validation, started.directory.read_founding().digest]
+        pinned = [founding.config, founding.validation, started.directory.read_founding().blob]
         started.store.pin(pinned)
         return RoundMachine(
             self.node.peer_id,
@@ -276,6 +284,7 @@ class Peer:
             random=random.Random(),
             sign=self._sign,
             is_dialable=self.is_dialable,
+            chain=RecordFile(started.directory.record_path).read_chain(started.record),
         )
 
     def _sign(self, statement: bytes) -> Signature:
@@ -311,7 +320,7 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "state_dir", "rounds", "peers", "settings",
+    "run", "config", "initial_peers", "run_id", "tip", "state_dir", "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",

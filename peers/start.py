@@ -30,11 +30,11 @@ from swarm.network.joining import (
     fetch_founding_manifest,
     fetch_newest_state,
     find_run,
-    newest_tip,
     present_peers,
 )
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
+from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
@@ -82,6 +82,8 @@ class Starter:
     status: Callable[[RunConfig], PeerStatus]
     text: RunText
     """This machine's, which must be the run's before anything of the run is kept or trained."""
+    vouched: Digest | None = None
+    """The head that the person vouches for (`--tip`); manifest 0 where there is none."""
 
     # ------------------------------------------------ resume
 
@@ -127,6 +129,7 @@ class Starter:
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
         if not others:
             return self._earlier(directory, store)
+        file = RecordFile(directory.record_path)
         repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -134,14 +137,15 @@ class Starter:
                 downloads,
                 started.layout,
                 run=announcement(started.run_id, started.run, directory.read_founding()),
-                record=record,
+                shown=Shown(record),
+                trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
                 on_blob=_progress(),
             )
         )
-        if repaired is not record:
-            RecordFile(directory.record_path).write(repaired)
-        return repaired
+        if repaired.record is not record:
+            file.write(repaired.record, repaired.path)
+        return repaired.record
 
     def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
         """The manifest before the newest, for a peer that is alone."""
@@ -216,30 +220,34 @@ class Starter:
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = {*announced.publishers, *present} - {self.node.peer_id}
+        trust = Trust(self.vouched or founding.digest)
         if gathered and self.node.peer_id in founding.members:
-            tip = Record(founding, None, None)
+            shown = Shown(Record(founding, None, None))
         else:
-            shown = self.wait_for(newest_tip(self.node, store, downloads, record, peers))
-            tip = self._without_old_votes(shown)
-            if tip is shown:  # a member that comes back has shown that its link will do
+            question = newest_tip(self.node, downloads, record, peers, trust)
+            shown = self.wait_for(question)
+            tip = self._without_old_votes(shown.record)
+            if tip is shown.record:  # a member that comes back has shown that its link will do
                 require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, present)))
-        self._recompute_initial(tip, run, layout, store)
-        sources = peers | set(tip.tip.members)
-        tip = self.wait_for(
+            shown = replace(shown, record=tip)
+        self._recompute_initial(shown.record, run, layout, store)
+        sources = peers | set(shown.record.tip.members)
+        shown = self.wait_for(
             fetch_newest_state(
                 self.node,
                 store,
                 downloads,
                 layout,
                 run=record,
-                record=tip,
+                shown=shown,
+                trust=trust,
                 peers=sources,
                 on_blob=_progress(),
             )
         )
-        RecordFile(directory.record_path).write(tip)
+        RecordFile(directory.record_path).write(shown.record, shown.path)
         self.state.current_run = record.run
-        return Started(record.run, run, layout, directory, store, tip)
+        return Started(record.run, run, layout, directory, store, shown.record)
 
     def _without_old_votes(self, shown: Record) -> Record:
         """A member whose record is gone may have voted: it abstains until that is past [P5]."""
@@ -308,7 +316,7 @@ def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
         name=run.run.name,
         fingerprint=run.fingerprint(),
         founder=manifest.founding.founder,
-        founding=manifest.digest,
+        founding=manifest.blob,
         founding_bytes=len(manifest.encoded),
         config=manifest.founding.config,
         config_bytes=manifest.founding.config_bytes,
@@ -321,7 +329,7 @@ def blobs_of(manifest: Manifest) -> list[Digest]:
     """Every blob that a member keeps for a manifest."""
     founding = manifest.founding
     values = (entry.digest for entry in manifest.entries.values())
-    return [manifest.digest, founding.config, founding.validation, *values]
+    return [manifest.blob, founding.config, founding.validation, *values]
 
 
 def _progress() -> Callable[[int, int], None]:

@@ -12,6 +12,7 @@ STATE_DIR/
     ├── founding        manifest 0
     ├── text            folder that the run's text comes from; empty for the standard library
     ├── record          tip, promise and vote of the round protocol
+    ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with every offer
     ├── moments         which moments of experts are kept for others, in packs/
     ├── packs/          blobs of the newest manifests

@@ -162,15 +162,27 @@ def verified(message: Message, source: PeerId, run: str) -> Message:
         source, message.signature, run, message.ballot, message.digest
     ):
         raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
-    if isinstance(message, Commit) and message.certificate:
-        ballot, digest = message.certificate.ballot, message.manifest.digest
-        signatures = {
-            peer: signature
-            for peer, signature in message.certificate.signatures.items()
-            if _signed_by(peer, signature, run, ballot, digest)
-        }
-        return replace(message, certificate=Certificate(ballot, signatures))
+    if isinstance(message, Commit):
+        path = tuple(
+            replace(link, certificate=_sound(link.certificate, link.head.digest, run))
+            for link in message.path
+        )
+        certificate = _sound(message.certificate, message.manifest.digest, run)
+        return replace(message, certificate=certificate, path=path)
     return message
+
+
+def _sound(certificate: Certificate | None, digest: Digest, run: str) -> Certificate | None:
+    """The certificate with only those signatures that are right."""
+    if certificate is None:
+        return None
+    ballot = certificate.ballot
+    signatures = {
+        peer: signature
+        for peer, signature in certificate.signatures.items()
+        if _signed_by(peer, signature, run, ballot, digest)
+    }
+    return Certificate(ballot, signatures)
 
 
 def _signed_by(

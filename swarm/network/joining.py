@@ -16,31 +16,25 @@ from typing import Any
 from swarm.codecs import Content, check_finite
 from swarm.config import RunConfig
 from swarm.errors import (
-    BadManifest,
-    BadMessage,
     BadRecord,
-    HostileInput,
     NobodyReachable,
     RunMismatch,
 )
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.foreign import check_announcement, check_state, decode_config
-from swarm.network.inbound import open_message, verified
-from swarm.network.node import Node, Unreachable
+from swarm.network.node import Node
 from swarm.network.records import fetch_records, publish
-from swarm.protocol.events import Record
+from swarm.network.tips import BLOB_DEADLINE_S, Shown, Trust, newest_tip
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
     Digest,
-    Kind,
     Manifest,
     PeerId,
     Unit,
     decode_manifest,
     run_id,
 )
-from swarm.protocol.messages import Commit
 from swarm.protocol.records import (
     NUM_SHARDS,
     PeerRecord,
@@ -50,18 +44,12 @@ from swarm.protocol.records import (
     runs_key,
     shard_of,
 )
-from swarm.protocol.rounds.checks import certificate_problem
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.3
-ASK_DEADLINE_S = 5.0
-BLOB_DEADLINE_S = 60.0
 STUCK_S = 10.0
 """A state of which nothing came for so long may have been collected everywhere."""
-MAX_ASKED = 8
-"""Members asked for their tip; the newest answer with a valid certificate counts."""
-TIP_QUESTION = b"tip "
 
 
 @dataclass(frozen=True)
@@ -154,66 +142,6 @@ def _log_failure(digest: Digest, peer: PeerId, reason: str) -> None:
     logger.info("blob=%s from=%s failed: %s", digest[:12], peer[-6:], reason)
 
 
-async def newest_tip(
-    node: Node,
-    store: BlobStore,
-    downloads: Downloads,
-    run: RunRecord,
-    peers: Collection[PeerId],
-) -> Record:
-    """The best tip that members show, with a certificate that holds.
-
-    Raises:
-        NobodyReachable: no member showed a valid tip.
-    """
-    best: Record | None = None
-    asked = [peer for peer in sorted(peers) if peer != node.peer_id][:MAX_ASKED]
-    answers = await asyncio.gather(*(_ask_tip(node, store, downloads, run, peer) for peer in asked))
-    for record in answers:
-        if record and (best is None or record.tip.code > best.tip.code):
-            best = record
-    if best is None:
-        raise NobodyReachable(f"none of {len(asked)} members of {run.run} showed a valid tip")
-    return best
-
-
-async def _ask_tip(
-    node: Node, store: BlobStore, downloads: Downloads, run: RunRecord, peer: PeerId
-) -> Record | None:
-    try:
-        async with asyncio.timeout(BLOB_DEADLINE_S):
-            payload = await node.request(peer, TIP_QUESTION + run.run.encode(), ASK_DEADLINE_S)
-            if not payload:
-                return None
-            _, message = await open_message(peer, payload, store, downloads)
-            message = verified(message, peer, run.run)
-            return _checked_tip(message, run)
-    except (TimeoutError, Unreachable) as error:
-        logger.info("peer=%s showed no tip: %s", peer[-6:], error)
-    except HostileInput as error:
-        node.traffic.refuse(error.reason)
-        logger.warning("peer=%s tip refused: %s", peer[-6:], error)
-    return None
-
-
-def _checked_tip(message: object, run: RunRecord) -> Record:
-    if not isinstance(message, Commit):
-        raise BadMessage("not_a_tip", "the answer is no tip")
-    tip = message.manifest
-    founding = tip.digest if tip.kind is Kind.FOUNDING else None
-    if founding and founding != run.founding:
-        raise BadManifest("foreign_run", "manifest 0 is not the announced one")
-    if not founding and tip.run != run.run:
-        raise BadManifest("foreign_run", f"the tip belongs to {tip.run}")
-    if tip.founding.config != run.config:
-        raise BadManifest("foreign_run", "the tip has another configuration")
-    if tip.kind in (Kind.QUORUM, Kind.MERGE):
-        problem = certificate_problem(message, message.parent)
-        if problem:
-            raise BadManifest("no_certificate", problem)
-    return Record(tip, message.certificate, message.parent)
-
-
 def check_run_id(record: RunRecord) -> None:
     """Refuses an announcement whose id does not bind what it announces.
 
@@ -231,10 +159,11 @@ async def fetch_newest_state(
     layout: Layout,
     *,
     run: RunRecord,
-    record: Record,
+    shown: Shown,
+    trust: Trust,
     peers: Collection[PeerId],
     on_blob: Callable[[int, int], None],
-) -> Record:
+) -> Shown:
     """Fetches the state of a tip, or of a newer one when the tip's blobs are no longer to be had.
 
     Args:
@@ -243,28 +172,29 @@ async def fetch_newest_state(
         downloads: fetches into it.
         layout: what a value must look like.
         run: as announced.
-        record: with the tip to begin with.
+        shown: with the tip to begin with.
+        trust: where the proof of a newer one may begin.
         peers: that may have the state.
         on_blob: told how many of how many bytes are here.
 
     Returns:
-        The record whose tip is here, whole and durable.
+        The tip that is here, whole and durable.
     """
     sources = [peer for peer in sorted(peers) if peer != node.peer_id]
     while True:
-        tip = record.tip
+        tip = shown.record.tip
         fetch = fetch_state(downloads, store, layout, tip, sources=sources, on_blob=on_blob)
         if await _comes(fetch, node, store, tip):
-            return record
+            return shown
         try:
-            newer = await newest_tip(node, store, downloads, run, sources)
+            newer = await newest_tip(node, downloads, run, sources, trust)
         except NobodyReachable as error:
             logger.info("height=%d is still being fetched: %s", tip.height, error)
             continue
-        if newer.tip.code > tip.code:
-            logger.info("height=%d is fetched instead of %d", newer.tip.height, tip.height)
-            record = newer
-            sources = sorted({*sources, *newer.tip.members} - {node.peer_id})
+        if newer.record.tip.code > tip.code:
+            logger.info("height=%d is fetched instead of %d", newer.record.tip.height, tip.height)
+            shown = newer
+            sources = sorted({*sources, *newer.record.tip.members} - {node.peer_id})
 
 
 async def _comes(
@@ -333,8 +263,8 @@ async def fetch_state(
     ]
     if wants:
         await downloads.fetch(wants, check=check, on_blob=arrived, on_failure=_log_failure)
-    store.put(manifest.encoded, manifest.digest)
-    await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.digest])
+    store.put(manifest.encoded, manifest.blob)
+    await asyncio.get_running_loop().run_in_executor(None, store.sync, [*sizes, manifest.blob])
 
 
 def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> list[Digest]:

@@ -20,13 +20,13 @@ from swarm.network.joining import (
     fetch_config,
     fetch_state,
     find_run,
-    newest_tip,
     present_peers,
 )
 from swarm.network.node import Node
 from swarm.network.records import fetch_records
+from swarm.network.tips import Trust, newest_tip
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
@@ -54,13 +54,22 @@ class Seen:
 class Observer:
     """See the module; every call has a deadline and may come from any thread but the node's."""
 
-    def __init__(self, node: Node, store: BlobStore) -> None:
+    def __init__(self, node: Node, store: BlobStore, vouched: Digest | None = None) -> None:
         self._node, self._store = node, store
+        self._trust = Trust(vouched) if vouched else None
         self._downloads = Downloads(node, store)
 
     @classmethod
-    def start(cls, known_peers: Sequence[str], store: BlobStore, deadline_s: float) -> Observer:
+    def start(
+        cls,
+        known_peers: Sequence[str],
+        store: BlobStore,
+        deadline_s: float,
+        vouched: Digest | None = None,
+    ) -> Observer:
         """Enters the network by any of these addresses; fetched blobs go into the store.
+
+        Tips are proved from the head that is `vouched` for, or from manifest 0.
 
         Raises:
             NobodyReachable: none of them answers.
@@ -73,7 +82,7 @@ class Observer:
             known_peers=known_peers,
             deadline_s=deadline_s,
         )
-        return cls(node, store)
+        return cls(node, store, vouched)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Leaves."""
@@ -122,9 +131,7 @@ class Observer:
     def tip(
         self, announced: Announced, peers: Mapping[PeerId, PeerRecord], deadline_s: float
     ) -> Manifest:
-        """The newest manifest that a member shows with its quorum's certificate.
-
-        Reforms and manifest 0 have none: they are as trustworthy as the peer that shows them.
+        """The newest manifest that a member proves, from manifest 0 or the head that is trusted.
 
         Raises:
             NobodyReachable: nobody showed one in time.
@@ -132,10 +139,10 @@ class Observer:
         asked = _whom_to_ask(announced, peers)
 
         async def ask() -> Manifest:
-            record = await newest_tip(
-                self._node, self._store, self._downloads, announced.record, asked
+            shown = await newest_tip(
+                self._node, self._downloads, announced.record, asked, self._trust
             )
-            return record.tip
+            return shown.record.tip
 
         return self._within(deadline_s, "the newest manifest", ask)
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
 
 from swarm.errors import BadManifest, BadMessage, CorruptState
+from swarm.network.chain_file import ChainFile
 from swarm.protocol import abstaining
 from swarm.protocol.events import Record
-from swarm.protocol.wire import decode_record, encode_record
+from swarm.protocol.messages import Link
+from swarm.protocol.recording import decode_record, encode_record
+from swarm.protocol.trust import Chain
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +37,17 @@ class RecordFile:
         """The record before the newest."""
         return self.path.with_suffix(".previous")
 
-    def write(self, record: Record) -> None:
-        """Makes the record durable: when this returns it survives a kill and a power cut."""
+    @property
+    def chain(self) -> ChainFile:
+        """The heads behind the record's tip, beside it."""
+        return ChainFile(self.path.with_name("chain"))
+
+    def write(self, record: Record, links: Sequence[Link] = ()) -> None:
+        """Makes the record durable: when this returns it survives a kill and a power cut.
+
+        Before it, what the chain of heads has gained: a link more than the tip's does no harm.
+        """
+        self.chain.append(links)
         body = encode_record(record)
         beside = self.path.with_suffix(".writing")
         with beside.open("wb") as file:
@@ -70,6 +83,13 @@ class RecordFile:
                 "; ".join(problems), hint="start with a new --state-dir: the swarm has the model"
             )
         return None
+
+    def read_chain(self, record: Record) -> Chain:
+        """The chain that ends with the record's tip; begins the file if there is none."""
+        chain = Chain.of(record, self.chain.read())
+        if not self.chain.path.exists():
+            self.chain.append(chain.links)
+        return chain
 
     def read_earlier(self) -> Record | None:
         """The record before the newest, when the newest's state is lost; None if there is none.

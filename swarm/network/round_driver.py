@@ -262,7 +262,7 @@ class RoundDriver:
         return await patiently_async(lambda: self.node.loop.run_in_executor(None, work), what)
 
     async def _persist(self, effect: Persist) -> None:
-        await self._patiently("record", self.record_file.write, effect.record)
+        await self._patiently("record", self.record_file.write, effect.record, effect.links)
 
     async def _send(self, effect: Send) -> None:
         try:
@@ -384,12 +384,13 @@ class RoundDriver:
 
     # ------------------------------------------------ for others
 
-    def commit_of_tip(self) -> bytes:
-        """The tip as a COMMIT with its certificate, for strangers that ask."""
+    def commit_of_tip(self, trusted: Digest) -> bytes:
+        """The tip as a COMMIT, proved to a stranger that trusts this head, as far as can be."""
         record = self.machine.record
-        tip = record.tip
+        tip, path = record.tip, self.machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)
-        return self.outbound.encode(header, Commit(tip, record.certificate, record.parent))
+        commit = Commit(tip, record.certificate, record.parent, path)
+        return self.outbound.encode(header, commit)
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""

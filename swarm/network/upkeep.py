@@ -20,10 +20,10 @@ def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
         MissingBlobs: some are not in the store.
         StateError: the disk failed.
     """
-    store.put(manifest.encoded, manifest.digest)
+    store.put(manifest.encoded, manifest.blob)
     values = {entry.digest for entry in manifest.entries.values()}
     founding = manifest.founding
-    store.sync({manifest.digest, founding.config, founding.validation, *values})
+    store.sync({manifest.blob, founding.config, founding.validation, *values})
 
 
 def missing_of(error: StateError) -> tuple[Digest, ...]:
@@ -51,5 +51,5 @@ def lease_to_stranger(
     for manifest in (record.tip, record.parent):
         blobs = {entry.digest for entry in manifest.entries.values()} if manifest else set()
         if manifest and digest in blobs:
-            store.lease(manifest.digest, {manifest.digest, *blobs}, now)
+            store.lease(manifest.digest, {manifest.blob, *blobs}, now)
             return

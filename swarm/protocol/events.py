@@ -19,6 +19,7 @@ from swarm.protocol.messages import (
     Ballot,
     Certificate,
     Header,
+    Link,
     Message,
     Offer,
     ReducedUnit,
@@ -31,7 +32,7 @@ class Record:
 
     tip: Manifest
     certificate: Certificate | None
-    """Of the tip; None for manifest 0 and reforms."""
+    """Of the tip; None for manifest 0."""
     parent: Manifest | None
     """The tip's parent: lets others check the certificate, and is needed to redo a merge."""
     promised: Ballot | None = None
@@ -185,9 +186,10 @@ class BlobWanted:
 
 @dataclass(frozen=True)
 class Persist:
-    """Make the record durable before going on."""
+    """Make the record durable before going on; before it, what the chain of heads has gained."""
 
     record: Record
+    links: tuple[Link, ...] = ()
 
 
 class Send(NamedTuple):

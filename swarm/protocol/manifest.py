@@ -8,7 +8,7 @@ round. Rules in brackets, as [R1], are those of the protocol page in swarm/READM
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
@@ -111,6 +111,66 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Head:
+    """What of a manifest decides who may decide what comes next; its digest is the identity.
+
+    A chain of heads with certificates proves a manifest to who has none of those between
+    (`swarm.protocol.trust`). Everything else is in the body, which the head names.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    run: str
+    generation: str
+    height: Annotated[int, Field(ge=0, le=2**40)]
+    kind: Kind
+    parent: Digest | None
+    lineage: Lineage
+    founder: PeerId
+    members: tuple[PeerId, ...]
+    """In peer-id order."""
+    contributed: str
+    """Which of them contributed: hex digits, the first member is the highest bit."""
+    seed: Digest | None
+    body: Digest
+    """The blob that is the manifest's canonical JSON."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+
+    @cached_property
+    def digest(self) -> Digest:
+        """The manifest's identity."""
+        return digest_of(self.encoded)
+
+    @cached_property
+    def code(self) -> Code:
+        """Place in the total order of all manifests of a run: larger wins [F1]."""
+        return (*self.lineage, (self.height, ()))
+
+    @cached_property
+    def order(self) -> tuple[PeerId, ...]:
+        """Members by turn: contributors first, each group by hash; [0] is the first convener."""
+        seed = self.seed or self.digest
+        idle = dict(zip(self.members, _bits(self.contributed, len(self.members)), strict=True))
+        return tuple(sorted(self.members, key=lambda p: (not idle[p], turn(seed, p), p)))
+
+    def is_quorum(self, peers: Iterable[PeerId]) -> bool:
+        """Whether these peers decide the next round; any two quorums share a member.
+
+        More than half of the members, or exactly half with the tie-breaker `order[0]`.
+        """
+        present = frozenset(self.members).intersection(peers)
+        twice, electors = 2 * len(present), len(self.members)
+        return twice > electors or (
+            twice == electors and bool(present) and self.order[0] in present
+        )
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One agreed state of the run."""
 
@@ -156,40 +216,51 @@ class Manifest:
         return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
     @cached_property
-    def digest(self) -> Digest:
-        """The manifest's identity."""
+    def blob(self) -> Digest:
+        """Name of the blob that is the manifest."""
         return digest_of(self.encoded)
 
     @cached_property
+    def head(self) -> Head:
+        """Its head, which follows from it."""
+        members = tuple(sorted(self.members))
+        contributors = frozenset(self.contributors)
+        return Head(
+            run=self.run,
+            generation=self.generation,
+            height=self.height,
+            kind=self.kind,
+            parent=self.parent,
+            lineage=self.lineage,
+            founder=self.founding.founder,
+            members=members,
+            contributed=_packed([peer in contributors for peer in members]),
+            seed=self.seed,
+            body=self.blob,
+        )
+
+    @property
+    def digest(self) -> Digest:
+        """The manifest's identity: the digest of its head."""
+        return self.head.digest
+
+    @property
     def code(self) -> Code:
         """Place in the total order of all manifests of a run: larger wins [F1]."""
-        return (*self.lineage, (self.height, ()))
+        return self.head.code
 
-    @cached_property
+    @property
     def order(self) -> tuple[PeerId, ...]:
-        """Members by turn: contributors first, each group by hash; [0] is the first convener."""
-        seed, contributors = self.seed or self.digest, frozenset(self.contributors)
-        return tuple(
-            sorted(
-                self.members,
-                key=lambda peer: (peer not in contributors, turn(seed, peer), peer),
-            )
-        )
+        """Members by turn, see `Head.order`."""
+        return self.head.order
 
     def counts(self, peer: PeerId) -> bool:
         """Whether this very manifest took the peer in; merges and reforms inherit the list."""
         return self.kind is Kind.QUORUM and peer in self.contributors
 
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
-        """Whether these peers decide the next round; any two quorums share a member.
-
-        More than half of the members, or exactly half with the tie-breaker `order[0]`.
-        """
-        present = self.members.keys() & peers
-        twice, electors = 2 * len(present), len(self.members)
-        return twice > electors or (
-            twice == electors and bool(present) and self.order[0] in present
-        )
+        """Whether these peers decide the next round, see `Head.is_quorum`."""
+        return self.head.is_quorum(peers)
 
 
 def is_ancestor(code: Code, of: Code) -> bool:
@@ -207,6 +278,19 @@ def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
     return value.value if isinstance(value, Kind) else vars(value)
 
 
+def _packed(bits: Sequence[bool]) -> str:
+    return f"{int(''.join('01'[bit] for bit in bits) or '0', 2):0{-(-len(bits) // 4)}x}"
+
+
+def _bits(packed: str, number: int) -> list[bool]:
+    """What `_packed` made of so many bits; anything else counts as no bits."""
+    try:
+        bits = f"{int(packed or '0', 16):0{number}b}"
+    except ValueError:
+        bits = ""
+    return [bit == "1" for bit in bits] if len(bits) == number else [False] * number
+
+
 def turn(seed: str, peer: PeerId) -> bytes:
     """Pseudo-random rank of a peer under a seed; equal everywhere."""
     return blake3(f"{seed}/{peer}".encode()).digest()
@@ -218,6 +302,7 @@ def run_id(name: str, fingerprint: str, founding_manifest: Digest) -> str:
 
 
 _MANIFEST = TypeAdapter(Manifest)
+HEAD: TypeAdapter[Head] = TypeAdapter(Head)
 
 
 def decode_manifest(encoded: Buffer) -> Manifest:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.manifest import Code, Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit
 
 
 class Ballot(NamedTuple):
@@ -72,10 +72,25 @@ class Signature:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members."""
+    """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members.
+
+    Of a reform: those of the parent's members that have left for it, under the ballot 0 of its
+    author; a quorum would not have needed it.
+    """
 
     ballot: Ballot
     signatures: Mapping[PeerId, Signature]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One step of a proof: a manifest's head and why it counts, see `swarm.protocol.trust`."""
+
+    head: Head
+    certificate: Certificate | None = None
+    """None where a proof begins."""
+    parent: Head | None = None
+    """Its parent's head, unless that is the link before."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,8 @@ class Commit:
     manifest: Manifest
     certificate: Certificate | None
     parent: Manifest | None
+    path: tuple[Link, ...] = ()
+    """Proves the manifest to who has another tip than the parent; ends with the manifest's link."""
 
 
 Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit

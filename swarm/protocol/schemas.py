@@ -9,9 +9,12 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.messages import Ballot, Certificate, Header, Signature
+from swarm.protocol.manifest import Head
+from swarm.protocol.messages import Ballot, Certificate, Header, Link, Signature
 
 MAX_REASON_CHARACTERS = 120
+MAX_LINKS = 256
+"""Of one proof; whoever needs more asks again from where it ended."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 _PEER = r"^[A-Za-z0-9]{1,128}$"
@@ -100,6 +103,48 @@ class CertificateSchema(Schema):
         return Certificate(self.ballot.value(), signatures)
 
 
+class LinkSchema(Schema):
+    """One step of a proof."""
+
+    head: Head
+    certificate: CertificateSchema | None
+    parent: Head | None
+
+    def value(self) -> Link:
+        """As the protocol knows it.
+
+        Raises:
+            BadMessage: something in a head is no name.
+        """
+        for head in (self.head, self.parent):
+            if head is not None:
+                _require_names(head)
+        certificate = self.certificate.value() if self.certificate else None
+        return Link(self.head, certificate, self.parent)
+
+
+def _require_names(head: Head) -> None:
+    digests = [name for name in (head.parent, head.seed, head.body) if name is not None]
+    generations = [head.generation, *(id_ for _, (_, id_) in head.lineage)]
+    for pattern, names in (
+        (IS_DIGEST, digests),
+        (IS_GENERATION, generations),
+        (IS_PEER, (head.founder, *head.members)),
+    ):
+        for name in names:
+            if not pattern.fullmatch(name):
+                raise BadMessage("head_names", f"{name[:80]!r} is no name in a head")
+    if list(head.members) != sorted(set(head.members)):
+        raise BadMessage("head_names", "a head's members are not in order")
+
+
+class ProofSchema(Schema):
+    """Why a COMMIT's manifest counts as decided."""
+
+    certificate: CertificateSchema | None
+    path: Annotated[list[LinkSchema], Field(max_length=MAX_LINKS)]
+
+
 class HelloSchema(Schema):
     """HELLO."""
 
@@ -171,8 +216,8 @@ class CommitSchema(Schema):
 
     type: Literal["commit"]
     manifest: BlobSchema
-    certificate: CertificateSchema | None
     parent: BlobSchema | None
+    proof: BlobSchema
 
 
 AnyMessage = (

@@ -1,4 +1,4 @@
-"""Messages, offers and the record as bytes.
+"""Messages and offers as bytes.
 
 A message is one JSON object of at most 64 kB. Offers and manifests never travel inside it: it
 names their digests and sizes, and they follow as blobs that the receiver fetches first. So a
@@ -18,9 +18,8 @@ from typing import Any
 
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer, digest_of
-from swarm.protocol.events import Record
 from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
     Accept,
     Accepted,
@@ -28,6 +27,7 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Hello,
+    Link,
     Message,
     Offer,
     OfferedUnit,
@@ -49,9 +49,9 @@ from swarm.protocol.schemas import (
     HelloSchema,
     OfferSchema,
     PrepareSchema,
+    ProofSchema,
     ProposeSchema,
     ReadySchema,
-    RecordSchema,
     ReducedSchema,
     RosterSchema,
     parse,
@@ -59,7 +59,8 @@ from swarm.protocol.schemas import (
 
 MAX_MESSAGE_BYTES = 64 * 2**10
 MAX_OFFER_BYTES = 2 * 2**20
-MAX_RECORD_BYTES = 4 * MAX_MANIFEST_BYTES
+MAX_PROOF_BYTES = 8 * 2**20
+"""Of 16 links at 1,024 members; a certificate of theirs has 420 kB, a head 60."""
 MAX_OFFERS = 512
 """Offers that are kept decoded: those of two rounds of 256 peers, some 150 kB each for a 7B."""
 
@@ -79,7 +80,7 @@ def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
         "header": {"code": header.code, "tip": header.tip, "generation": header.generation},
         "message": {"type": type(message).__name__.lower(), **body},
     }
-    payload = _canonical(frame)
+    payload = canonical(frame)
     assert len(payload) <= MAX_MESSAGE_BYTES, f"a {type(message).__name__} of {len(payload)} bytes"
     return payload, attachments
 
@@ -90,7 +91,7 @@ def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
     Raises:
         BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    return tuple((blob.digest, blob.num_bytes) for blob, _ in _attached(_frame(payload).message))
+    return tuple((blob.digest, blob.num_bytes) for blob in _attached(_frame(payload).message))
 
 
 def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:
@@ -122,7 +123,7 @@ def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, M
     """
     frame = _frame(payload)
     blobs = {}
-    for blob, _ in _attached(frame.message):
+    for blob in _attached(frame.message):
         content = attachments.get(blob.digest)
         if content is None:
             raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
@@ -135,11 +136,13 @@ def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, M
 def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
     """The message's own fields, with every offer and manifest moved to the attachments."""
 
-    def attach(content: Offer | Manifest | None) -> dict[str, Any] | None:
+    def attach(content: Offer | Manifest | bytes | None) -> dict[str, Any] | None:
         if content is None:
             return None
         if isinstance(content, Manifest):
-            digest, blob = content.digest, content.encoded
+            digest, blob = content.blob, content.encoded
+        elif isinstance(content, bytes):
+            digest, blob = digest_of(content), content
         else:
             digest, blob = _offer_blob(content)
         attachments[digest] = blob
@@ -180,8 +183,8 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
         case Commit():
             return {
                 "manifest": attach(message.manifest),
-                "certificate": _certified(message.certificate),
                 "parent": attach(message.parent),
+                "proof": attach(_proof(message)),
             }
         case Prepare():
             body = {}
@@ -203,12 +206,28 @@ def _signed(signature: Signature) -> dict[str, str]:
     }
 
 
-def _certified(certificate: Certificate | None) -> dict[str, Any] | None:
+def certified(certificate: Certificate | None) -> dict[str, Any] | None:
+    """A certificate as JSON."""
     if certificate is None:
         return None
     return {
         "ballot": certificate.ballot._asdict(),
         "signatures": {peer: _signed(s) for peer, s in certificate.signatures.items()},
+    }
+
+
+def _proof(commit: Commit) -> bytes:
+    return canonical(
+        {"certificate": certified(commit.certificate), "path": [*map(linked, commit.path)]}
+    )
+
+
+def linked(link: Link) -> dict[str, Any]:
+    """A link of a proof as JSON."""
+    return {
+        "head": json.loads(link.head.encoded),
+        "certificate": certified(link.certificate),
+        "parent": link.parent and json.loads(link.parent.encoded),
     }
 
 
@@ -218,31 +237,33 @@ def _frame(payload: Buffer) -> FrameSchema:
     return parse(FrameSchema, payload, "message")
 
 
-def _attached(message: AnyMessage) -> Iterator[tuple[BlobSchema, bool]]:
-    """The blobs beside a message; True for manifests, False for offers.
+def _attached(message: AnyMessage) -> Iterator[BlobSchema]:
+    """The blobs beside a message.
 
     Raises:
         BadMessage: one is announced larger than its kind may be.
     """
-    for blob, is_manifest in _references(message):
-        limit = MAX_MANIFEST_BYTES if is_manifest else MAX_OFFER_BYTES
+    for blob, limit in _references(message):
         if blob.num_bytes > limit:
             raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
-        yield blob, is_manifest
+        yield blob
 
 
-def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, bool]]:
+def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, int]]:
+    """The blobs beside a message, and how large each may be."""
     if isinstance(message, ReadySchema):
         if message.offer:
-            yield message.offer, False
+            yield message.offer, MAX_OFFER_BYTES
         if message.accepted:
-            yield message.accepted.manifest, True
+            yield message.accepted.manifest, MAX_MANIFEST_BYTES
     elif isinstance(message, RosterSchema):
-        yield from ((blob, False) for blob in message.offers.values())
+        yield from ((blob, MAX_OFFER_BYTES) for blob in message.offers.values())
     elif isinstance(message, ProposeSchema | CommitSchema):
-        yield message.manifest, True
-        if isinstance(message, CommitSchema) and message.parent:
-            yield message.parent, True
+        yield message.manifest, MAX_MANIFEST_BYTES
+        if isinstance(message, CommitSchema):
+            yield message.proof, MAX_PROOF_BYTES
+            if message.parent:
+                yield message.parent, MAX_MANIFEST_BYTES
 
 
 def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
@@ -281,10 +302,12 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
         case AcceptSchema():
             return Accept(body.ballot.value(), body.digest, body.signature.value())
         case CommitSchema():
+            proof = parse(ProofSchema, blobs[body.proof.digest], "proof")
             return Commit(
                 _manifest(body.manifest, blobs),
-                body.certificate.value() if body.certificate else None,
+                proof.certificate.value() if proof.certificate else None,
                 _manifest(body.parent, blobs) if body.parent else None,
+                tuple(link.value() for link in proof.path),
             )
 
 
@@ -298,7 +321,7 @@ def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
 def encode_offer(offer: Offer) -> bytes:
     """An offer's blob."""
     units = {unit: vars(offered) for unit, offered in offer.units.items()}
-    return _canonical(
+    return canonical(
         {
             "tip": offer.tip,
             "steps": offer.steps,
@@ -350,48 +373,6 @@ def decode_offer(encoded: Buffer) -> Offer:
     return offer
 
 
-# ---------------------------------------------------------------- the record
-
-
-def encode_record(record: Record) -> bytes:
-    """The record for the disk, manifests included."""
-    accepted = record.accepted
-    return _canonical(
-        {
-            "tip": record.tip.encoded.decode(),
-            "certificate": _certified(record.certificate),
-            "parent": record.parent.encoded.decode() if record.parent else None,
-            "promised": record.promised._asdict() if record.promised else None,
-            "accepted": accepted
-            and {
-                "ballot": accepted.ballot._asdict(),
-                "manifest": accepted.manifest.encoded.decode(),
-            },
-            "abstain_until_height": record.abstain_until_height,
-        }
-    )
-
-
-def decode_record(encoded: Buffer) -> Record:
-    """The record from the disk.
-
-    Raises:
-        BadMessage: too large or not of the schema.
-        BadManifest: one of its manifests is none.
-    """
-    if len(encoded) > MAX_RECORD_BYTES:
-        raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
-    parsed = parse(RecordSchema, encoded, "record")
-    vote = parsed.accepted
-    return Record(
-        decode_manifest(parsed.tip.encode()),
-        parsed.certificate.value() if parsed.certificate else None,
-        decode_manifest(parsed.parent.encode()) if parsed.parent is not None else None,
-        parsed.promised.value() if parsed.promised else None,
-        Accepted(vote.ballot.value(), decode_manifest(vote.manifest.encode())) if vote else None,
-        parsed.abstain_until_height,
-    )
-
-
-def _canonical(value: object) -> bytes:
+def canonical(value: object) -> bytes:
+    """Canonical JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -15,15 +15,16 @@ from swarm.errors import NobodyReachable, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.founding import founding_manifest
-from swarm.network.joining import TIP_QUESTION, publish_peer
+from swarm.network.joining import publish_peer
 from swarm.network.node import Handlers, Node
 from swarm.network.observer import NEWEST_ASKED, Observer, _whom_to_ask
 from swarm.network.records import publish
 from swarm.network.serve import BlobServer
+from swarm.network.tips import asked_tip
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest, run_id
-from swarm.protocol.messages import Commit, Header
+from swarm.protocol.messages import Ballot, Certificate, Commit, Header, Link, Signature
 from swarm.protocol.records import (
     RunRecord,
     RunState,
@@ -66,6 +67,8 @@ class Lonely:
     store: BlobStore = field(default_factory=BlobStore)
     shown: Manifest | None = None
     """What it shows as its tip."""
+    votes: dict[str, Signature] = field(default_factory=dict)
+    """Signatures under it."""
 
     def start(self, peers) -> Node:
         server = BlobServer()
@@ -74,7 +77,7 @@ class Lonely:
         self.node = peers.node(handlers)
         self.layout = layout_of(self.run)
         self.manifest = self.shown = self._found()
-        self.id = run_id("tiny", self.run.fingerprint(), self.manifest.digest)
+        self.id = run_id("tiny", self.run.fingerprint(), self.manifest.blob)
         return self.node
 
     def _found(self) -> Manifest:
@@ -95,20 +98,27 @@ class Lonely:
         return manifest
 
     async def _answer(self, _source: str, question: bytes) -> bytes:
-        if question != TIP_QUESTION + self.id.encode() or self.shown is None:
+        if asked_tip(question, self.id) != self.manifest.digest or self.shown is None:
             return b""
         tip = self.shown
         header = Header(tip.code, tip.digest, tip.generation)
-        payload, attachments = encode(header, Commit(tip, None, None))
+        payload, attachments = encode(header, Commit(tip, None, None, self.path()))
         for blob in attachments.values():
             self.store.put(blob)
         return payload
+
+    def path(self) -> tuple[Link, ...]:
+        """What it claims to be a proof of the tip that it shows."""
+        founding = Link(self.manifest.head)
+        if self.shown is None or self.shown == self.manifest:
+            return (founding,)
+        return (founding, Link(self.shown.head, Certificate(Ballot(0, "X"), self.votes)))
 
     def announce(self, **changes) -> None:
         manifest = self.manifest
         record = RunRecord(
             run=self.id, name="tiny", fingerprint=self.run.fingerprint(),
-            founder=self.node.peer_id, founding=manifest.digest,
+            founder=self.node.peer_id, founding=manifest.blob,
             founding_bytes=len(manifest.encoded), config=manifest.founding.config,
             config_bytes=manifest.founding.config_bytes, state=RunState.RUNNING,
             wait_for_peers=1,
@@ -201,14 +211,15 @@ def test_a_manifest_without_its_quorums_certificate_is_not_the_tip(
 ) -> None:
     lonely.announce()
     lonely.shown = dataclasses.replace(
-        lonely.manifest, run=lonely.id, height=9, round=9, kind=Kind.QUORUM,
+        lonely.manifest, run=lonely.id, height=1, round=1, kind=Kind.QUORUM,
         parent=lonely.manifest.digest,
     )  # fmt: skip
     announced = guest.find(None, WAIT_S)
     seen = guest.look(lonely.id, WAIT_S)
-    with pytest.raises(NobodyReachable, match="showed a valid tip"):
+    lonely.votes = {"X": Signature(b"key", b"signature")}
+    with pytest.raises(NobodyReachable, match="0 of the 1 members of height 0"):
         guest.tip(announced, seen.peers, WAIT_S)
-    assert guest._node.traffic.refused["no_certificate"] == 1
+    assert guest._node.traffic.refused["no_proof"] == 1
 
 
 def test_nobody_at_the_address_is_said_within_seconds() -> None:

@@ -56,9 +56,19 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Entry, Kind, Manifest
-from swarm.protocol.messages import Ballot, Certificate, Commit, Header, Hello, Ready, ReducedUnit
+from swarm.protocol.messages import (
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Hello,
+    Link,
+    Ready,
+    ReducedUnit,
+)
 from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.wire import decode
+from swarm.protocol.trust import Chain
+from swarm.protocol.wire import attachments_of, decode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
 WAIT_S = 30.0
@@ -104,7 +114,7 @@ class FakeDisk:
         self.failures: list[OSError] = []
         self._log = log
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, links: Sequence[Link] = ()) -> None:
         time.sleep(0.05)
         if self.failures:
             raise self.failures.pop(0)
@@ -268,7 +278,7 @@ def test_synced_is_told_when_the_manifest_and_all_that_it_names_is_here(bench: B
     )
     bench.start(Sync(complete))
     assert bench.machine.wait_for(Synced) == Synced(complete.digest)
-    assert bench.store.has(complete.digest)
+    assert bench.store.has(complete.blob)
 
 
 def test_a_sync_without_all_blobs_is_told_as_failed_and_what_is_missing_as_lost(
@@ -488,11 +498,14 @@ def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> 
     certificate = Certificate(Ballot(0, "A"), {})
     bench.machine.record = Record(decided, certificate, TIP)
     bench.start()
-    payload = bench.driver.commit_of_tip()
-    blobs = {m.digest: m.encoded for m in (decided, TIP)}
+    bench.machine.chain = Chain.of(bench.machine.record)
+    payload = bench.driver.commit_of_tip(TIP.digest)
+    blobs = {digest: bytes(bench.store.get(digest)) for digest, _ in attachments_of(payload)}
+    assert {m.blob for m in (decided, TIP)} < blobs.keys()
     header, message = decode(payload, blobs)
     assert header.tip == decided.digest
-    assert message == Commit(decided, certificate, TIP)
+    path = (Link(TIP.head), Link(decided.head, certificate))
+    assert message == Commit(decided, certificate, TIP, path)
     assert all(bench.store.has(digest) for digest in blobs)
 
 

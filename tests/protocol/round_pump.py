@@ -27,9 +27,10 @@ from swarm.protocol.manifest import (
     PeerId,
 )
 from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Message, Offer, OfferedUnit, ReducedUnit
+from swarm.protocol.messages import Link, Message, Offer, OfferedUnit, ReducedUnit
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.rounds.deals import first_book
+from swarm.protocol.trust import Chain
 
 LATENCY_S = 0.05
 NO_MERGING = MergingConfig()
@@ -120,6 +121,7 @@ class Node:
     machine: RoundMachine
     disk: set[str]
     record: Record
+    links: tuple[Link, ...]
     train_s: float = 1.0
     is_up: bool = True
     life: int = 0
@@ -169,11 +171,14 @@ class Pump:
     def add(self, peer: PeerId, tip: Manifest, *, train_s: float = 1.0) -> Node:
         disk = {entry.digest for entry in tip.entries.values()}
         record = Record(tip, None, None)
-        node = Node(self._machine(peer, record, disk), disk, record, train_s)
+        links = Chain.of(record).links
+        node = Node(self._machine(peer, record, disk), disk, record, links, train_s)
         self.nodes[peer] = node
         return node
 
-    def _machine(self, peer: PeerId, record: Record, disk: set[str]) -> RoundMachine:
+    def _machine(
+        self, peer: PeerId, record: Record, disk: set[str], links: tuple[Link, ...] = ()
+    ) -> RoundMachine:
         return self.machine_class(
             peer,
             1.0,
@@ -183,6 +188,7 @@ class Pump:
             stored=disk,
             now=self.now,
             random=random.Random(peer),
+            chain=Chain.of(record, links),
         )
 
     def boot(self, peer: PeerId) -> None:
@@ -207,7 +213,7 @@ class Pump:
         node = self.nodes[peer]
         node.is_up = True
         node.life += 1
-        node.machine = self._machine(peer, node.record, node.disk)
+        node.machine = self._machine(peer, node.record, node.disk, node.links)
         self.boot(peer)
 
     # ------------------------------------------------------------ time
@@ -269,6 +275,7 @@ class Pump:
     def _carry_out_one(self, peer: PeerId, node: Node, effect: Effect) -> None:
         if isinstance(effect, events.Persist):
             node.record = effect.record
+            node.links += effect.links
         elif isinstance(effect, events.Send):
             self._send(peer, node, effect)
         elif isinstance(effect, events.Fetch):

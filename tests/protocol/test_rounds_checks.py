@@ -18,6 +18,7 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Hello,
+    Link,
     Message,
     Offer,
     Prepare,
@@ -30,6 +31,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds.checks import commit_problem, reform_problem, successor_problem
 from swarm.protocol.rounds.rosters import assign_reducers, offer_problem, plan_roster, sources_of
+from swarm.protocol.trust import step_problem
 from tests.protocol.round_pump import Pump, found, make_offer, make_rules, name, start_swarm
 
 RULES = make_rules()
@@ -256,19 +258,23 @@ def commit_of(*signers: str, **changes: object) -> Commit:
 
 
 def test_a_decided_manifest_needs_a_quorum_of_its_parents_members() -> None:
-    for tip in (PARENT, PUMP.nodes["A"].applied[0]):
-        assert commit_problem(commit_of("A", "B"), tip, RULES) is None
-        assert "1 of the parent's 3" in (commit_problem(commit_of("A"), tip, RULES) or "")
-        strangers = commit_of("X", "Y", "Z")
-        assert "0 of the parent's 3" in (commit_problem(strangers, tip, RULES) or "")
-        unsigned = commit_of(certificate=None)
-        assert "no certificate" in (commit_problem(unsigned, tip, RULES) or "")
+    assert commit_problem(commit_of("A", "B"), PARENT, RULES) is None
+
+    def problem(*signers: str) -> str:
+        return step_problem(PARENT.head, Link(TIP.head, commit_of(*signers).certificate)) or ""
+
+    assert problem("A", "B") == ""
+    assert "1 of the 3 members" in problem("A")
+    assert "0 of the 3 members" in problem("X", "Y", "Z")
+    assert "no certificate" in (step_problem(PARENT.head, Link(TIP.head)) or "")
     far = PUMP.nodes["A"].applied[0]
-    alone = commit_of("A", "B", parent=None)
-    assert "parent is missing" in (commit_problem(alone, far, RULES) or "")
-    assert (
-        commit_problem(commit_of(certificate=None), PARENT, make_rules(certificates=False)) is None
-    )
+    alone = Link(TIP.head, commit_of("A", "B").certificate)
+    assert "parent of height" in (step_problem(far.head, alone) or "")
+
+
+def test_what_comes_with_a_manifest_must_be_its_parent() -> None:
+    far = PUMP.nodes["A"].applied[0]
+    assert "is not its parent" in (commit_problem(commit_of("A", parent=far), far, RULES) or "")
 
 
 def test_a_manifest_without_certificate_is_refused_and_counted_and_changes_nothing() -> None:

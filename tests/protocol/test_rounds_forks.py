@@ -24,6 +24,7 @@ from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import (
     Accept,
     Ballot,
+    Certificate,
     Commit,
     Header,
     Hello,
@@ -31,6 +32,7 @@ from swarm.protocol.messages import (
     Prepare,
     Propose,
     Ready,
+    Signature,
 )
 from swarm.protocol.rounds import Phase
 from swarm.protocol.rounds.deals import book_of_reform
@@ -135,7 +137,8 @@ def test_a_peer_that_hears_a_quorum_holds_a_reform_back_and_says_so() -> None:
     machine = pump.nodes["A"].machine
     reform = reform_of(machine.tip, ["D", "E"])
     header = Header(reform.code, reform.digest, reform.generation)
-    effects = machine.handle(Received("D", header, Commit(reform, None, machine.tip)), pump.now)
+    left = Certificate(Ballot(0, "D"), {"D": Signature(b"", b"")})
+    effects = machine.handle(Received("D", header, Commit(reform, left, machine.tip)), pump.now)
     assert not any(isinstance(effect, Persist | Apply) for effect in effects)
     assert "held back" in machine.reason
     assert machine.tip.generation == "0"

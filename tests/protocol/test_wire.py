@@ -19,6 +19,7 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Hello,
+    Link,
     Message,
     Prepare,
     Propose,
@@ -28,15 +29,14 @@ from swarm.protocol.messages import (
     Roster,
     Signature,
 )
+from swarm.protocol.recording import decode_record, encode_record
 from swarm.protocol.wire import (
     MAX_MESSAGE_BYTES,
     attachments_of,
     decode,
     decode_offer,
-    decode_record,
     encode,
     encode_offer,
-    encode_record,
 )
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
@@ -56,6 +56,7 @@ OFFER = make_offer(RULES, "A", TIP)
 BALLOT = Ballot(3, "A")
 HEADER = Header(NEXT.code, NEXT.digest, NEXT.generation)
 SIGNATURE = Signature(b"k" * 294, b"s" * 256)
+CERTIFICATE = Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE})
 MESSAGES: list[Message] = [
     Hello(ask=True),
     Prepare(BALLOT),
@@ -66,8 +67,9 @@ MESSAGES: list[Message] = [
     Reduced(BALLOT, name("roster"), {"expert.1": ReducedUnit(name(3), 7)}, {"B": "no answer"}),
     Propose(BALLOT, NEXT, ("A",)),
     Accept(BALLOT, NEXT.digest, SIGNATURE),
-    Commit(NEXT, Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE}), TIP),
+    Commit(NEXT, CERTIFICATE, TIP),
     Commit(NEXT, None, None),
+    Commit(NEXT, None, None, (Link(TIP.head), Link(NEXT.head, CERTIFICATE, TIP.head))),
 ]
 
 
@@ -82,7 +84,7 @@ def test_offers_and_manifests_travel_beside_the_message() -> None:
     payload, attachments = encode(HEADER, MESSAGES[2])
     assert attachments == {
         digest_of(encode_offer(OFFER)): encode_offer(OFFER),
-        NEXT.digest: NEXT.encoded,
+        NEXT.blob: NEXT.encoded,
     }
     assert b"entries" not in payload
     assert b"shared" not in payload

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
-from swarm.protocol.messages import Offer
+from swarm.protocol.messages import Link, Offer
 from swarm.protocol.moments import Moments, Search
+from swarm.protocol.trust import Chain
 
 SURVIVAL = 0.3
 """Share of the blobs not yet synced that are there again after a crash, by luck."""
@@ -41,8 +42,12 @@ class PrivateState:
 class Disk:
     """Record, private state and blobs; blobs are readable when written, durable when synced."""
 
-    def __init__(self, record: Record, durable: Iterable[Digest]) -> None:
+    def __init__(
+        self, record: Record, durable: Iterable[Digest], chain: Iterable[Link] = ()
+    ) -> None:
         self.record = record
+        self.links = tuple(chain) or Chain.of(record).links
+        """Heads behind the tip."""
         self.earlier: Record | None = None
         """The record before, which is read when the newest one is damaged."""
         self.is_lost = False

@@ -45,6 +45,7 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.trust import Chain
 
 CLOCKS_DIFFER_S = 1e-6
 """A peer's clock has another beginning than the simulation's, so sums are rounded elsewhere."""
@@ -138,6 +139,7 @@ class Node(Ports):
             stored=self.disk.readable(),
             now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
+            chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
         self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
@@ -295,6 +297,7 @@ class Node(Ports):
 
     def _persist(self, effect: Persist) -> None:
         before, self.disk.record = self.disk.record, effect.record
+        self.disk.links += effect.links
         self.disk.earlier = before
         world = self.world
         new = effect.record.tip

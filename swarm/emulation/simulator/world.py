@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
@@ -28,6 +28,7 @@ from swarm.protocol.manifest import (
     PeerId,
     Text,
 )
+from swarm.protocol.messages import Link
 from swarm.protocol.ownership import assign
 from swarm.protocol.rounds.deals import first_book
 
@@ -176,10 +177,10 @@ class World:
 
     # ------------------------------------------------------------ faults
 
-    def start(self, peer: PeerId, record: Record) -> None:
+    def start(self, peer: PeerId, record: Record, chain: Iterable[Link] = ()) -> None:
         """A new peer starts with a record and all blobs of its tip."""
         durable = [entry.digest for entry in record.tip.entries.values()]
-        node = Node(self, peer, self.setup.characters[peer], Disk(record, durable))
+        node = Node(self, peer, self.setup.characters[peer], Disk(record, durable, chain))
         self.nodes[peer] = node
         self.disks[peer] = node.disk
         node.boot()
@@ -190,10 +191,11 @@ class World:
             return
         hosts = [node for node in self.nodes.values() if node.is_up and not node.is_paused]
         if hosts and self.random.random() < 0.7:
-            told = self.random.choice(hosts).disk.record
+            host = self.random.choice(hosts)
+            told, chain = host.disk.record, host.machine.chain.links
         else:
-            told = Record(tip=self.founding, certificate=None, parent=None)
-        self.start(peer, Record(told.tip, told.certificate, told.parent))
+            told, chain = Record(tip=self.founding, certificate=None, parent=None), ()
+        self.start(peer, Record(told.tip, told.certificate, told.parent), chain)
 
     def leave(self, peer: PeerId) -> None:
         """The person at this peer asks it to leave."""
@@ -255,13 +257,15 @@ class World:
 
     def _restore(self, node: Node) -> bool:
         """Gives a peer without a record the newest tip that it is shown; False if none is."""
-        shown = [o.disk.record for o in self.alive() if self.reachable(node.me, o.me)]
+        shown = [o for o in self.alive() if self.reachable(node.me, o.me)]
         if not shown:
             return False
-        best = max(shown, key=lambda record: record.tip.code)
+        host = max(shown, key=lambda other: other.disk.record.tip.code)
+        best = host.disk.record
         record = Record(best.tip, best.certificate, best.parent)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        node.disk = Disk(self.conduct.without_record(node.me, record), durable)
+        kept = self.conduct.without_record(node.me, record)
+        node.disk = Disk(kept, durable, host.machine.chain.links)
         self.disks[node.me] = node.disk
         return True
 

@@ -7,10 +7,18 @@ from dataclasses import replace
 
 from swarm.protocol.abstaining import abstain_until
 from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Record, Topic
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
-from swarm.protocol.messages import Commit
+from swarm.protocol.manifest import Code, Digest, Kind, Manifest, PeerId
+from swarm.protocol.messages import (
+    Ballot,
+    Certificate,
+    Commit,
+    Hello,
+    Link,
+    accept_statement,
+)
 from swarm.protocol.rounds.checks import commit_problem
-from swarm.protocol.rounds.state import CatchUp, MachineState
+from swarm.protocol.rounds.state import CatchUp, Exchanged, MachineState
+from swarm.protocol.trust import proof_problem, step_problem
 
 MAX_KNOWN_PEERS = 512
 RELIEF_ROUNDS = 4
@@ -23,15 +31,59 @@ class Adopter(MachineState):
     def _on_commit(self, source: PeerId, commit: Commit) -> None:
         manifest = commit.manifest
         if manifest.code < self.tip.code:
-            self._tell_tip(source)
+            self._tell_tip(source, manifest.code)
         if not self._is_better(manifest) or self._is_being_fetched(manifest):
             return
-        problem = commit_problem(commit, self.tip, self.rules)
+        if self._lacks_proof(commit):
+            self._ask_tip(source)
+            return
+        problem = self._commit_problem(commit)
         if problem:
             self._refuse(source, "COMMIT", f"manifest {manifest.digest[:12]}: {problem}")
             return
         self._remember_peers(manifest.members)
         self._consider_commit(source, commit)
+
+    def _lacks_proof(self, commit: Commit) -> bool:
+        """Whether a proof that begins with what this peer trusts is still to be asked for [L1].
+
+        A COMMIT that goes to everybody carries none: most of them have the manifest's parent.
+        """
+        if not self.rules.certificates or commit.manifest.parent == self.tip.digest:
+            return False
+        return not commit.path or commit.path[0].head.digest not in self.chain.trusted
+
+    def _commit_problem(self, commit: Commit) -> str | None:
+        """Why a COMMIT is not believed; None when it is."""
+        return commit_problem(commit, self.tip, self.rules) or self._unproved(commit)
+
+    def _unproved(self, commit: Commit) -> str | None:
+        """Why a manifest does not follow from what this peer trusts; None when it does [L1, L2]."""
+        head = commit.manifest.head
+        if not self.rules.certificates:
+            return None
+        if head.parent == self.tip.digest:
+            return step_problem(self.tip.head, Link(head, commit.certificate))
+        return proof_problem(commit.path, head, self.chain.trusted)
+
+    def _tell_tip(self, peer: PeerId, code: Code) -> None:
+        """Sends COMMIT(tip) to a peer with a lesser tip, at most once per poll period [H1]."""
+        if not self._is_rate_limited(self._told, (peer, self.tip.digest)):
+            record = self.record
+            path = self.chain.proof(code)
+            self._post(peer, Commit(self.tip, record.certificate, record.parent, path))
+
+    def _ask_tip(self, peer: PeerId) -> None:
+        """Asks a peer that is ahead for its tip, at most once per poll period [H1]."""
+        self._somebody_is_ahead = True
+        if not self._is_rate_limited(self._asked, (peer, self.tip.digest)):
+            self._post(peer, Hello(ask=True))
+
+    def _is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
+        if key in last and self._now - last[key] < self.timers.poll_s:
+            return True
+        last[key] = self._now
+        return False
 
     def _is_better(self, manifest: Manifest) -> bool:
         """Whether a manifest beats the tip in the total order [F1]; a tip only moves up."""
@@ -88,19 +140,19 @@ class Adopter(MachineState):
             f"round {manifest.round} (height {manifest.height}, {manifest.kind.value}) applied: "
             f"{len(manifest.contributors)} contributors, {len(manifest.members)} members"
         )
-        self._apply(manifest, replace(commit, parent=parent), text)
+        self._apply(replace(commit, parent=parent), text)
 
-    def _apply(self, manifest: Manifest, commit: Commit, text: str) -> None:
+    def _apply(self, commit: Commit, text: str) -> None:
         """One atomic write of the new tip, then the whole model at once [P4]."""
-        old = self.record
-        self._persist(
-            Record(
-                manifest,
-                commit.certificate if manifest.kind is not Kind.REFORM else None,
-                commit.parent,
-                abstain_until_height=abstain_until(old, manifest, self.me, self._offer),
-            )
+        old, manifest = self.record, commit.manifest
+        certificate = self._with_own_signature(commit)
+        record = Record(
+            manifest,
+            certificate,
+            commit.parent,
+            abstain_until_height=abstain_until(old, manifest, self.me, self._offer),
         )
+        self._persist(record, self._lengthen_chain(commit, certificate))
         self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
         self._effects.append(Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:
@@ -110,6 +162,25 @@ class Adopter(MachineState):
         self._collect_garbage(old)
         self._check_left()
         self._begin_height()
+
+    def _with_own_signature(self, commit: Commit) -> Certificate | None:
+        """A reform's certificate with this peer among those that have left for it [L2]."""
+        manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
+        if manifest.kind is not Kind.REFORM or parent is None or self.me not in parent.members:
+            return certificate
+        ballot = certificate.ballot if certificate else Ballot(0, self.me)
+        statement = accept_statement(self.rules.run, ballot, manifest.digest)
+        signatures = dict(certificate.signatures) if certificate else {}
+        signatures[self.me] = self._sign(statement)
+        return Certificate(ballot, signatures)
+
+    def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
+        """Puts the new tip's head, and what led to it, on the chain; returns what is new there."""
+        parent = commit.parent.head if commit.parent else None
+        before = {link.head.digest for link in self.chain.links}
+        last = Link(commit.manifest.head, certificate, parent)
+        self.chain = self.chain.grown((*commit.path[:-1], last))
+        return tuple(link for link in self.chain.links if link.head.digest not in before)
 
     def _reset_height(self, old: Record) -> None:
         """Forgets everything that referred to the height after the old tip."""
@@ -208,6 +279,6 @@ class Adopter(MachineState):
 def _digests(manifests: Iterable[Manifest]) -> Iterable[Digest]:
     for manifest in manifests:
         founding = manifest.founding
-        yield from (manifest.digest, founding.config, founding.validation)
+        yield from (manifest.blob, founding.config, founding.validation)
         for entry in manifest.entries.values():
             yield entry.digest

@@ -191,10 +191,9 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
 
 
 def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
-    """Why a COMMIT is not believed; None when it is.
+    """Why a COMMIT's manifest cannot be what it claims; None when it can.
 
-    A decided manifest needs a quorum of its parent's members; the shell has verified the
-    signatures and dropped what was wrong. Reforms are self-asserted.
+    Whether it was decided is another question, see `swarm.protocol.trust`.
     """
     manifest, parent = commit.manifest, commit.parent
     if manifest.founding != tip.founding or manifest.run != rules.run:
@@ -210,22 +209,8 @@ def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:
         return "a founding manifest is never decided"
     if manifest.parent == tip.digest:
         parent = tip
-    if parent is not None:
-        due = merge_due(parent, rules.merging)
-        problem = successor_problem(manifest, parent, rules, due=due)
-        if problem:
-            return problem
-    return certificate_problem(commit, parent) if rules.certificates else None
-
-
-def certificate_problem(commit: Commit, parent: Manifest | None) -> str | None:
-    """Why the certificate does not prove that the manifest was decided; None when it does."""
-    if commit.certificate is None:
-        return "it has no certificate"
-    if parent is None or parent.digest != commit.manifest.parent:
-        return "its parent is missing, so nobody can check its certificate"
-    signers = sorted(commit.certificate.signatures)
-    if not parent.is_quorum(signers):
-        present = len(parent.members.keys() & set(signers))
-        return f"its certificate has {present} of the parent's {len(parent.members)} members"
-    return None
+    if parent is None:
+        return None
+    if parent.digest != manifest.parent:
+        return "what comes with it is not its parent"
+    return successor_problem(manifest, parent, rules, due=merge_due(parent, rules.merging))

@@ -83,7 +83,7 @@ class Forks(Adopter):
 
     def _on_hello(self, source: PeerId, header: Header, hello: Hello) -> None:
         if header.code < self.tip.code:
-            self._tell_tip(source)
+            self._tell_tip(source, header.code)
         elif header.code > self.tip.code:
             self._ask_tip(source)
         elif hello.ask:
@@ -215,13 +215,14 @@ class Forks(Adopter):
         generation = self._new_generation(nonce)
         manifest = compose_reform(self.tip, members, generation, self.rules)
         commit = Commit(manifest, None, self.tip)
+        commit = replace(commit, certificate=self._with_own_signature(commit))
         self._synced.add(manifest.digest)
         # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
         self.record = replace(self.record, abstain_until_height=0)
         self._apply(
-            manifest,
             commit,
-            f"reformed at height {manifest.height}: {why}, {len(members)} go on",
+            f"reformed at height {manifest.height}: {why}, {len(members)} go on; who joins without "
+            f"the founder there needs --tip {manifest.height}:{manifest.digest}",
         )
         for peer in members:
             if peer != self.me:

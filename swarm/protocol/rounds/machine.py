@@ -155,7 +155,7 @@ class RoundMachine(Forks, Takeover):
             return
         self._keep_early(source, header, message)
         if header.code < self.tip.code:
-            self._tell_tip(source)
+            self._tell_tip(source, header.code)
         elif header.code > self.tip.code:
             self._ask_tip(source)
 

@@ -29,7 +29,7 @@ from swarm.protocol.messages import (
     Ballot,
     Commit,
     Header,
-    Hello,
+    Link,
     Message,
     Offer,
     Ready,
@@ -40,6 +40,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rules import Randomness, Rules
+from swarm.protocol.trust import Chain
 
 Exchanged = dict[tuple[PeerId, Digest], float]
 """When a peer was last told this tip, or asked for a newer one than this."""
@@ -103,6 +104,7 @@ class MachineState(ABC):
         random: Randomness,
         sign: Sign = unsigned,
         is_dialable: bool = True,
+        chain: Chain | None = None,
     ) -> None:
         self.me = me
         self.capacity = capacity
@@ -110,6 +112,8 @@ class MachineState(ABC):
         self.rules = rules
         self.timers = timers
         self.record = record
+        self.chain = chain or Chain.of(record)
+        """Heads behind the tip, to prove it to those that have another one."""
         self.reason = ""
         """Last sentence that explained a decision."""
         self._random = random
@@ -272,9 +276,9 @@ class MachineState(ABC):
     def _signed_accept(self, ballot: Ballot, digest: Digest) -> Accept:
         return Accept(ballot, digest, self._sign(accept_statement(self.rules.run, ballot, digest)))
 
-    def _persist(self, record: Record) -> None:
+    def _persist(self, record: Record, links: tuple[Link, ...] = ()) -> None:
         self.record = record
-        self._effects.append(Persist(record))
+        self._effects.append(Persist(record, links))
 
     def _persist_promise(self, ballot: Ballot) -> None:
         """Makes a promise durable before the READY that carries it [P1]."""
@@ -283,23 +287,6 @@ class MachineState(ABC):
     def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
         """The vote is durable before the ACCEPT [P2]."""
         self._persist(replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest)))
-
-    def _tell_tip(self, peer: PeerId) -> None:
-        """Sends COMMIT(tip) to a peer that is behind, at most once per poll period [H1]."""
-        if not self._is_rate_limited(self._told, (peer, self.tip.digest)):
-            self._post(peer, Commit(self.tip, self.record.certificate, self.record.parent))
-
-    def _ask_tip(self, peer: PeerId) -> None:
-        """Asks a peer that is ahead for its tip, at most once per poll period [H1]."""
-        self._somebody_is_ahead = True
-        if not self._is_rate_limited(self._asked, (peer, self.tip.digest)):
-            self._post(peer, Hello(ask=True))
-
-    def _is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
-        if key in last and self._now - last[key] < self.timers.poll_s:
-            return True
-        last[key] = self._now
-        return False
 
     # ------------------------------------------------------------ bringing blobs here
 

@@ -1,0 +1,70 @@
+"""The chain of heads on disk: one link a line, appended before the record that ends with it.
+
+Layout of a line: 64 hex digits of BLAKE3 over the JSON, a blank, the link as canonical JSON. A line
+that does not match its digest is torn or was changed and is left out; whoever lacks links can prove
+less to others, and believes nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from swarm.errors import BadMessage
+from swarm.protocol.messages import Link
+from swarm.protocol.recording import decode_link, encode_link
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChainFile:
+    """Where one peer's chain of one run lives."""
+
+    path: Path
+
+    def append(self, links: Sequence[Link]) -> None:
+        """Makes links durable, behind those that are there."""
+        if not links:
+            return
+        lines = b"".join(_line(link) for link in links)
+        with self.path.open("a+b") as file:
+            if file.tell() and not self._ends_whole(file.tell()):
+                lines = b"\n" + lines
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> tuple[Link, ...]:
+        """All links that are whole, oldest first; none if there is no file."""
+        return tuple(self._read())
+
+    def _read(self) -> Iterator[Link]:
+        if not self.path.exists():
+            return
+        for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):
+            digest, _, body = line.partition(b" ")
+            if not line:
+                continue
+            if blake3(body).hexdigest().encode() != digest:
+                logger.warning("%s: line %d is torn or was changed", self.path.name, number)
+                continue
+            try:
+                yield decode_link(body)
+            except BadMessage as error:
+                logger.warning("%s: line %d: %s", self.path.name, number, error)
+
+    def _ends_whole(self, num_bytes: int) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(num_bytes - 1)
+            return file.read(1) == b"\n"
+
+
+def _line(link: Link) -> bytes:
+    body = encode_link(link)
+    return blake3(body).hexdigest().encode() + b" " + body + b"\n"

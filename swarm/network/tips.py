@@ -1,0 +1,146 @@
+"""The newest tip of a run, as its members prove it to somebody who has none, or an old one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import BadManifest, BadMessage, HostileInput, NobodyReachable
+from swarm.network.fetch import Downloads, Want
+from swarm.network.inbound import open_message, verified
+from swarm.network.node import Node, Unreachable
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
+from swarm.protocol.messages import Commit, Link
+from swarm.protocol.records import RunRecord
+from swarm.protocol.schemas import IS_DIGEST
+from swarm.protocol.trust import proof_problem
+
+logger = logging.getLogger(__name__)
+
+ASK_DEADLINE_S = 5.0
+BLOB_DEADLINE_S = 60.0
+MAX_ASKED = 8
+"""Members asked for their tip; the newest that is proved counts."""
+TIP_QUESTION = b"tip "
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A tip that a peer showed, and the links that prove it."""
+
+    record: Record
+    path: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a peer believes before it is shown a tip.
+
+    Attributes:
+        begin: head from which others are asked to prove theirs.
+        others: heads from which a proof may begin as well.
+        is_new: whether the peer has no tip of its own, see `swarm.protocol.trust`.
+    """
+
+    begin: Digest
+    others: frozenset[Digest] = frozenset()
+    is_new: bool = True
+
+    def problem(self, commit: Commit) -> str | None:
+        """Why a tip is not believed; None when it is."""
+        heads = self.others | {self.begin}
+        return proof_problem(commit.path, commit.manifest.head, heads, is_new=self.is_new)
+
+
+def asked_tip(payload: bytes, run: str) -> Digest | None:
+    """The head that a stranger trusts, if this asks for the tip of the run."""
+    question, _, trusted = payload.rpartition(b" ")
+    digest = trusted.decode("ascii", "replace")
+    return digest if question == TIP_QUESTION + run.encode() and IS_DIGEST.match(digest) else None
+
+
+async def newest_tip(
+    node: Node,
+    downloads: Downloads,
+    run: RunRecord,
+    peers: Collection[PeerId],
+    trust: Trust | None = None,
+) -> Shown:
+    """The best tip that members prove.
+
+    Args:
+        node: that asks.
+        downloads: fetches manifests and proofs.
+        run: as announced; its id binds manifest 0.
+        peers: whom to ask.
+        trust: where proofs begin; None for manifest 0.
+
+    Raises:
+        NobodyReachable: no member proved a tip.
+    """
+    asked = [peer for peer in sorted(peers) if peer != node.peer_id][:MAX_ASKED]
+    trust = trust or Trust(await _founding_head(downloads, run, asked))
+    answers = await asyncio.gather(*(_ask_tip(node, downloads, run, trust, p) for p in asked))
+    best = max(
+        (shown for shown in answers if isinstance(shown, Shown)),
+        key=lambda shown: shown.record.tip.code,
+        default=None,
+    )
+    if best is None:
+        reasons = sorted({answer for answer in answers if isinstance(answer, str)})
+        raise NobodyReachable(
+            f"none of {len(asked)} members of {run.run} proved its tip: {'; '.join(reasons)}"
+        )
+    return best
+
+
+async def _founding_head(downloads: Downloads, run: RunRecord, peers: Sequence[PeerId]) -> Digest:
+    """The head of manifest 0, whose blob the run id binds."""
+    known = downloads.store.get(run.founding)
+    if known is None:
+        wanted = Want(run.founding, run.founding_bytes, tuple(peers))
+        known = await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S)
+    return decode_manifest(known).digest
+
+
+async def _ask_tip(
+    node: Node, downloads: Downloads, run: RunRecord, trust: Trust, peer: PeerId
+) -> Shown | str:
+    """The tip that a peer proves, or why it did not."""
+    question = TIP_QUESTION + f"{run.run} {trust.begin}".encode()
+    try:
+        async with asyncio.timeout(BLOB_DEADLINE_S):
+            payload = await node.request(peer, question, ASK_DEADLINE_S)
+            if not payload:
+                return "no answer"
+            _, message = await open_message(peer, payload, downloads.store, downloads)
+            return _checked_tip(verified(message, peer, run.run), run, trust)
+    except (TimeoutError, Unreachable) as error:
+        logger.info("peer=%s showed no tip: %s", peer[-6:], error)
+        return "no answer"
+    except HostileInput as error:
+        node.traffic.refuse(error.reason)
+        logger.warning("peer=%s tip refused: %s", peer[-6:], error)
+        return str(error)
+
+
+def _checked_tip(message: object, run: RunRecord, trust: Trust) -> Shown:
+    if not isinstance(message, Commit):
+        raise BadMessage("not_a_tip", "the answer is no tip")
+    tip = message.manifest
+    problem = trust.problem(message)
+    if problem:
+        raise BadManifest("no_proof", problem)
+    if tip.founding.config != run.config or (tip.run or run.run) != run.run:
+        raise BadManifest("foreign_run", f"the tip belongs to {tip.run}")
+    certificate = message.path[-1].certificate
+    return Shown(Record(tip, certificate, _parent_of(message)), message.path)
+
+
+def _parent_of(commit: Commit) -> Manifest | None:
+    """The parent that came with a COMMIT, if it is the manifest's."""
+    parent = commit.parent
+    return parent if parent and parent.digest == commit.manifest.parent else None

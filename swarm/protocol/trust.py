@@ -1,0 +1,218 @@
+"""Why a manifest is believed by a peer that has none of those before it. Pure.
+
+A manifest follows from a trusted one by the certificate of a quorum of its electorate. A peer that
+was away trusts its own tip; one that comes new trusts manifest 0, which the run id binds, or the
+head that a person named. From there it walks along *links*, a head with its certificate each:
+
+- the next height: signed by a quorum of the trusted electorate;
+- heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
+- a reform of the trusted head itself: signed by members of it that have left for it.
+
+The second rule is that of Tendermint's light client. It is safe because any two quorums of the
+trusted electorate share a member, and a member signs one manifest a height; what the parent's
+quorum decided is then no other chain than the one that the trusted members are on. Who owns the
+keys of an electorate of the past convinces nobody whose trusted head is later.
+
+A reform is made because a quorum is gone, so no number of signatures shows that it had to be.
+Peers with a tip of their own take one only when they hear no quorum either [F2], and then one
+signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard
+nobody; it asks for the founder's signature, or for a head that a person vouches for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Code, Digest, Head, Kind, is_ancestor
+from swarm.protocol.messages import Link
+from swarm.protocol.schemas import MAX_LINKS
+
+
+def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
+    """Why a head is not believed to follow from a trusted one; None when it is.
+
+    Args:
+        before: the trusted head.
+        link: the claimed successor; wrong signatures have been dropped from its certificate.
+        is_new: whether the reader has no tip of its own, so that reforms need the founder.
+    """
+    head = link.head
+    if head.founder != before.founder or (before.run and head.run != before.run):
+        return "it belongs to another run"
+    if head.kind is Kind.FOUNDING:
+        return "a founding manifest follows from nothing"
+    if link.certificate is None:
+        return f"height {head.height} has no certificate"
+    signers = frozenset(link.certificate.signatures)
+    if head.kind is Kind.REFORM:
+        return _reform_problem(before, head, signers, is_new=is_new)
+    if (head.generation, head.lineage) != (before.generation, before.lineage):
+        return f"height {head.height} is of another generation"
+    parent = before if head.parent == before.digest else link.parent
+    if parent is None or parent.digest != head.parent:
+        return f"the parent of height {head.height} is missing"
+    if head.height <= before.height or head.height != parent.height + 1:
+        return f"height {head.height} does not follow from {parent.height}"
+    if (parent.generation, parent.lineage) != (head.generation, head.lineage):
+        return f"the parent of height {head.height} is of another generation"
+    for electorate in (parent, before):
+        if not electorate.is_quorum(signers):
+            present = len(signers.intersection(electorate.members))
+            return (
+                f"the certificate of height {head.height} has {present} of the "
+                f"{len(electorate.members)} members of height {electorate.height}"
+            )
+    return None
+
+
+def _reform_problem(
+    before: Head, head: Head, signers: Collection[str], *, is_new: bool
+) -> str | None:
+    if head.parent != before.digest or head.height != before.height:
+        return "a reform follows from its parent alone"
+    expected = (*before.lineage, (head.height, (len(head.members), head.generation)))
+    if head.lineage != expected:
+        return "a reform's lineage ends with itself"
+    left = sorted(set(signers) & set(before.members))
+    if not left:
+        return "no member of its parent signed the reform"
+    if is_new and before.founder not in left:
+        return (
+            f"the reform at height {head.height} is signed by {len(left)} of its parent's "
+            f"{len(before.members)} members, and the founder is not among them: wait for it, or "
+            "name a head that somebody you trust shows you (--tip)"
+        )
+    return None
+
+
+def proof_problem(
+    path: Sequence[Link], target: Head, trusted: Collection[Digest], *, is_new: bool = False
+) -> str | None:
+    """Why a path does not prove a head; None when it does.
+
+    Args:
+        path: begins with a trusted head, ends with the target.
+        target: what is to be believed.
+        trusted: digests of heads that are believed already.
+        is_new: see `step_problem`.
+    """
+    if not path:
+        return "it comes without a proof"
+    if len(path) > MAX_LINKS:
+        return f"a proof of {len(path)} links is too long"
+    before = path[0].head
+    if before.digest not in trusted:
+        return f"its proof begins with {before.digest[:12]} at height {before.height}, not trusted"
+    for link in path[1:]:
+        problem = step_problem(before, link, is_new=is_new)
+        if problem:
+            return problem
+        before = link.head
+    return None if before.digest == target.digest else "its proof is of another manifest"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The heads behind a tip, oldest first, as far as this peer has them; the last is the tip's.
+
+    Attributes:
+        links: the first has no certificate: the peer began with it.
+    """
+
+    links: tuple[Link, ...]
+
+    @staticmethod
+    def of(record: Record, links: Iterable[Link] = ()) -> Chain:
+        """The chain that ends with a record's tip, of links that may go on or end before it."""
+        tip, parent = record.tip.head, record.parent
+        kept = tuple(link for link in links if is_ancestor(link.head.code, tip.code))
+        if kept and kept[-1].head.digest == tip.digest:
+            return Chain(kept)
+        if record.certificate is None or parent is None:
+            return Chain((Link(tip),))
+        last = Link(tip, record.certificate, parent.head)
+        known = kept or (Link(parent.head),)
+        return Chain((*known, *_closed(known, [last])))
+
+    @property
+    def tip(self) -> Head:
+        """The newest head."""
+        return self.links[-1].head
+
+    @property
+    def trusted(self) -> frozenset[Digest]:
+        """Heads from which a proof may begin: the tip, and where reforms of its ancestry branched.
+
+        At a reform's parent the old generation may have gone on, and come back as the better one.
+        """
+        parents = (link.head.parent for link in self.links if link.head.kind is Kind.REFORM)
+        return frozenset([self.tip.digest, *(parent for parent in parents if parent)])
+
+    def grown(self, path: Iterable[Link]) -> Chain:
+        """The chain with a new tip, which the path leads to; other branches are dropped."""
+        new = [link for link in path if link.certificate]
+        code = new[-1].head.code if new else self.tip.code
+        known = {link.head.digest for link in new}
+        kept = [
+            link
+            for link in self.links
+            if is_ancestor(link.head.code, code) and link.head.digest not in known
+        ]
+        return Chain((*kept, *_closed(kept, new)))
+
+    def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
+        """The shortest path found to the tip for a peer with another tip.
+
+        Args:
+            since: its tip's code, or the digest of a head that it trusts; None for the oldest.
+
+        Empty if this peer has no head that the other one could begin with.
+        """
+        at = self._beginning(since)
+        if at is None:
+            return ()
+        path = [Link(self.links[at].head)]
+        while at < len(self.links) - 1 and len(path) < MAX_LINKS:
+            further = self._furthest(at)
+            link = self.links[further]
+            if link.parent is None and further > at + 1:
+                link = replace(link, parent=self.links[further - 1].head)
+            path.append(link)
+            at = further
+        return tuple(path)
+
+    def _beginning(self, since: Code | Digest | None) -> int | None:
+        if since is None:
+            return 0
+        for at in range(len(self.links) - 1, -1, -1):
+            head = self.links[at].head
+            if head.digest == since:
+                return at
+            if not isinstance(since, str) and is_ancestor(head.code, since):
+                return at
+        return None
+
+    def _furthest(self, at: int) -> int:
+        """The furthest link that one step reaches, found by halving the distance."""
+        before, further = self.links[at].head, len(self.links) - 1
+        while further > at + 1:
+            link = self.links[further]
+            parent = link.parent or self.links[further - 1].head
+            if step_problem(before, replace(link, parent=parent)) is None:
+                return further
+            further = at + (further - at) // 2
+        return further
+
+
+def _closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
+    """New links, without the parents' heads that are the links before them."""
+    before = kept[-1].head if kept else None
+    closed = []
+    for link in new:
+        if link.parent and before and link.parent.digest == before.digest:
+            link = replace(link, parent=None)
+        closed.append(link)
+        before = link.head
+    return closed

@@ -1,0 +1,112 @@
+"""A stranger: a node with a key of its own that is in no run, but serves what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from swarm.config import NetworkSection
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.fetch import Downloads
+from swarm.network.joining import announced_runs, present_peers
+from swarm.network.node import Handlers, Node, Unreachable
+from swarm.network.serve import BlobServer
+from swarm.network.tips import newest_tip
+from swarm.protocol.manifest import Kind, Manifest, PeerId
+from swarm.protocol.messages import (
+    Ballot,
+    Certificate,
+    Commit,
+    Header,
+    Link,
+    Message,
+    Signature,
+    accept_statement,
+)
+from swarm.protocol.records import RunRecord
+from swarm.protocol.wire import encode
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Stranger:
+    """See the module; what it says is made with the project's own functions."""
+
+    node: Node
+    store: BlobStore
+    run: RunRecord = field(init=False)
+    members: list[PeerId] = field(init=False)
+
+    def look(self) -> Manifest:
+        """Finds the run, its members and its newest tip, as anybody may."""
+        runs = self.node.run(announced_runs(self.node), WAIT_S)
+        self.run = runs[0].record
+        present = self.node.run(present_peers(self.node, self.run.run), WAIT_S)
+        self.members = sorted(present)
+        downloads = Downloads(self.node, self.store)
+        asked = newest_tip(self.node, downloads, self.run, self.members)
+        return self.node.run(asked, WAIT_S).record.tip
+
+    def sign(self, manifest: Manifest) -> Certificate:
+        """A certificate with the only signature that it can make."""
+        ballot, identity = Ballot(0, self.node.peer_id), self.node.identity
+        signed = identity.sign(accept_statement(self.run.run, ballot, manifest.digest))
+        signature = Signature(identity.public_key, signed)
+        return Certificate(ballot, {self.node.peer_id: signature})
+
+    def say(self, header: Header, message: Message) -> int:
+        """Sends a message to all members; returns how many took it."""
+        payload, attachments = encode(header, message)
+        for digest, blob in attachments.items():
+            self.store.put(blob, digest)
+            self.store.pin([digest])
+        taken = 0
+        for peer in self.members:
+            try:
+                self.node.run(self.node.post(peer, payload, timeout_s=5.0), WAIT_S)
+                taken += 1
+            except Unreachable:
+                pass
+        return taken
+
+    def zeros(self, tip: Manifest, **changes: object) -> Manifest:
+        """A manifest whose values are all zero and whose only member is this stranger."""
+        entries = {}
+        for unit, entry in tip.entries.items():
+            digest = self.store.put(bytes(entry.num_bytes))
+            entries[unit] = replace(entry, digest=digest)
+        mine = {self.node.peer_id: next(iter(tip.members.values()))}
+        return replace(
+            tip,
+            run=self.run.run,
+            kind=Kind.QUORUM,
+            members=mine,
+            contributors=(self.node.peer_id,),
+            owners=dict.fromkeys(tip.owners, (self.node.peer_id,)),
+            entries=entries,
+            **changes,  # type: ignore[arg-type]
+        )
+
+    def commit(self, manifest: Manifest, parent: Manifest, path: tuple[Link, ...] = ()) -> Commit:
+        """A COMMIT that says that the manifest was decided."""
+        return Commit(manifest, self.sign(manifest), parent, path)
+
+
+@contextmanager
+def stranger(addresses: Sequence[str]) -> Iterator[Stranger]:
+    """Enters the network by these addresses."""
+    store, server = BlobStore(None), BlobServer()
+    server.attach(store)
+    node = Node.start(
+        identity_path=None,
+        network=NetworkSection(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
+        known_peers=addresses,
+        handlers=Handlers(streams={PROTOCOL: server.serve}),
+    )
+    try:
+        yield Stranger(node, store)
+    finally:
+        node.stop(5.0)

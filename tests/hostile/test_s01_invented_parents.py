@@ -1,0 +1,75 @@
+"""S1 and S3: a stranger says that something was decided whose parents it has invented.
+
+Before proofs, one such message made three honest peers adopt an all-zero model within a second,
+and `swarm-export` write one. Limits: nothing forged is applied, fetched for export or made durable,
+in 100 tries; every round goes on with the same digest everywhere.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.messages import Commit, Header, Link
+from tests.hostile.stranger import Stranger, stranger
+from tests.scenarios.swarms import ROUND_S, finish, has_rounds, write_run
+
+pytestmark = pytest.mark.scenario
+
+ROUNDS = 12
+TRIES = 20
+"""Of each of the five kinds."""
+
+
+def forgeries(liar: Stranger, tip: Manifest, number: int) -> list[Commit]:
+    """One COMMIT of every kind."""
+    far = {"height": tip.height + 100 + number, "round": tip.round + 100 + number}
+    invented = liar.zeros(tip, height=far["height"] - 1, round=far["round"] - 1)
+    child = liar.zeros(tip, parent=invented.digest, **far)
+    follower = liar.zeros(tip, parent=tip.digest, height=tip.height + 1, round=tip.round + 1)
+    generation = f"{number:032x}"
+    lineage = (*tip.lineage, (tip.height, (1, generation)))
+    reform = replace(
+        liar.zeros(tip, parent=tip.digest), kind=Kind.REFORM, generation=generation,
+        lineage=lineage, sources={}, work={}, seed=None,
+    )  # fmt: skip
+    proof = (Link(invented.head), Link(child.head, liar.sign(child), invented.head))
+    jump = (Link(tip.head), Link(child.head, liar.sign(child), invented.head))
+    return [
+        liar.commit(child, parent=invented),
+        liar.commit(child, parent=invented, path=proof),
+        liar.commit(child, parent=invented, path=jump),
+        liar.commit(follower, parent=tip),
+        liar.commit(reform, parent=tip),
+    ]
+
+
+def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(1), what="the first round", timeout_s=2 * ROUND_S)
+        with stranger([swarm.peers[0].join_address()]) as liar:
+            heard, forged = 0, set()
+            tip = liar.look()
+            for number in range(TRIES):
+                tip = tip if number % 5 else liar.look()
+                assert tip.digest not in forged, "a newcomer was shown a forged tip"
+                for commit in forgeries(liar, tip, number):
+                    forged.add(commit.manifest.digest)
+                    manifest = commit.manifest
+                    header = Header(manifest.code, manifest.digest, manifest.generation)
+                    heard += liar.say(header, commit)
+            assert heard > 100, "hardly anybody listened"
+            assert len(forged) > 40
+        finish(swarm, ROUNDS * ROUND_S)
+        histories = [peer.events() for peer in swarm.peers]
+        verdict = summary(swarm)
+    assert verdict["digests_per_height"] == [1] * len(verdict["digests_per_height"])
+    for events in histories:
+        rounds = [event["round"] for event in applied(events, "quorum")]
+        assert rounds == list(range(1, ROUNDS + 1))
+        assert not {event["digest"] for event in events if "digest" in event} & forged
+    assert sum(events[-1]["refused"].get("bad_commit", 0) for events in histories) > 0
