@@ -46,7 +46,7 @@ class Want:
 
 
 class Downloads:
-    """All downloads of a node into one store; its coroutines run in the node's loop."""
+    """All downloads of a node into one `store`; its coroutines run in the node's loop."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Downloads:
         limits: Limits | None = None,
     ) -> None:
         self._node = node
-        self._store = store
+        self.store = store
         self._progress_s = progress_s
         self._flows_per_peer = flows_per_peer
         limits = limits or Limits()
@@ -95,15 +95,15 @@ class Downloads:
         finished = asyncio.get_running_loop().create_future()
         caller = Caller(check, on_blob, on_failure, finished)
         digests = sorted({want.digest for want in wants})
-        self._store.pin(digests)
+        self.store.pin(digests)
         try:
             for digest in digests:
-                if self._store.has(digest):
+                if self.store.has(digest):
                     on_blob(digest)
-            missing = [want for want in wants if not self._store.has(want.digest)]
+            missing = [want for want in wants if not self.store.has(want.digest)]
             caller.waits_for |= {want.digest for want in missing}
             for number, want in enumerate(missing, 1):
-                if not self._store.has(want.digest):
+                if not self.store.has(want.digest):
                     self._join(want, caller)
                 elif want.digest in caller.waits_for:
                     caller.arrived(want.digest)  # another call brought it
@@ -115,7 +115,7 @@ class Downloads:
                 await caller.finished
         finally:
             self._leave(caller)
-            self._store.unpin(digests)
+            self.store.unpin(digests)
 
     async def fetch_one(
         self, want: Want, *, timeout_s: float, check: Check | None = None
@@ -138,7 +138,7 @@ class Downloads:
             raise NobodyReachable(
                 f"blob {want.digest} did not come within {timeout_s:g} s ({known or 'no source'})"
             ) from None
-        content = self._store.get(want.digest)
+        content = self.store.get(want.digest)
         assert content is not None, "collected while it was pinned"
         return content
 
@@ -149,7 +149,7 @@ class Downloads:
         download = self._downloads.get(key)
         if download is None:
             download = self._downloads[key] = Incoming(*key)
-            self._store.pin([want.digest])
+            self.store.pin([want.digest])
             try:
                 self._prepare(download)
             except BaseException:
@@ -165,10 +165,10 @@ class Downloads:
     def _prepare(self, download: Incoming) -> None:
         count = max(1, num_pieces(download.num_bytes))
         if count > 1:
-            arriving = self._store.writer(download.digest, download.num_bytes)
+            arriving = self.store.writer(download.digest, download.num_bytes)
             if arriving.complete:  # an earlier download could not keep it
-                self._store.discard(arriving)
-                arriving = self._store.writer(download.digest, download.num_bytes)
+                self.store.discard(arriving)
+                arriving = self.store.writer(download.digest, download.num_bytes)
             download.partial = arriving
             numbers = [number for number in range(count) if not arriving.has_piece(number)]
         else:
@@ -206,7 +206,7 @@ class Downloads:
 
     def _remove(self, download: Incoming) -> None:
         if self._downloads.pop(download.key, None):
-            self._store.unpin([download.digest])
+            self.store.unpin([download.digest])
 
     def _pump_soon(self) -> None:
         """Decides once for all that arrives in one turn of the loop."""
@@ -367,7 +367,7 @@ class Downloads:
                 self._node.traffic.refuse(reason)
         download.tell(verdicts)
         if download.partial and None not in verdicts.values():
-            self._store.discard(download.partial)
+            self.store.discard(download.partial)
 
     def _judge(
         self,
@@ -386,9 +386,9 @@ class Downloads:
 
     def _keep(self, download: Incoming, content: memoryview) -> None:
         if download.partial:
-            self._store.keep(download.partial)
+            self.store.keep(download.partial)
         else:
-            self._store.put(content, download.digest)
+            self.store.put(content, download.digest)
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
         """It cannot be had here: whoever waits hears of it."""

@@ -16,12 +16,15 @@ from swarm.config import NetworkSection
 from swarm.errors import BadMessage, NetworkDown, NoRoute, Unreachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
+from swarm.network.control import Control, peer_of
 from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import load_or_create_identity
+from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers, Node
 from swarm.network.relay import Relay
 from swarm.network.serve import BlobServer
+from swarm.network.streams import stream_handler
 from swarm.network.traffic import Traffic
 from tests.network.conftest import LOOPBACK, Peers
 
@@ -136,20 +139,24 @@ def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_pa
             open_sealed(bytes(broken), "QmB")
 
 
-def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado() -> None:
+def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_path) -> None:
     closed = []
 
     def starting() -> Any:
         raise NetworkDown("the network has not started")
 
     async def ask() -> None:
-        names = b"destination", PROTOCOL.encode()
+        sender = load_or_create_identity(tmp_path / "a.key")
+        letter = seal(sender, Letter.STREAM, "QmB", f"{PROTOCOL} QmR nonce".encode())
         reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
-        reader.feed_data(bytes(map(len, names)) + b"".join(names))
-        relay = Relay(
-            cast(Any, None), cast(Any, None), Traffic(), frozenset({PROTOCOL}), True, starting
-        )
-        await relay._on_stream(None, reader, cast(Any, writer))
+        reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
+        traffic = Traffic()
+        control = Control(traffic, Ledger(), None, None)
+        relay = Relay(sender, control, {PROTOCOL: BlobServer().serve}, True, starting)
+        handle = stream_handler(relay._on_stream, traffic, control.ledger)
+        info = SimpleNamespace(peer_id=peer_of(sender.peer_id), addr="/ip4/127.0.0.1/tcp/1")
+        await handle(info, reader, cast(Any, writer))
+        assert not traffic.refused
 
     asyncio.run(ask())
     assert closed
