@@ -76,9 +76,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
     # An honest peer fetches over two streams, and measures over one.
     Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
-    Cost.OPENING: Limit(Rate(128), Rate(16), Rate(2)),
+    Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
-    Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(2)),
+    Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
 }
 
 Account = tuple[Cost, str, str]

@@ -172,6 +172,8 @@ class Relay:
     async def _on_delivered(self, _relay: str, sealed: bytes) -> bytes:
         me = self.identity.peer_id
         opened = open_sealed(sealed, me)
+        if opened.letter not in (Letter.MESSAGE, Letter.REQUEST):
+            raise BadMessage("envelope_letter", "the envelope holds no message")
         self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
             opened.source, opened.payload, is_request=opened.letter is Letter.REQUEST
