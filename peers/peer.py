@@ -75,7 +75,8 @@ class Peer:
 
     def __post_init__(self) -> None:
         """Prepares to serve blobs and to answer questions."""
-        self.prober, self.ledger = Prober(), Ledger()
+        self.ledger = Ledger()
+        self.prober = Prober(self.ledger)
         self.text = RunText(self.config.corpus.folder, self.state.data_path)
         self.server = BlobServer(
             on_ask=self._on_ask,

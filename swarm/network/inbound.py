@@ -113,7 +113,8 @@ class Inbound:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
                 opening = self._open if is_member else self._open_aside
                 header, message = await opening(source, payload, costs)
-            self._deliver(Received(source, header, verified(message, source, self._run)))
+            message = await costs.parsing(partial(verified, message, source, self._run))
+            self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
             level = logging.WARNING if is_member else logging.DEBUG  # a stranger fills no log

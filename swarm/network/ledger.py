@@ -39,6 +39,8 @@ class Cost(StrEnum):
     OPENING = "opening"  # streams passed on to this peer whose letter has not come
     FORWARDS = "forwards"  # messages that are being passed on for others
     RELAYED = "relayed"  # streams that are being passed on for others
+    MEASURED = "measured"  # bytes that only measure a link
+    DIALS = "dials"  # connections tried at somebody's wish
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
+    # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
+    Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
+    Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
 }
 
 Account = tuple[Cost, str, str]

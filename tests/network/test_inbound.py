@@ -19,7 +19,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Want
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import Inbound
-from swarm.network.ledger import LIMITS, Cost, Ledger
+from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 from swarm.network.transfers import Transfers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Event, Received
@@ -299,14 +299,16 @@ def test_attachments_of_a_stranger_that_never_come_leave_nothing_behind(desk, mo
 
 
 def test_bytes_that_one_stranger_has_fetched_are_bounded_and_others_are_heard(desk: Desk) -> None:
-    """Each COMMIT names another manifest, all of about the same size."""
-    most = LIMITS[Cost.BYTES].stranger.most
+    """With an account that holds one and a half of such messages, and does not fill again."""
     payload, attachments = encode(HEADER, Commit(successor(TIP), None, None))
     size = sum(map(len, attachments.values()))
-    desk.ledger.take("S", Cost.BYTES, most - size / 2, time.monotonic())
+    limit = Limit(Rate(16 * size), Rate(3 * size), Rate(1.5 * size))
+    desk.ledger = Ledger({**LIMITS, Cost.BYTES: limit})
     desk.aside.blobs |= attachments
-    desk.run(("S", payload))
-    assert (desk.events, desk.refused) == ([], {"bytes_of_stranger": 1})
+    desk.run(("S", payload), ("S", payload))
+    assert len(desk.events) == 1
+    assert desk.refused == {"bytes_of_stranger": 1}
+    desk.events.clear()
     desk.run(("S2", payload))
     assert len(desk.events) == 1
 
