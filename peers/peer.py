@@ -40,6 +40,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.joining import announced_runs
+from swarm.network.ledger import Ledger
 from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
@@ -75,11 +76,12 @@ class Peer:
 
     def __post_init__(self) -> None:
         """Prepares to serve blobs and to answer questions."""
-        self.prober = Prober()
+        self.ledger = Ledger()
+        self.prober = Prober(self.ledger)
         self.text = RunText(self.config.corpus.folder, self.state.data_path)
         self.server = BlobServer(
             on_ask=self._on_ask,
-            is_member=self._is_member,
+            ledger=self.ledger,
             is_control=lambda digest: self.driver is not None and digest in self.driver.outbound,
             is_moments=lambda digest: (
                 self.exchange is not None and self.exchange.shelf.holds(digest)
@@ -102,6 +104,7 @@ class Peer:
                 on_message=self._on_message,
                 on_request=self._on_request,
                 streams={PROTOCOL: self.server.serve, MEASURE: self.prober.serve},
+                ledger=self.ledger,
             ),
             deadline_s=deadline_s,
             must_reach=bool(network.initial_peers) and self.state.current_run is None,
@@ -120,9 +123,6 @@ class Peer:
     def _on_ask(self, source: PeerId, digest: Digest) -> None:
         if self.driver:
             self.driver.asked_for(source, digest)
-
-    def _is_member(self, peer: PeerId) -> bool:
-        return self.driver is not None and peer in self.driver.tip.members
 
     async def _on_message(self, source: PeerId, payload: bytes) -> None:
         if self.driver:

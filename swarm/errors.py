@@ -18,7 +18,8 @@ SwarmError (1)
 │   ├── BadBlob                wrong digest, size, shape, dtype or a non-finite value
 │   ├── BadRecord              wrong signature, too large, not of its schema
 │   ├── BadMessage             a control message that is not of its schema
-│   └── BadManifest            no certificate, or not a successor of its parent
+│   ├── BadManifest            no certificate, or not a successor of its parent
+│   └── TooCostly              more than its sender may cost now
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
 ├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 ├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
@@ -149,6 +150,10 @@ class BadMessage(HostileInput):
 
 class BadManifest(HostileInput):
     """A manifest without certificate, or that is no successor of its parent."""
+
+
+class TooCostly(HostileInput):
+    """A peer asks for more than it may cost now; it may ask again later."""
 
 
 class NetworkDown(SwarmError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,12 +12,16 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 
 from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
+from swarm.network.ledger import Cost, Ledger
+from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_ANSWER_BYTES = 1_000_000
 """An answer over 4 MiB would make the caller hang for ever (measured)."""
 HANDLER_S = 60.0
+LOCATE_EVERY_S = 2.0
+"""How often at most the daemon is asked from where strangers are connected."""
 PEER_ID_BYTES = range(34, 43)
 """A multihash of SHA-256, or a short key as it is."""
 _MESSAGE = "swarm.message"
@@ -59,11 +64,17 @@ class Control:
     """
 
     def __init__(
-        self, traffic: Traffic, on_message: OnMessage | None, on_request: OnRequest | None
+        self,
+        traffic: Traffic,
+        ledger: Ledger,
+        on_message: OnMessage | None,
+        on_request: OnRequest | None,
     ) -> None:
-        self._traffic = traffic
+        self.traffic, self.ledger = traffic, ledger
         self._message_handler = on_message
         self._request_handler = on_request
+        self._locating = Tasks("the ledger")
+        self._located_s = 0.0
 
     async def register(self, p2p: P2P) -> None:
         """Lets the daemon deliver to the handlers that there are."""
@@ -72,17 +83,58 @@ class Control:
         if self._request_handler:
             await self.serve(p2p, _REQUEST, self._on_request)
 
-    async def serve(self, p2p: P2P, name: str, answer: Callable[[str, bytes], Any]) -> None:
-        """Lets `answer(source, payload)` answer the calls of this name, at most 1 MB each."""
+    async def serve(
+        self,
+        p2p: P2P,
+        name: str,
+        answer: Callable[[str, bytes], Any],
+        cost: Cost = Cost.MESSAGES,
+    ) -> None:
+        """Lets `answer(source, payload)` answer the calls of this name, at most 1 MB each.
+
+        A call that its sender cannot pay for is refused before anybody looks at it.
+        """
+
+        async def paid(source: str, payload: bytes) -> bytes:
+            self.spend(source, cost)
+            return bytes(await answer(source, payload))
 
         async def answered(payload: _Payload, context: P2PContext) -> _Payload:
             source = self._receive(payload, context)
-            data = await self._bounded(answer(source, payload.data))
+            self._locate(p2p, source)
+            data = await self._bounded(paid(source, payload.data))
             assert len(data) <= MAX_ANSWER_BYTES, f"answer of {len(data)} bytes"
-            self._traffic.control_bytes_sent += len(data)
+            self.traffic.control_bytes_sent += len(data)
             return _Payload(data)
 
         await p2p.add_protobuf_handler(name, answered, _Payload)
+
+    def spend(self, source: str, cost: Cost) -> None:
+        """Charges one call to a peer.
+
+        Raises:
+            TooCostly: it has called too often.
+        """
+        self.ledger.take(source, cost, 1, time.monotonic())
+
+    def _locate(self, p2p: P2P, source: str) -> None:
+        """Has the networks of connected peers looked up, where that of a stranger is not known."""
+        now_s = time.monotonic()
+        if self.ledger.is_member(source) or self.ledger.is_located(source):
+            return
+        if now_s - self._located_s >= LOCATE_EVERY_S:
+            self._located_s = now_s
+            self._locating.spawn(self._locate_all(p2p))
+
+    async def _locate_all(self, p2p: P2P) -> None:
+        try:
+            async with asyncio.timeout(HANDLER_S):
+                peers = await p2p.list_peers()
+        except (TimeoutError, P2PDaemonError, OSError, asyncio.IncompleteReadError):
+            return  # the daemon is going
+        for peer in peers:
+            for address in peer.addrs[:1]:
+                self.ledger.locate(str(peer.peer_id.to_base58()), str(address))
 
     async def handle(self, source: str, payload: bytes, *, is_request: bool) -> bytes:
         """Handles what a third peer passed on as if it had come straight.
@@ -118,8 +170,8 @@ class Control:
         peer = peer_of(peer_id)
         if peer == p2p.peer_id:
             raise Unreachable("a peer does not call itself")
-        self._traffic.control_messages_sent += 1
-        self._traffic.control_bytes_sent += len(payload)
+        self.traffic.control_messages_sent += 1
+        self.traffic.control_bytes_sent += len(payload)
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await p2p.call_protobuf_handler(peer, name, _Payload(payload), _Payload)
@@ -129,7 +181,7 @@ class Control:
             raise Refused(f"{peer_id}: {error}") from error
         except (P2PDaemonError, OSError) as error:
             raise NoRoute(f"{peer_id}: {error}") from error
-        self._traffic.control_bytes_received += len(answer.data)
+        self.traffic.control_bytes_received += len(answer.data)
         return bytes(answer.data)
 
     async def _on_message(self, source: str, payload: bytes) -> bytes:
@@ -142,10 +194,10 @@ class Control:
         return await self._request_handler(source, payload)
 
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
-        self._traffic.control_messages_received += 1
-        self._traffic.control_bytes_received += len(payload.data)
+        self.traffic.control_messages_received += 1
+        self.traffic.control_bytes_received += len(payload.data)
         if len(payload.data) > MAX_MESSAGE_BYTES:
-            self._traffic.refuse("message_size")
+            self.traffic.refuse("message_size")
             raise ValueError(f"refused: over {MAX_MESSAGE_BYTES} bytes")
         return str(context.remote_id.to_base58())
 
@@ -154,5 +206,5 @@ class Control:
             async with asyncio.timeout(HANDLER_S):
                 return await handled
         except HostileInput as error:
-            self._traffic.refuse(error.reason)
+            self.traffic.refuse(error.reason)
             raise

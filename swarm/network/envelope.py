@@ -20,6 +20,7 @@ class Letter(IntEnum):
     MESSAGE = 1  # wants no answer but that it was handled
     REQUEST = 2  # a question
     ANSWER = 3  # to an envelope, whose digest it is bound to
+    STREAM = 4  # opens a stream through a relay
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Want:
 
 
 class Downloads:
-    """All downloads of a node into one store; its coroutines run in the node's loop."""
+    """All downloads of a node into one `store`; its coroutines run in the node's loop."""
 
     def __init__(
         self,

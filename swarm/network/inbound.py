@@ -1,21 +1,28 @@
-"""Control messages of other peers: fetch what they refer to, decode, verify, hand on.
+"""Control messages of other peers: judge, fetch what they refer to, decode, verify, hand on.
 
-What passes here has the right schema, all its attached blobs, and only signatures that hold.
+What passes here is what its sender may send, has the right schema, all its attached blobs, and only
+signatures that hold. What strangers have fetched here is in memory only, until it is decoded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
-from swarm.errors import HostileInput, StateError
+from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
+from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.tasks import Tasks
+from swarm.network.transfers import Transfers
+from swarm.protocol.claims import Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import (
@@ -32,8 +39,6 @@ from swarm.protocol.wire import attachments_of, decode, holders_of
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_PER_PEER = 32
-"""Messages of one peer whose attachments are being fetched; more are dropped, peers repeat."""
 ATTACHMENT_DEADLINE_S = 20.0
 LARGE_BYTES = 2**18
 """Attachments of more are decoded in another thread: a roster of 256 peers takes a second."""
@@ -42,6 +47,8 @@ MANY = 16
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
+
+Result = TypeVar("Result")
 
 
 class Shown:
@@ -68,47 +75,116 @@ class Inbound:
     """Takes control messages off the network and hands those that are in order on as events."""
 
     def __init__(
-        self,
-        store: BlobStore,
-        downloads: Downloads,
-        run: str,
-        deliver: Callable[[Event], None],
-        refused: Counter[str],
+        self, transfers: Transfers, ledger: Ledger, run: str, deliver: Callable[[Event], None]
     ) -> None:
-        self._store, self._downloads, self._run = store, downloads, run
-        self._deliver, self._refused = deliver, refused
-        self._pending: Counter[PeerId] = Counter()
+        """Waits for messages.
+
+        Args:
+            transfers: fetch what members name, and aside what strangers name.
+            ledger: says who is a member, and what each sender may cost.
+            run: its id, which signatures bind.
+            deliver: takes each message that is in order.
+        """
+        self._downloads, self._aside = transfers.downloads, transfers.aside
+        self._ledger, self._run, self._deliver = ledger, run, deliver
+        self.refused: Counter[str] = Counter()
         self._shown = Shown()
         self._tasks = Tasks("the inbox")
 
     def take(self, source: PeerId, payload: bytes) -> None:
         """Takes one message, in the node's loop; what is wrong with it is counted and dropped."""
-        if self._pending[source] >= MAX_PENDING_PER_PEER:
-            self._refused["too_many_pending"] += 1
+        now_s = time.monotonic()
+        try:
+            self._ledger.take(source, Cost.SECONDS, 0, now_s)
+            held = self._ledger.take(source, Cost.PENDING, 1, now_s)
+        except TooCostly as error:
+            self.refused[error.reason] += 1
             return
-        self._pending[source] += 1
-        self._tasks.spawn(self._receive(source, payload))
+        self._tasks.spawn(self._receive(source, payload, held))
 
     async def stop(self) -> None:
         """Drops what is on its way."""
         await self._tasks.stop()
 
-    async def _receive(self, source: PeerId, payload: bytes) -> None:
+    async def _receive(self, source: PeerId, payload: bytes, held: Held) -> None:
+        is_member = self._ledger.is_member(source)
+        costs = Costs(source, self._ledger)
         try:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
-                header, message = await open_message(
-                    source, payload, self._store, self._downloads, self._shown
-                )
-            self._deliver(Received(source, header, verified(message, source, self._run)))
+                opening = self._open if is_member else self._open_aside
+                header, message = await opening(source, payload, costs)
+            message = await costs.parsing(partial(verified, message, source, self._run))
+            self._deliver(Received(source, header, message))
         except HostileInput as error:
-            self._refused[error.reason] += 1
-            logger.warning("from=%s refused=%s: %s", source[-6:], error.reason, error)
+            self.refused[error.reason] += 1
+            level = logging.WARNING if is_member else logging.DEBUG  # a stranger fills no log
+            logger.log(level, "from=%s refused=%s: %s", source[-6:], error.reason, error)
         except TimeoutError:
             logger.debug("from=%s dropped: its attachments did not arrive", source[-6:])
         except StateError as error:
             logger.error("from=%s dropped: %s", source[-6:], error)
         finally:
-            self._pending[source] -= 1
+            self._ledger.give_back(held, time.monotonic())
+
+    async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
+        downloads, shown = self._downloads, self._shown
+        return await open_message(
+            source, payload, downloads.store, downloads, shown=shown, costs=costs
+        )
+
+    async def _open_aside(
+        self, source: PeerId, payload: bytes, costs: Costs
+    ) -> tuple[Header, Message]:
+        """Opens what a stranger sent, if it may; none of it comes to the peer's own store.
+
+        Raises:
+            HostileInput: it may not, or it costs too much.
+        """
+        claim = await costs.parsing(partial(claim_of, payload))
+        refusal = refusal_of(claim, Standing.STRANGER)
+        if refusal:
+            raise BadMessage(refusal, f"a stranger may not send this {claim.kind.upper()}")
+        own, aside = self._downloads.store, self._aside.store
+        digests = [digest for digest, _ in claim.attachments]
+        aside.pin(digests)
+        try:
+            for digest in digests:
+                if (blob := own.get(digest)) is not None:
+                    aside.put(blob, digest)
+            return await open_message(source, payload, aside, self._aside, costs=costs)
+        finally:
+            aside.unpin(digests)
+            aside.collect(())
+
+
+class Costs:
+    """What one message costs its sender."""
+
+    def __init__(self, source: PeerId, ledger: Ledger) -> None:
+        self._source, self._ledger = source, ledger
+
+    def fetching(self, num_bytes: int) -> None:
+        """Charges attachments that are not here; raises TooCostly."""
+        self._ledger.take(self._source, Cost.BYTES, num_bytes, time.monotonic())
+
+    async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
+        """Does some work, perhaps in another thread, and charges the processor time it took."""
+        spent_s: list[float] = []
+        try:
+            if off_loop:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(None, _timed, work, spent_s)
+            return _timed(work, spent_s)
+        finally:
+            self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())
+
+
+def _timed(work: Callable[[], Result], spent_s: list[float]) -> Result:
+    began_s = time.thread_time()
+    try:
+        return work()
+    finally:
+        spent_s.append(time.thread_time() - began_s)
 
 
 async def open_message(
@@ -116,7 +192,9 @@ async def open_message(
     payload: bytes,
     store: BlobStore,
     downloads: Downloads,
+    *,
     shown: Shown | None = None,
+    costs: Costs | None = None,
 ) -> tuple[Header, Message]:
     """Fetches what a message refers to and decodes it.
 
@@ -126,13 +204,16 @@ async def open_message(
 
     Raises:
         BadMessage: not of the schema.
+        TooCostly: its sender has had too much fetched already; without `costs` it may have all.
     """
-    wanted = attachments_of(payload)
+    costs = costs or Costs(source, Ledger())
+    wanted = await costs.parsing(partial(attachments_of, payload))
     shown = shown or Shown()
     for digest, _ in wanted:
         shown.note(digest, source)
     absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
     if absent:
+        costs.fetching(sum(size for _, size in absent))
         named = holders_of(payload)
         missing = []
         for digest, size in absent:
@@ -143,9 +224,8 @@ async def open_message(
             missing.append(Want(digest, size, tuple(dict.fromkeys(sources))))
         await downloads.fetch(missing, check=None, on_blob=_ignore, on_failure=_ignore)
     blobs = {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
-    if sum(map(len, blobs.values())) <= LARGE_BYTES:
-        return decode(payload, blobs)
-    return await asyncio.get_running_loop().run_in_executor(None, decode, payload, blobs)
+    is_large = sum(map(len, blobs.values())) > LARGE_BYTES
+    return await costs.parsing(partial(decode, payload, blobs), off_loop=is_large)
 
 
 def _ignore(*_: str) -> None:

@@ -30,10 +30,11 @@ from swarm.network.control import Control
 from swarm.network.daemon import Address
 from swarm.network.dht import Dht, Record
 from swarm.network.identity import Identity, load_or_create_identity
+from swarm.network.ledger import Ledger
 from swarm.network.loop_thread import LoopThread
 from swarm.network.relay import Relay
 from swarm.network.steady_clock import dht_clock
-from swarm.network.streams import Serve, stream_handler
+from swarm.network.streams import Serve
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
 from swarm.network.ways import Ways
@@ -63,11 +64,13 @@ class Handlers:
             payload.
         on_request: the same, and returns the answer, at most 1 MB.
         streams: who serves which bulk protocol.
+        ledger: what others may cost; it is told who the members are.
     """
 
     on_message: Callable[[str, bytes], Awaitable[None]] | None = None
     on_request: Callable[[str, bytes], Awaitable[bytes]] | None = None
     streams: Mapping[str, Serve] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 class Node:
@@ -79,6 +82,7 @@ class Node:
         addresses: to be handed out; loopback only if there is nothing else. Empty for a node that
             does not listen.
         traffic: counters.
+        ledger: what others may cost.
         failure: why the daemon is dead, while it is.
     """
 
@@ -89,19 +93,16 @@ class Node:
         handlers: Handlers,
         forgotten: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
-        self.identity = identity
-        self.peer_id = identity.peer_id
+        self.identity, self.peer_id = identity, identity.peer_id
         self.addresses: tuple[str, ...] = ()
-        self.traffic = Traffic()
+        self.traffic, self.ledger = Traffic(), handlers.ledger
         self.failure: str | None = None
-        self._handlers = handlers
-        self._control = Control(self.traffic, handlers.on_message, handlers.on_request)
+        self._control = Control(self.traffic, self.ledger, handlers.on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)
         self._relay = Relay(
             identity,
             self._control,
-            self.traffic,
-            frozenset(handlers.streams),
+            handlers.streams,
             is_willing=network.relay and not network.client_mode,
             p2p=self._living_p2p,
         )
@@ -348,8 +349,6 @@ class Node:
     async def _register(self, p2p: P2P) -> None:
         await self._control.register(p2p)
         await self._relay.register(p2p)
-        for protocol, serve in sorted(self._handlers.streams.items()):
-            await p2p.add_binary_stream_handler(protocol, stream_handler(serve, self.traffic))
 
     async def _supervise(self) -> None:
         """Starts a daemon that died again, until that fails too often in a row."""

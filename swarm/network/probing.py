@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm import __version__
-from swarm.errors import BadMessage, Unreachable
+from swarm.errors import BadMessage, HostileInput, Unreachable
+from swarm.network.ledger import Cost, Ledger
 from swarm.network.node import Node
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
@@ -31,15 +31,12 @@ logger = logging.getLogger(__name__)
 QUESTION = b"probe "
 PROTOCOL = "swarm.measure/1"
 MAX_BYTES = 8 * 2**20
-BYTES_PER_PEER = 4 * MAX_BYTES
-"""Within `WINDOW_S`; more is refused, so that nobody can use up a peer's link with it."""
 _DIAL_S = 5.0
 DIALLING = 3
 """Neighbours that a peer asks to dial it."""
 DIALLING_S = _DIAL_S + 1.0
-DIALS_PER_PEER = 8
-WINDOW_S = 60.0
 STREAMS = 4
+"""Measured at a time: more would only measure each other."""
 ANSWER_S = 10.0
 _STREAM_S = 30.0
 _PART_BYTES = 64 * 1024
@@ -87,17 +84,17 @@ Answer = TypeVar("Answer", About, Dialled)
 class Prober:
     """The answering side: `answer` for questions, `serve` for the bulk protocol."""
 
-    def __init__(self) -> None:
-        self._bytes: Counter[str] = Counter()
-        self._dials: Counter[str] = Counter()
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        """Answers what the ledger, which is the node's, lets others cost."""
+        self._ledger = ledger or Ledger()
         self._streams = 0
-        self._window_s = time.monotonic()
 
     async def answer(self, node: Node, source: str, payload: bytes) -> bytes:
         """Answers a question that begins with `QUESTION`.
 
         Raises:
-            BadMessage: not of the schema, or too many questions.
+            BadMessage: not of the schema.
+            TooCostly: too many dials.
         """
         try:
             question = Question.model_validate_json(payload[len(QUESTION) :])
@@ -107,7 +104,7 @@ class Prober:
         if question.kind == "about":
             about = About(version=__version__, clock=time.time(), seen_at=seen_at)
             return about.model_dump_json().encode()
-        self._count(self._dials, source, 1, DIALS_PER_PEER)
+        self._ledger.take(source, Cost.DIALS, 1, time.monotonic())
         fault = await _dial(seen_at, question.port)
         return Dialled(fault=fault).model_dump_json().encode()
 
@@ -119,31 +116,31 @@ class Prober:
         writer: asyncio.StreamWriter,
     ) -> None:
         """Sends or takes as many bytes as asked for; the asking side closes."""
-        async with asyncio.timeout(_STREAM_S):
-            is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
-            try:
-                self._count(self._bytes, source, min(num_bytes, MAX_BYTES + 1), BYTES_PER_PEER)
-                if num_bytes > MAX_BYTES or self._streams >= STREAMS:
-                    raise BadMessage("probe_limit", "too much is being measured")
-            except BadMessage as error:
-                traffic.refuse(error.reason)
-                return
-            self._streams += 1
-            try:
-                await (_send if is_down else _take)(num_bytes, reader, writer)
-                while await reader.read(_PART_BYTES):
-                    pass
-            finally:
-                self._streams -= 1
+        held = None
+        try:
+            held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
+            async with asyncio.timeout(_STREAM_S):
+                await self._measure(source, reader, writer)
+        except HostileInput as error:
+            traffic.refuse(error.reason)
+        finally:
+            if held:
+                self._ledger.give_back(held, time.monotonic())
 
-    def _count(self, counter: Counter[str], source: str, more: int, limit: int) -> None:
-        if time.monotonic() - self._window_s > WINDOW_S:
-            self._window_s = time.monotonic()
-            self._bytes.clear()
-            self._dials.clear()
-        if counter[source] + more > limit:
-            raise BadMessage("probe_limit", f"too much asked for within {WINDOW_S:.0f} s")
-        counter[source] += more
+    async def _measure(
+        self, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
+        if num_bytes > MAX_BYTES or self._streams >= STREAMS:
+            raise BadMessage("probe_limit", "too much is being measured")
+        self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
+        self._streams += 1
+        try:
+            await (_send if is_down else _take)(num_bytes, reader, writer)
+            while await reader.read(_PART_BYTES):
+                pass
+        finally:
+            self._streams -= 1
 
 
 async def _send(num_bytes: int, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

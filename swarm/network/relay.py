@@ -2,26 +2,31 @@
 
 libp2p's own circuit relay needs minutes until a slot is there (measured: none after 40 s), so any
 willing peer that listens does it here. Messages are signed, so a relay can delay and drop them but
-not change them; blobs are named by their digests.
+not change them; blobs are named by their digests. A stream begins with a signed letter, so it costs
+the peer that asked for it, at the relay and at the destination, and never the relay itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P
 
-from swarm.errors import BadMessage, NoRoute, SwarmError, Unreachable
+from swarm.errors import BadMessage, HostileInput, NoRoute, SwarmError, Unreachable
 from swarm.network.control import Control, peer_of
 from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.identity import Identity
-from swarm.network.streams import open_stream, receive_into
+from swarm.network.ledger import Cost
+from swarm.network.streams import Serve, open_stream, receive_into, stream_handler
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import digest_of
 
@@ -30,16 +35,34 @@ logger = logging.getLogger(__name__)
 PROTOCOL = "swarm.relay/1"
 FORWARD_S = 10.0
 """A relay gives up on a message after this."""
+FIRST_BYTES_S = 10.0
+"""A stream that is passed on and on which nothing came is ended after this long."""
 IDLE_S = 60.0
+"""So is one on which nothing moves any more, either way."""
 STREAM_S = 1800.0
-LETTERS_PER_PEER = 16
-STREAMS_PER_PEER = 8
-STREAMS = 64
+MAX_LETTER_BYTES = 4096
+SEEN_LETTERS = 4096
+"""Letters of streams that are remembered, so that a relay cannot show one twice."""
+DELIVER_PROTOCOL = "swarm.relayed/1"
 _FORWARD = "swarm.relay"
 _DELIVER = "swarm.relayed"
 _PART_BYTES = 256 * 1024
 _CLOSE_S = 5.0
 _CONNECTED = b"\x01"
+_LETTER = struct.Struct(">H")
+_NONCE_BYTES = 16
+_WORDS = 3
+"""Of such a letter: protocol, relay, and what makes each letter another."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """The letter of a stream: who asked whom to pass it on, and for which protocol."""
+
+    letter: bytes
+    origin: str
+    protocol: str
+    relay: str
 
 
 @dataclass
@@ -48,31 +71,36 @@ class Relay:
 
     Attributes:
         identity: seals what this peer sends.
-        control: takes what others had passed on to this peer.
-        traffic: counters.
-        protocols: streams that may be passed on.
+        control: takes what others had passed on to this peer; has counters and ledger.
+        streams: who serves which protocol, to others straight and through relays.
         is_willing: whether to pass on for others.
         p2p: the living daemon; raises NetworkDown when there is none.
     """
 
     identity: Identity
     control: Control
-    traffic: Traffic
-    protocols: frozenset[str]
+    streams: Mapping[str, Serve]
     is_willing: bool
     p2p: Callable[[], P2P]
 
     def __post_init__(self) -> None:
         """Nobody is being served yet."""
-        self._letters: Counter[str] = Counter()
-        self._streams: Counter[str] = Counter()
+        self.traffic, self.ledger = self.control.traffic, self.control.ledger
+        self._seen: OrderedDict[str, None] = OrderedDict()
 
     async def register(self, p2p: P2P) -> None:
-        """Lets the daemon deliver what others pass on, and ask for it if this peer is willing."""
-        await self.control.serve(p2p, _DELIVER, self._on_delivered)
+        """Lets the daemon deliver streams and what others pass on, and ask this peer to do so."""
+        await self.control.serve(p2p, _DELIVER, self._on_delivered, Cost.LETTERS)
+        await self._serve(p2p, DELIVER_PROTOCOL, self._on_delivered_stream)
         if self.is_willing:
             await self.control.serve(p2p, _FORWARD, self._on_forward)
-            await p2p.add_binary_stream_handler(PROTOCOL, self._on_stream)
+            await self._serve(p2p, PROTOCOL, self._on_stream)
+        for protocol, serve in sorted(self.streams.items()):
+            await self._serve(p2p, protocol, serve)
+
+    async def _serve(self, p2p: P2P, protocol: str, serve: Serve) -> None:
+        handler = stream_handler(serve, self.traffic, self.ledger)
+        await p2p.add_binary_stream_handler(protocol, handler)
 
     # ------------------------------------------------ asking others
 
@@ -113,7 +141,7 @@ class Relay:
             async with asyncio.timeout(timeout_s):
                 connection = await open_stream(path, peer_of(relay), PROTOCOL, timeout_s)
                 try:
-                    await _ask_for(connection, destination, protocol)
+                    await self._ask_for(connection, relay, destination, protocol)
                 except BaseException:
                     connection.close()
                     raise
@@ -121,11 +149,32 @@ class Relay:
             raise NoRoute(f"{destination} through {relay}: {error}") from error
         return connection
 
+    async def _ask_for(
+        self, connection: socket.socket, relay: str, destination: str, protocol: str
+    ) -> None:
+        opening = f"{protocol} {relay} {os.urandom(_NONCE_BYTES).hex()}".encode()
+        letter = seal(self.identity, Letter.STREAM, destination, opening)
+        name = destination.encode()
+        head = bytes([len(name)]) + name + _LETTER.pack(len(letter)) + letter
+        await asyncio.get_running_loop().sock_sendall(connection, head)
+        await receive_into(connection, memoryview(bytearray(1)))
+
     # ------------------------------------------------ being asked
+
+    @contextmanager
+    def _costing(self, peer: str, cost: Cost) -> Iterator[None]:
+        held = self.ledger.take(peer, cost, 1, time.monotonic())
+        try:
+            yield
+        finally:
+            self.ledger.give_back(held, time.monotonic())
 
     async def _on_delivered(self, _relay: str, sealed: bytes) -> bytes:
         me = self.identity.peer_id
         opened = open_sealed(sealed, me)
+        if opened.letter not in (Letter.MESSAGE, Letter.REQUEST):
+            raise BadMessage("envelope_letter", "the envelope holds no message")
+        self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
             opened.source, opened.payload, is_request=opened.letter is Letter.REQUEST
         )
@@ -133,45 +182,85 @@ class Relay:
 
     async def _on_forward(self, source: str, ask: bytes) -> bytes:
         destination, sealed = _addressed(ask)
-        if self._letters[source] >= LETTERS_PER_PEER:
-            raise BadMessage("relay_busy", "too many messages to be passed on")
-        self._letters[source] += 1
-        try:
+        with self._costing(source, Cost.FORWARDS):
             self.traffic.relayed_bytes += len(sealed)
             return await self.control.call(self.p2p(), destination, _DELIVER, sealed, FORWARD_S)
-        finally:
-            self._letters[source] -= 1
-            self._letters = +self._letters
 
     async def _on_stream(
-        self, info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        _traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        source = str(getattr(info, "peer_id", ""))
-        if self._streams[source] >= STREAMS_PER_PEER or self._streams.total() >= STREAMS:
-            self.traffic.refuse("too_many_flows")
-            writer.close()
-            return
-        self._streams[source] += 1
-        try:
+        """Passes a stream on for its source, as many as the ledger lets it have."""
+        with self._ending(source), self._costing(source, Cost.RELAYED):
             async with asyncio.timeout(STREAM_S):
-                await self._pass_on(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, SwarmError) as why:
-            logger.debug("stream passed on for %s ended: %s", source, why)
-        finally:
-            self._streams[source] -= 1
-            self._streams = +self._streams
-            writer.close()
+                await self._pass_on(source, reader, writer)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(FORWARD_S):
-            sizes = await reader.readexactly(2)
-            destination = (await reader.readexactly(sizes[0])).decode("ascii", "replace")
-            protocol = (await reader.readexactly(sizes[1])).decode("ascii", "replace")
-        if protocol not in self.protocols:
-            raise BadMessage("relay_protocol", f"{protocol!r} is not passed on")
-        path = self.p2p().daemon_listen_maddr["unix"]
-        connection = await open_stream(path, peer_of(destination), protocol, FORWARD_S)
+    async def _on_delivered_stream(
+        self,
+        traffic: Traffic,
+        relay: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Serves a stream that a relay passes on as if its origin had opened it."""
+        with self._ending(relay):
+            with self._costing(relay, Cost.OPENING):
+                async with asyncio.timeout(FORWARD_S):
+                    opened = await self._read_letter(reader, self.identity.peer_id)
+                if opened.relay != relay:
+                    raise BadMessage("relay_letter", "the letter was for another relay")
+            await self.streams[opened.protocol](traffic, opened.origin, reader, writer)
+
+    @contextmanager
+    def _ending(self, peer: str) -> Iterator[None]:
+        """Whatever ends a stream early is told in the log, and counted if it was refused."""
         try:
+            yield
+        except HostileInput as why:
+            self.traffic.refuse(why.reason)
+            logger.debug("stream of %s refused: %s", peer, why)
+        except SwarmError as why:
+            logger.debug("stream passed on for %s ended: %s", peer, why)
+
+    async def _read_letter(self, reader: asyncio.StreamReader, destination: str) -> _Opening:
+        """The letter that a stream begins with.
+
+        Raises:
+            BadMessage: it is none, for somebody else or a stream that is not passed on, or was
+                shown here before.
+        """
+        (size,) = _LETTER.unpack(await reader.readexactly(_LETTER.size))
+        if size > MAX_LETTER_BYTES:
+            raise BadMessage("relay_letter", f"a letter of {size} bytes")
+        letter = await reader.readexactly(size)
+        envelope, digest = open_sealed(letter, destination), digest_of(letter)
+        words = envelope.payload.decode("ascii", "replace").split(" ")
+        if envelope.letter is not Letter.STREAM or len(words) != _WORDS or digest in self._seen:
+            raise BadMessage("relay_letter", "no letter for a stream, or one that was used")
+        if words[0] not in self.streams:
+            raise BadMessage("relay_protocol", f"{words[0]!r} is not passed on")
+        self._seen[digest] = None
+        while len(self._seen) > SEEN_LETTERS:
+            self._seen.popitem(last=False)
+        return _Opening(letter, envelope.source, words[0], words[1])
+
+    async def _pass_on(
+        self, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        async with asyncio.timeout(FORWARD_S):
+            (size,) = await reader.readexactly(1)
+            destination = (await reader.readexactly(size)).decode("ascii", "replace")
+            opened = await self._read_letter(reader, destination)
+        if opened.origin != source:
+            raise BadMessage("relay_letter", "the letter is signed by somebody else")
+        path = self.p2p().daemon_listen_maddr["unix"]
+        connection = await open_stream(path, peer_of(destination), DELIVER_PROTOCOL, FORWARD_S)
+        try:
+            head = _LETTER.pack(len(opened.letter)) + opened.letter
+            await asyncio.get_running_loop().sock_sendall(connection, head)
             writer.write(_CONNECTED)
             await self._splice(reader, writer, connection)
         finally:
@@ -182,39 +271,29 @@ class Relay:
     ) -> None:
         """Until the asking side closes: a tail is lost if the serving side closes first."""
         loop = asyncio.get_running_loop()
+        async with asyncio.timeout(FIRST_BYTES_S) as idle:
 
-        async def there() -> None:
-            while data := await reader.read(_PART_BYTES):
-                await loop.sock_sendall(connection, data)
+            async def there() -> None:
+                while data := await reader.read(_PART_BYTES):
+                    idle.reschedule(loop.time() + IDLE_S)
+                    await loop.sock_sendall(connection, data)
 
-        async def back() -> None:
-            while True:
-                async with asyncio.timeout(IDLE_S):
-                    data = await loop.sock_recv(connection, _PART_BYTES)
-                if not data:
-                    return
-                self.traffic.relayed_bytes += len(data)
-                writer.write(data)
-                async with asyncio.timeout(IDLE_S):
+            async def back() -> None:
+                while data := await loop.sock_recv(connection, _PART_BYTES):
+                    idle.reschedule(loop.time() + IDLE_S)
+                    self.traffic.relayed_bytes += len(data)
+                    writer.write(data)
                     await writer.drain()
 
-        asking, answering = asyncio.create_task(there()), asyncio.create_task(back())
-        try:
-            await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                await asyncio.wait({asking}, timeout=_CLOSE_S)
-        finally:
-            for task in (asking, answering):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
+            asking, answering = asyncio.create_task(there()), asyncio.create_task(back())
+            try:
+                await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    await asyncio.wait({asking}, timeout=_CLOSE_S)
+            finally:
+                for task in (asking, answering):
+                    task.cancel()
                 await asyncio.gather(asking, answering, return_exceptions=True)
-
-
-async def _ask_for(connection: socket.socket, destination: str, protocol: str) -> None:
-    names = destination.encode(), protocol.encode()
-    head = bytes(len(name) for name in names) + b"".join(names)
-    await asyncio.get_running_loop().sock_sendall(connection, head)
-    await receive_into(connection, memoryview(bytearray(1)))
 
 
 def _addressed(ask: bytes) -> tuple[str, bytes]:

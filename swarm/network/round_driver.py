@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
+from swarm.protocol.claims import plausible_members
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.events import (
     Apply,
@@ -103,13 +104,14 @@ class RoundDriver:
         self.node, self.store, self.machine = node, store, machine
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings, self._expected_at = settings, 0.0
-        self.refused: Counter[str] = Counter()
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            store, self.downloads, machine.rules.run, self._inbox.put_nowait, self.refused
+            self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait
         )
+        self.refused = self.inbound.refused
+        node.ledger.admit(plausible_members(machine.record))
         self.outbound = Outbound(store)
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._actor = Tasks("the round driver", on_failure=self._fail)
@@ -263,6 +265,7 @@ class RoundDriver:
 
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
+        self.node.ledger.admit(plausible_members(effect.record))
 
     async def _send(self, effect: Send) -> None:
         try:

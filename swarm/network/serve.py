@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import BinaryIO, cast
 
-from swarm.errors import StateError
+from swarm.errors import StateError, TooCostly
 from swarm.network.blobs import BlobFile, BlobStore
 from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
+from swarm.network.ledger import Cost, Ledger
 from swarm.network.traffic import Traffic
 from swarm.network.turns import Turns
 from swarm.protocol.digests import num_pieces
 
 logger = logging.getLogger(__name__)
 
-FLOWS_PER_PEER = 8
-FLOWS = 256
 SMALL_BYTES = 64 * 1024
 """Up to here a blob is read and written: cheaper than a call of sendfile."""
 FILE_PART_BYTES = 2**20
+"""For members; a stranger gets `PART_BYTES` at a time, so that few bytes are between two turns."""
+FIRST_ASK_S = 10.0
+"""A stream on which nothing was asked is ended after this long: an honest peer asks at once."""
 IDLE_S = 60.0
-"""A stream without an ask, or whose reader takes nothing, is ended after this long."""
+"""So is one without another ask, whose last answer may still be on its way over a slow link, and
+one whose reader takes nothing."""
 STREAM_S = 1800.0
+TURNED_AWAY = 64
+"""Streams at a time that are told that there is no room, which takes up to 5 s each."""
 _REFUSED_S = 5.0
 
 
@@ -36,7 +41,7 @@ class BlobServer:
         self,
         *,
         on_ask: Callable[[str, str], None] | None = None,
-        is_member: Callable[[str], bool] | None = None,
+        ledger: Ledger | None = None,
         is_control: Callable[[str], bool] | None = None,
         is_moments: Callable[[str], bool] | None = None,
     ) -> None:
@@ -44,7 +49,8 @@ class BlobServer:
 
         Args:
             on_ask: told peer id and digest of every ask, for leases.
-            is_member: whether a peer is of the run, so that others wait for it.
+            ledger: the node's; says how many streams a peer may have, and who is a member, so
+                that others wait for it.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
             is_moments: whether it is a backup or hand-over of moments, whose bytes count apart.
@@ -53,8 +59,9 @@ class BlobServer:
         self._is_moments = is_moments or (lambda _: False)
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
-        self._flows: Counter[str] = Counter()
-        self._turns = Turns(is_member or (lambda _: True))
+        self._ledger = ledger or Ledger()
+        self._turned_away = 0
+        self._turns = Turns(self._ledger.is_member)
 
     def attach(self, store: BlobStore) -> None:
         """Serves this store's blobs too, from now on."""
@@ -72,19 +79,27 @@ class BlobServer:
         writer: asyncio.StreamWriter,
     ) -> None:
         """Answers one stream until the other side closes it."""
-        if self._flows[source] >= FLOWS_PER_PEER or self._flows.total() >= FLOWS:
-            traffic.refuse("too_many_flows")
-            await _refuse(Status.BUSY, reader, writer)
+        try:
+            held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
+        except TooCostly as error:
+            traffic.refuse(error.reason)
+            await self._turn_away(reader, writer)
             return
-        self._flows[source] += 1
         try:
             async with asyncio.timeout(STREAM_S):
                 await self._answer_all(traffic, source, reader, writer)
         finally:
-            self._flows[source] -= 1
-            self._flows = +self._flows
-            if source not in self._flows:
-                self._turns.forget(source)
+            self._ledger.give_back(held, time.monotonic())
+
+    async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says that there is no room; with too many waiting to hear that, nobody is told."""
+        if self._turned_away >= TURNED_AWAY:
+            return
+        self._turned_away += 1
+        try:
+            await _refuse(Status.BUSY, reader, writer)
+        finally:
+            self._turned_away -= 1
 
     async def _answer_all(
         self,
@@ -93,10 +108,12 @@ class BlobServer:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
+        idle_s = FIRST_ASK_S
         while True:
-            async with asyncio.timeout(IDLE_S):
+            async with asyncio.timeout(idle_s):
                 encoded = await reader.readexactly(ASK_BYTES)  # its end is the stream's
             traffic.control_bytes_received += ASK_BYTES
+            idle_s = IDLE_S
             ask = Ask.decode(encoded)
             if self._on_ask:
                 self._on_ask(source, ask.digest)
@@ -123,13 +140,14 @@ class BlobServer:
         span = range(ask.offset, min(size, ask.offset + ask.length))
         with self._turns.serving(source):
             turn = partial(self._turn, source, ask.digest)
-            async for sent in _send_content(store, ask.digest, span, writer, turn):
+            most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
+            async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
                 self._count(ask.digest, sent, traffic)
         return True
 
-    async def _turn(self, source: str, digest: str) -> None:
+    async def _turn(self, source: str, digest: str, num_bytes: int) -> None:
         if not self._is_control(digest):  # those are small, and others decide by them
-            await self._turns.wait(source)
+            await self._turns.wait(source, num_bytes)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):
@@ -145,7 +163,9 @@ async def _send_content(
     digest: str,
     span: range,
     writer: asyncio.StreamWriter,
-    turn: Callable[[], Awaitable[None]],
+    *,
+    turn: Callable[[int], Awaitable[None]],
+    most: int,
 ) -> AsyncIterator[int]:
     """Sends a range of a blob, each part in its turn; yields how much after each.
 
@@ -153,10 +173,10 @@ async def _send_content(
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
-    size = FILE_PART_BYTES if file else PART_BYTES
+    size = most if file else PART_BYTES
     for start in span[::size]:
         part_bytes = min(size, span.stop - start)
-        await turn()
+        await turn(part_bytes)
         if file:
             await _send_file(file, start, part_bytes, writer)
         else:

@@ -18,6 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import p2pd_pb2
 
 from swarm.errors import NoRoute, Unreachable
+from swarm.network.ledger import Ledger
 from swarm.network.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,18 @@ _MAX_RESPONSE_BYTES = 65_536
 _PART_BYTES = 256 * 1024
 
 
-def stream_handler(serve: Serve, traffic: Traffic) -> Callable[..., Awaitable[None]]:
+def stream_handler(
+    serve: Serve, traffic: Traffic, ledger: Ledger
+) -> Callable[..., Awaitable[None]]:
     """What the daemon's bindings call for each stream that others open; ends in their log only."""
 
     async def handle(
         info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        source = str(info.peer_id.to_base58())
+        ledger.locate(source, str(info.addr))
         try:
-            await serve(traffic, info.peer_id.to_base58(), reader, writer)
+            await serve(traffic, source, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             logger.debug("stream of %s ended: %s", info.peer_id, error)
         finally:

@@ -22,7 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Transfers:
-    """Brings blobs here and reports each as an event; runs in the node's loop."""
+    """Brings blobs here and reports each as an event; runs in the node's loop.
+
+    Attributes:
+        downloads: fetch into the peer's own store.
+        aside: fetch into one in memory, for what strangers send.
+        pace: how fast that went.
+    """
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class Transfers:
         deliver: Callable[[Event], None],
     ) -> None:
         self.downloads = Downloads(node, store)
+        self.aside = Downloads(node, BlobStore())
         self.pace = Pace({unit.unit: unit.num_bytes for unit in layout.units})
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver

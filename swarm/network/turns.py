@@ -2,7 +2,8 @@
 
 Members wait for each other's bytes in every round; a newcomer's download must not make their rounds
 longer. Nor may it starve: where a round is mostly transfers, a newcomer that is always served last
-would be one round late for ever (seen with turns of 2 s, rounds of 35 s, 25 s of them transfers).
+would be one round late for ever. So while a member is being served, all strangers together get a
+quarter of the bytes, and everything while none is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from swarm.network.ledger import STRANGERS_SHARE
+
 YIELD_S = 6.0
-"""A stranger waits no longer for members; less than it takes for no progress or for stuck."""
-TURN_S = 30.0
-"""Then it is served like a member for so long."""
+"""A stranger waits no longer for its next part, less than it takes for no progress or for stuck:
+the member that is being served may take nothing at all."""
+PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
+MOST_BYTES = 2**20
+"""Strangers save up, and owe, no more than this, so that one burst is not paid for long after."""
 
 
 class Turns:
@@ -24,9 +29,9 @@ class Turns:
         """Nobody is being served yet; `is_member` tells whether a peer id is of the run."""
         self._is_member = is_member
         self._num_members = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._turn_ends_s: dict[str, float] = {}
+        self._allowed_bytes = 0.0
+        self._free = asyncio.Event()
+        self._free.set()
 
     @contextmanager
     def serving(self, peer: str) -> Iterator[None]:
@@ -35,27 +40,31 @@ class Turns:
             yield
             return
         self._num_members += 1
-        self._idle.clear()
+        self._allow(0.0)
         try:
             yield
         finally:
             self._num_members -= 1
-            if not self._num_members:
-                self._idle.set()
+            self._allow(0.0)
 
-    async def wait(self, peer: str) -> None:
-        """Returns when the next part of an answer may be sent to the peer."""
-        if self._idle.is_set() or self._is_member(peer):
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._turn_ends_s.get(peer, 0.0):
+    async def wait(self, peer: str, num_bytes: int) -> None:
+        """Returns when a part of an answer of so many bytes may be sent to the peer."""
+        if self._is_member(peer):
+            self._allow(num_bytes * PER_MEMBER_BYTE)
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(YIELD_S):
-                await self._idle.wait()
-            return
-        self._turn_ends_s[peer] = loop.time() + TURN_S
+                while not self._free.is_set():  # another stranger may have been faster
+                    await self._free.wait()
+        if self._num_members:
+            self._allow(-num_bytes)
 
-    def forget(self, peer: str) -> None:
-        """The peer has no stream any more."""
-        self._turn_ends_s.pop(peer, None)
+    def _allow(self, more_bytes: float) -> None:
+        if not self._num_members:
+            self._allowed_bytes = 0.0
+        allowed = self._allowed_bytes + more_bytes
+        self._allowed_bytes = max(-MOST_BYTES, min(MOST_BYTES, allowed))
+        if self._num_members and self._allowed_bytes <= 0:
+            self._free.clear()
+        else:
+            self._free.set()

@@ -16,6 +16,7 @@ from swarm.network import packs
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, PROTOCOL
 from swarm.network.fetch import Downloads, Want
+from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers
 from swarm.network.serve import BlobServer
 from swarm.protocol.digests import DIGEST_BYTES, PIECE_BYTES, digest_of, piece_index
@@ -390,13 +391,13 @@ def test_blobs_are_served_where_the_kernel_cannot_send_files(peers, tmp_path, mo
 
 def test_members_have_their_bytes_before_strangers_have_theirs(peers, tmp_path):
     """The stranger asks first, for as much, and through as many streams."""
-    names = {}
-    server = BlobServer(is_member=lambda peer: peer == names["member"])
+    ledger = Ledger()
+    server = BlobServer(ledger=ledger)
     source = BlobStore(tmp_path)
     server.attach(source)
     node = peers.node(Handlers(streams={PROTOCOL: server.serve}))
     stranger, member = peers.node(), peers.node()
-    names["member"] = member.peer_id
+    ledger.admit([member.peer_id])
     wants = []
     for seed in range(24):
         blob = content(seed, 4 * MIB)

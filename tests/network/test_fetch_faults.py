@@ -20,6 +20,7 @@ from swarm.network import serve
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import ASK_BYTES, PROTOCOL, Ask, Head, Status
 from swarm.network.fetch import Downloads, Want
+from swarm.network.ledger import LIMITS, Cost
 from swarm.network.node import Handlers
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import PIECE_BYTES, digest_of, piece_index
@@ -266,26 +267,26 @@ def test_asks_that_make_no_sense_end_the_stream(nodes):
     assert client.run(ask(far, len(last_byte)), WAIT_S) == last_byte
 
 
-def test_the_number_of_streams_per_peer_is_capped(nodes, monkeypatch):
+def test_the_number_of_streams_per_peer_is_capped(nodes):
     *_, honest, client = nodes
-    monkeypatch.setattr(serve, "FLOWS_PER_PEER", 2)
+    most = int(LIMITS[Cost.STREAMS].stranger.most)
     honest.traffic.refused.clear()
 
-    async def open_three() -> bytes:
+    async def open_one_too_many() -> bytes:
         loop = asyncio.get_running_loop()
-        opened = [await client.open_stream(honest.peer_id, PROTOCOL, 5) for _ in range(2)]
+        opened = [await client.open_stream(honest.peer_id, PROTOCOL, 5) for _ in range(most)]
         try:
             for connection in opened:  # an answer shows that it is being served
                 await loop.sock_sendall(connection, Ask("00" * 32, 0, 1, False).encode())
                 assert (await loop.sock_recv(connection, 100))[0] == Status.MISSING
             opened.append(await client.open_stream(honest.peer_id, PROTOCOL, 5))
-            return await loop.sock_recv(opened[2], 100)
+            return await loop.sock_recv(opened[most], 100)
         finally:
             for connection in opened:
                 connection.close()
 
-    assert client.run(open_three(), WAIT_S) == Head(Status.BUSY).encode()
-    assert honest.traffic.refused == {"too_many_flows": 1}
+    assert client.run(open_one_too_many(), WAIT_S) == Head(Status.BUSY).encode()
+    assert honest.traffic.refused == {"streams_of_stranger": 1}
     want = Want(digest_of(SMALL), len(SMALL), (honest.peer_id,))
     downloads = Downloads(client, BlobStore())
     assert client.run(downloads.fetch_one(want, timeout_s=10), WAIT_S) == SMALL

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from swarm.network import inbound
 from swarm.network.blobs import BlobStore
-from swarm.network.fetch import Downloads, Want
+from swarm.network.fetch import Want
 from swarm.network.identity import Identity, load_or_create_identity
-from swarm.network.inbound import MAX_PENDING_PER_PEER, Inbound
+from swarm.network.inbound import Inbound
+from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
+from swarm.network.transfers import Transfers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Kind, Manifest
@@ -65,8 +69,16 @@ class Desk:
     def __init__(self) -> None:
         self.store = BlobStore()
         self.downloads = FakeDownloads(self.store)
+        self.aside = FakeDownloads(BlobStore())
         self.events: list[Event] = []
         self.refused: Counter[str] = Counter()
+        self.ledger = Ledger()
+
+    def inbound(self) -> Inbound:
+        transfers = SimpleNamespace(downloads=self.downloads, aside=self.aside)
+        desk = Inbound(cast(Transfers, transfers), self.ledger, RUN, self.events.append)
+        self.refused = desk.refused
+        return desk
 
     def run(
         self,
@@ -77,13 +89,7 @@ class Desk:
         """Takes messages in and works until nothing more happens."""
 
         async def work() -> Inbound:
-            desk = Inbound(
-                self.store,
-                cast(Downloads, self.downloads),
-                RUN,
-                self.events.append,
-                self.refused,
-            )
+            desk = self.inbound()
             for source, payload in payloads:
                 desk.take(source, payload)
             async with asyncio.timeout(seconds):
@@ -114,8 +120,10 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk(identities: dict[str, Identity]) -> Desk:
+    desk = Desk()
+    desk.ledger.admit(["A", "B", "C", *identities])
+    return desk
 
 
 TIP = replace(found(RULES, ["A", "B"]), run=RUN)
@@ -229,19 +237,94 @@ def test_an_attachment_that_is_no_manifest_is_refused_and_counted(desk: Desk) ->
 def test_attachments_that_never_come_cost_a_message_and_nothing_else(desk, monkeypatch) -> None:
     monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.05)
     payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
-    taken = desk.run(("A", payload))
+    desk.run(("A", payload))
     assert (desk.events, desk.refused) == ([], {})
-    assert taken._pending["A"] == 0
+    most = LIMITS[Cost.PENDING].member.most
+    assert desk.ledger.left("A", Cost.PENDING, 0.0) == most, "all was given back"
 
 
 def test_a_flood_of_one_peer_is_cut_off_and_others_are_heard(desk: Desk, monkeypatch) -> None:
     monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.2)
     payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
     hello, _ = encode(HEADER, Hello(ask=False))
-    flood = [("A", payload)] * (MAX_PENDING_PER_PEER + 5)
+    flood = [("A", payload)] * (int(LIMITS[Cost.PENDING].member.most) + 5)
     desk.run(*flood, ("B", hello))
-    assert desk.refused == {"too_many_pending": 5}
+    assert desk.refused == {"pending_of_member": 5}
     assert [event.source for event in desk.events if isinstance(event, Received)] == ["B"]
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_what_a_stranger_names_is_fetched_only_if_it_may_send_that(desk: Desk) -> None:
+    offers = {f"P{number}": make_offer(RULES, f"P{number}", TIP) for number in range(40)}
+    for message in (
+        Roster(Ballot(0, "S"), TIP.digest, offers, ("S",)),
+        Propose(Ballot(0, "S"), TIP, ()),
+        Ready(Ballot(0, "A"), make_offer(RULES, "S", TIP), None, 1.0),
+    ):
+        payload, attachments = encode(HEADER, message)
+        desk.downloads.blobs |= attachments
+        desk.aside.blobs |= attachments
+        desk.run(("S", payload))
+        assert sum(desk.refused.values()) == 1
+    assert desk.events == desk.downloads.asked == desk.aside.asked == []
+
+
+def test_a_strangers_commit_is_judged_and_none_of_it_is_kept(desk: Desk) -> None:
+    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
+    desk.aside.blobs |= attachments
+    desk.run(("S", payload))
+    (event,) = desk.events
+    assert isinstance(event, Received) and event.message == Commit(successor(TIP), None, TIP)
+    assert len(desk.aside.asked) == 2
+    assert len(desk.store) == len(desk.aside.store) == 0
+
+
+def test_what_a_stranger_names_and_is_here_already_is_not_fetched(desk: Desk) -> None:
+    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
+    for digest, blob in attachments.items():
+        desk.store.put(blob, digest)
+    desk.run(("S", payload))
+    assert len(desk.events) == 1
+    assert desk.aside.asked == []
+
+
+def test_attachments_of_a_stranger_that_never_come_leave_nothing_behind(desk, monkeypatch) -> None:
+    monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.05)
+    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
+    desk.aside.blobs |= dict(list(attachments.items())[:1])
+    desk.run(("S", payload))
+    assert (desk.events, len(desk.aside.store)) == ([], 0)
+
+
+def test_bytes_that_one_stranger_has_fetched_are_bounded_and_others_are_heard(desk: Desk) -> None:
+    """With an account that holds one and a half of such messages, and does not fill again."""
+    payload, attachments = encode(HEADER, Commit(successor(TIP), None, None))
+    size = sum(map(len, attachments.values()))
+    limit = Limit(Rate(16 * size), Rate(3 * size), Rate(1.5 * size))
+    desk.ledger = Ledger({**LIMITS, Cost.BYTES: limit})
+    desk.aside.blobs |= attachments
+    desk.run(("S", payload), ("S", payload))
+    assert len(desk.events) == 1
+    assert desk.refused == {"bytes_of_stranger": 1}
+    desk.events.clear()
+    desk.run(("S2", payload))
+    assert len(desk.events) == 1
+
+
+def test_a_sender_that_has_used_up_its_processor_time_is_not_listened_to(desk: Desk) -> None:
+    hello, _ = encode(HEADER, Hello(ask=False))
+    desk.ledger.charge("S", Cost.SECONDS, 5.0, time.monotonic())
+    desk.run(("S", hello))
+    assert (desk.events, desk.refused) == ([], {"seconds_of_stranger": 1})
+
+
+def test_parsing_is_charged_to_the_sender_also_if_it_fails(desk: Desk) -> None:
+    before = desk.ledger.left("S", Cost.SECONDS, 0.0)
+    desk.run(("S", b"[" * 60_000))
+    assert desk.refused == {"message_schema": 1}
+    assert desk.ledger.left("S", Cost.SECONDS, 0.0) < before
 
 
 # ---------------------------------------------------------------- signatures
@@ -297,9 +380,7 @@ def test_stopping_drops_what_is_on_its_way(desk: Desk) -> None:
     payload, _ = encode(HEADER, Propose(Ballot(0, "A"), TIP, ()))
 
     async def work() -> None:
-        taken = Inbound(
-            desk.store, cast(Downloads, desk.downloads), RUN, desk.events.append, desk.refused
-        )
+        taken = desk.inbound()
         taken.take("A", payload)
         await asyncio.sleep(0)
         await taken.stop()

@@ -12,6 +12,7 @@ from swarm import __version__
 from swarm.config import NetworkSection
 from swarm.errors import Unreachable
 from swarm.network import probing
+from swarm.network.ledger import Cost, Ledger, Limit, Rate
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import (
     PROTOCOL,
@@ -28,9 +29,9 @@ from tests.network.test_node import free_port
 WAIT_S = 20.0
 
 
-def probed(peers: Peers) -> Node:
+def probed(peers: Peers, ledger: Ledger | None = None) -> Node:
     """A node that answers questions."""
-    prober = Prober()
+    prober = Prober(ledger)
     started: list[Node] = []
 
     async def on_request(source: str, payload: bytes) -> bytes:
@@ -117,17 +118,28 @@ def test_the_slow_start_of_a_connection_does_not_count() -> None:
     assert rate_mbit([(0.0, 0), (2.0, 1_000_000)]) == pytest.approx(4.0)
 
 
-def test_who_measures_too_much_is_refused(peers: Peers, monkeypatch) -> None:
-    monkeypatch.setattr(probing, "BYTES_PER_PEER", 2**20)
-    peer, me = probed(peers), peers.node()
+def test_who_measures_too_much_is_refused(peers: Peers) -> None:
+    limits = {cost: Limit(Rate(80), Rate(30), Rate(6)) for cost in Cost}
+    limits[Cost.MEASURED] = Limit(Rate(2**24), Rate(2**23), Rate(2**20))
+    peer, me = probed(peers, Ledger(limits)), peers.node()
+
+    def measure() -> None:
+        how = {"is_down": True, "limit_s": 5.0, "num_bytes": 2**19}
+        me.run(measure_mbit(me, peer.peer_id, **how), WAIT_S)
+
+    measure()
+    measure()
     with pytest.raises(Unreachable):
-        for _ in range(10):
-            me.run(
-                measure_mbit(me, peer.peer_id, is_down=True, limit_s=5.0, num_bytes=2**19), WAIT_S
-            )
-    assert peer.traffic.refused["probe_limit"] >= 1
-    with pytest.raises(Unreachable, match="too much asked for"):
-        for _ in range(20):
+        measure()
+    assert peer.traffic.refused == {"measured_of_stranger": 1}
+
+
+def test_who_wants_to_be_dialled_too_often_is_refused(peers: Peers) -> None:
+    limits = {cost: Limit(Rate(80), Rate(30), Rate(6)) for cost in Cost}
+    limits[Cost.DIALS] = Limit(Rate(16), Rate(8), Rate(2))
+    peer, me = probed(peers, Ledger(limits)), peers.node()
+    with pytest.raises(Unreachable, match="asks for 1 dials"):
+        for _ in range(3):
             me.run(dial_back(me, peer.peer_id, 9), WAIT_S)
 
 

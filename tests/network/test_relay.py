@@ -14,14 +14,18 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import BadMessage, NetworkDown, NoRoute, Unreachable
+from swarm.network import relay as relays
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
+from swarm.network.control import Control, peer_of
 from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import load_or_create_identity
+from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers, Node
 from swarm.network.relay import Relay
 from swarm.network.serve import BlobServer
+from swarm.network.streams import open_stream, stream_handler
 from swarm.network.traffic import Traffic
 from tests.network.conftest import LOOPBACK, Peers
 
@@ -136,20 +140,92 @@ def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_pa
             open_sealed(bytes(broken), "QmB")
 
 
-def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado() -> None:
+def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_path) -> None:
     closed = []
 
     def starting() -> Any:
         raise NetworkDown("the network has not started")
 
     async def ask() -> None:
-        names = b"destination", PROTOCOL.encode()
+        sender = load_or_create_identity(tmp_path / "a.key")
+        letter = seal(sender, Letter.STREAM, "QmB", f"{PROTOCOL} QmR nonce".encode())
         reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
-        reader.feed_data(bytes(map(len, names)) + b"".join(names))
-        relay = Relay(
-            cast(Any, None), cast(Any, None), Traffic(), frozenset({PROTOCOL}), True, starting
-        )
-        await relay._on_stream(None, reader, cast(Any, writer))
+        reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
+        traffic = Traffic()
+        control = Control(traffic, Ledger(), None, None)
+        relay = Relay(sender, control, {PROTOCOL: BlobServer().serve}, True, starting)
+        handle = stream_handler(relay._on_stream, traffic, control.ledger)
+        info = SimpleNamespace(peer_id=peer_of(sender.peer_id), addr="/ip4/127.0.0.1/tcp/1")
+        await handle(info, reader, cast(Any, writer))
+        assert not traffic.refused
 
     asyncio.run(ask())
     assert closed
+
+
+def opened(tmp_path, *letters: bytes, destination: str = "QmB") -> list[Any]:
+    """What a relay, or the destination, makes of the letters of streams: openings or refusals."""
+    identity = load_or_create_identity(tmp_path / "relay.key")
+    control = Control(Traffic(), Ledger(), None, None)
+    relay = Relay(identity, control, {PROTOCOL: BlobServer().serve}, True, cast(Any, None))
+
+    async def read() -> list[Any]:
+        results = []
+        for letter in letters:
+            reader = asyncio.StreamReader()
+            reader.feed_data(len(letter).to_bytes(2, "big") + letter)
+            reader.feed_eof()
+            try:
+                results.append(await relay._read_letter(reader, destination))
+            except BadMessage as error:
+                results.append(error.reason)
+        return results
+
+    return asyncio.run(read())
+
+
+def test_a_stream_is_opened_by_a_letter_of_its_origin_once(tmp_path) -> None:
+    sender = load_or_create_identity(tmp_path / "a.key")
+
+    def letter(opening: str, kind: Letter = Letter.STREAM, to: str = "QmB") -> bytes:
+        return seal(sender, kind, to, opening.encode())
+
+    right = letter(f"{PROTOCOL} QmR 1")
+    first, second, third = opened(tmp_path, right, right, letter(f"{PROTOCOL} QmR 2"))
+    assert (first.origin, first.protocol, first.relay) == (sender.peer_id, PROTOCOL, "QmR")
+    assert second == "relay_letter", "a relay that shows it again would spend what is not its own"
+    assert third.origin == sender.peer_id
+    assert opened(
+        tmp_path,
+        letter(f"{PROTOCOL} QmR 3", to="QmC"),
+        letter(f"{PROTOCOL} QmR 3", Letter.MESSAGE),
+        letter("swarm.other/1 QmR 3"),
+        letter(f"{PROTOCOL} 3"),
+        right[:-1] + b"x",
+        bytes(5000),
+    ) == [
+        "envelope_destination",
+        "relay_letter",
+        "relay_protocol",
+        "relay_letter",
+        "envelope_signature",
+        "relay_letter",
+    ]
+
+
+def test_a_letter_counts_only_on_a_stream_of_the_relay_that_it_names(hidden) -> None:
+    relay, left, right = hidden
+    right.node.traffic.refused.clear()
+
+    async def through(named: str, asked: str) -> bytes:
+        """Opens a stream to the other hidden peer with a letter for another relay."""
+        path = left.node._living_p2p().daemon_listen_maddr["unix"]
+        connection = await open_stream(path, peer_of(asked), relays.PROTOCOL, 5.0)
+        try:
+            await left.node._relay._ask_for(connection, named, right.node.peer_id, PROTOCOL)
+            return await asyncio.get_running_loop().sock_recv(connection, 1)
+        finally:
+            connection.close()
+
+    assert left.node.run(through(right.node.peer_id, relay.peer_id), WAIT_S) == b""
+    assert right.node.traffic.refused == {"relay_letter": 1}

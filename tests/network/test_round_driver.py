@@ -22,6 +22,7 @@ from swarm.errors import NetworkDown, OutOfMemory, StateError, SwarmError, Unrea
 from swarm.experts import Slice, UnitLayout
 from swarm.network import patience
 from swarm.network.blobs import BlobStore
+from swarm.network.ledger import Ledger
 from swarm.network.loop_thread import LoopThread
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
@@ -90,7 +91,7 @@ class FakeNode:
     def __init__(self, log: list[str]) -> None:
         self.thread = LoopThread("test-network")
         self.peer_id = "A"
-        self.traffic = Traffic()
+        self.traffic, self.ledger = Traffic(), Ledger()
         self.alive, self.failure = True, None
         self.posted: list[tuple[str, bytes]] = []
         self.unreachable: set[str] = set()

@@ -1,4 +1,4 @@
-"""Members are served first; strangers wait for them, but not for ever."""
+"""Members are served first; strangers get a quarter meanwhile, and never wait for ever."""
 
 from __future__ import annotations
 
@@ -7,52 +7,43 @@ import asyncio
 import pytest
 
 from swarm.network import turns
-from swarm.network.turns import Turns
+from swarm.network.turns import MOST_BYTES, PER_MEMBER_BYTE, Turns
 
-YIELD_S = 0.2
+PART = 1000
 
 
 @pytest.fixture
 def some(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    """Turns of a run whose one member is called member."""
-    monkeypatch.setattr(turns, "YIELD_S", YIELD_S)
+    """Turns of a run whose one member is called member; nobody gives up waiting."""
+    monkeypatch.setattr(turns, "YIELD_S", 3600.0)
     return Turns(lambda peer: peer == "member")
 
 
 async def is_served_at_once(some: Turns, peer: str) -> bool:
-    waiting = asyncio.create_task(some.wait(peer))
+    waiting = asyncio.create_task(some.wait(peer, PART))
     await asyncio.sleep(0)
     return waiting.done() or not waiting.cancel()
 
 
-async def waited_s(some: Turns, peer: str) -> float:
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    await some.wait(peer)
-    return loop.time() - began_s
-
-
 def test_nobody_waits_while_no_member_is_served(some: Turns) -> None:
     async def run() -> None:
-        with some.serving("stranger"):
-            assert await is_served_at_once(some, "stranger")
-            assert await is_served_at_once(some, "other stranger")
+        for _ in range(10):
+            with some.serving("stranger"):
+                assert await is_served_at_once(some, "stranger")
+                assert await is_served_at_once(some, "other stranger")
 
     asyncio.run(run())
 
 
-def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(
-    some: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turns, "YIELD_S", 60.0)
-
+def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: Turns) -> None:
     async def run() -> None:
         with some.serving("member"):
             with some.serving("member"):
                 assert await is_served_at_once(some, "member")
-                waiting = asyncio.create_task(some.wait("stranger"))
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(0.05)
+                assert await is_served_at_once(some, "stranger"), "a part came free"
+                waiting = asyncio.create_task(some.wait("stranger", PART))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
             assert not waiting.done()
         async with asyncio.timeout(30.0):
             await waiting
@@ -60,24 +51,47 @@ def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(
     asyncio.run(run())
 
 
-def test_a_stranger_gets_its_turn_where_members_are_served_all_the_time(some: Turns) -> None:
+def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some: Turns) -> None:
+    sent = {"member": 0, "strangers": 0}
+
+    async def take(stranger: str) -> None:
+        while True:
+            await some.wait(stranger, PART)
+            sent["strangers"] += PART
+
     async def run() -> None:
         with some.serving("member"):
-            assert await waited_s(some, "stranger") >= YIELD_S
-            assert await is_served_at_once(some, "stranger"), "its turn lasts a while"
-            some.forget("stranger")
-            assert await waited_s(some, "stranger") >= YIELD_S
+            greedy = [asyncio.create_task(take(f"stranger {number}")) for number in range(8)]
+            for _ in range(600):
+                await some.wait("member", PART)
+                sent["member"] += PART
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            for task in greedy:
+                task.cancel()
+
+    asyncio.run(run())
+    assert sent["member"] / 3 - PART <= sent["strangers"] <= sent["member"] / 3 + PART
+
+
+def test_strangers_save_up_no_more_than_a_little(some: Turns) -> None:
+    async def run() -> None:
+        with some.serving("member"):
+            await some.wait("member", int(100 * MOST_BYTES / PER_MEMBER_BYTE))
+            await some.wait("stranger", MOST_BYTES)
+            assert not await is_served_at_once(some, "stranger")
 
     asyncio.run(run())
 
 
-def test_a_turn_ends(some: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_S", 0.05)
+def test_a_stranger_gets_a_part_where_the_member_takes_nothing(
+    some: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "YIELD_S", 0.05)
 
     async def run() -> None:
         with some.serving("member"):
-            assert await waited_s(some, "stranger") >= YIELD_S
-            await asyncio.sleep(0.1)
-            assert await waited_s(some, "stranger") >= YIELD_S
+            async with asyncio.timeout(60.0):
+                await some.wait("stranger", PART)
 
     asyncio.run(run())

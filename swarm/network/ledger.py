@@ -1,0 +1,245 @@
+"""What a peer may cost: one account for every origin, for its network and for all strangers.
+
+Decisions only; the time is an argument. A member of the run has an account of its own beside three
+quarters of whatever is shared. Everything that strangers do comes out of the last quarter, of which
+one network gets a half at most: keys cost nothing, addresses do. What is refused is counted and
+costs nothing more. Nothing honest is lost by it for ever, since peers repeat what matters.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swarm.errors import TooCostly
+from swarm.protocol.manifest import PeerId
+
+STRANGERS_SHARE = 1 / 4
+"""Of everything that is shared; the rest is reserved for members of the current tip."""
+PREFIX_SHARE = 1 / 2
+"""Of what strangers have, for one /24 of IPv4 or /48 of IPv6: the smallest networks that people are
+given as a whole. A half, because many honest peers may stand behind one address."""
+MAX_KNOWN = 4096
+"""Accounts and addresses that are remembered. Whoever is forgotten begins with a full account, but
+draws from what all strangers share as before."""
+
+
+class Cost(StrEnum):
+    """What is counted; the word stands in the reasons of refusals."""
+
+    MESSAGES = "messages"  # calls over the control path
+    LETTERS = "letters"  # calls that bring what another peer has sealed
+    BYTES = "bytes"  # attachments that are to be fetched
+    SECONDS = "seconds"  # processor time for parsing and decoding
+    PENDING = "pending"  # messages that are being worked on
+    STREAMS = "streams"  # streams that are served
+    OPENING = "opening"  # streams passed on to this peer whose letter has not come
+    FORWARDS = "forwards"  # messages that are being passed on for others
+    RELAYED = "relayed"  # streams that are being passed on for others
+    MEASURED = "measured"  # bytes that only measure a link
+    DIALS = "dials"  # connections tried at somebody's wish
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How much at once, and how much comes back in a second; 0: what is given back only."""
+
+    most: float
+    per_s: float = 0.0
+
+    def part(self, share: float) -> Rate:
+        """The same share of both."""
+        return Rate(self.most * share, self.per_s * share)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of one cost: what all peers share, and what one member and one stranger may draw from it."""
+
+    shared: Rate
+    member: Rate
+    stranger: Rate
+
+
+MIB = 2**20
+LIMITS: Mapping[Cost, Limit] = {
+    # 1,024 members that each answer a poll of 1.5 s send 683 a second to a convener. A stranger
+    # that joins sends a READY and some HELLOs in 3 s, and a burst of questions before.
+    Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
+    # A relay carries the messages of many, and each is charged to its origin when it is opened.
+    Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
+    # The offers of a roster are charged to its convener. A stranger needs one COMMIT now and then.
+    Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
+    # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.
+    Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
+    Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
+    # An honest peer fetches over two streams, and measures over one.
+    Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
+    Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
+    Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
+    Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
+    # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
+    Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
+    Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
+}
+
+Account = tuple[Cost, str, str]
+"""Cost; whose it is: `member`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What was taken, and out of which accounts, to be given back."""
+
+    accounts: tuple[Account, ...]
+    amount: float
+
+
+@dataclass
+class _Balance:
+    left: float
+    at_s: float
+
+
+class Ledger:
+    """The accounts of one peer; all its methods run in one thread, `admit` in any."""
+
+    def __init__(self, limits: Mapping[Cost, Limit] = LIMITS) -> None:
+        """Knows no member yet, so everybody is a stranger."""
+        self._rates = {
+            (cost, whose): rate
+            for cost, limit in limits.items()
+            for whose, rate in _rates(limit).items()
+        }
+        self._members: frozenset[PeerId] = frozenset()
+        self._prefixes: OrderedDict[PeerId, str] = OrderedDict()
+        self._balances: OrderedDict[Account, _Balance] = OrderedDict()
+
+    def admit(self, members: Iterable[PeerId]) -> None:
+        """Takes these for members from now on, and nobody else."""
+        self._members = frozenset(members)
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Whether a peer draws from the members' part."""
+        return peer in self._members
+
+    def locate(self, peer: PeerId, address: str) -> None:
+        """Notes from where a peer is connected, as libp2p writes it; names count for nothing."""
+        prefix = prefix_of(address)
+        if prefix is None:
+            return
+        self._prefixes[peer] = prefix
+        self._prefixes.move_to_end(peer)
+        while len(self._prefixes) > MAX_KNOWN:
+            self._prefixes.popitem(last=False)
+
+    def is_located(self, peer: PeerId) -> bool:
+        """Whether a stranger's network is known."""
+        return peer in self._prefixes
+
+    def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
+        """Takes something out of a peer's accounts, or nothing out of any.
+
+        More than an account can ever hold is taken from a full one, which is then in debt: an
+        honest peer must not wait for ever.
+
+        Args:
+            peer: whose doing it is.
+            cost: what is taken.
+            amount: how much; 0 asks only whether anything is left.
+            now_s: seconds of a clock that never goes back.
+
+        Raises:
+            TooCostly: one of them has too little left; reason `COST_of_ACCOUNT`.
+        """
+        accounts = self._accounts(peer, cost)
+        for account in accounts:
+            left = self._left(account, now_s)
+            if left <= 0 or left < min(amount, self._rate(account).most):
+                raise TooCostly(
+                    f"{cost}_of_{account[1]}",
+                    f"{peer[-6:]} asks for {amount:g} {cost}, {max(left, 0.0):g} left "
+                    f"of its {account[1]} account",
+                )
+        self._add(accounts, -amount, now_s)
+        return Held(accounts, amount)
+
+    def give_back(self, held: Held, now_s: float) -> None:
+        """Puts back what was taken for a time, into the same accounts."""
+        self._add(held.accounts, held.amount, now_s)
+
+    def charge(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> None:
+        """Takes what was spent already; the accounts may end in debt."""
+        self._add(self._accounts(peer, cost), -amount, now_s)
+
+    def left(self, peer: PeerId, cost: Cost, now_s: float) -> float:
+        """How much a peer could take now; below 0 in debt."""
+        return min(self._left(account, now_s) for account in self._accounts(peer, cost))
+
+    def _accounts(self, peer: PeerId, cost: Cost) -> tuple[Account, ...]:
+        if self.is_member(peer):
+            return ((cost, "member", peer), (cost, "members", ""))
+        prefix = self._prefixes.get(peer)
+        network = ((cost, "prefix", prefix),) if prefix else ()
+        return ((cost, "stranger", peer), *network, (cost, "strangers", ""))
+
+    def _rate(self, account: Account) -> Rate:
+        return self._rates[account[:2]]
+
+    def _left(self, account: Account, now_s: float) -> float:
+        rate, balance = self._rate(account), self._balances.get(account)
+        if balance is None:
+            return rate.most
+        return min(rate.most, balance.left + rate.per_s * max(0.0, now_s - balance.at_s))
+
+    def _add(self, accounts: Iterable[Account], amount: float, now_s: float) -> None:
+        for account in accounts:
+            left = self._left(account, now_s) + amount
+            if left >= self._rate(account).most:
+                self._balances.pop(account, None)  # as one that was never used
+            else:
+                self._balances[account] = _Balance(left, now_s)
+                self._balances.move_to_end(account)
+        self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Lets go what has filled up again and the oldest, never what is still held."""
+        if len(self._balances) <= MAX_KNOWN:
+            return
+        kept = MAX_KNOWN * 3 // 4  # many at once, since it takes a look at all of them
+        rates = [account for account in self._balances if self._rate(account).per_s]
+        rates.sort(key=lambda a: self._left(a, now_s) < self._rate(a).most)
+        for account in rates[: len(self._balances) - kept]:
+            del self._balances[account]
+
+
+def _rates(limit: Limit) -> dict[str, Rate]:
+    strangers = limit.shared.part(STRANGERS_SHARE)
+    return {
+        "member": limit.member,
+        "members": limit.shared.part(1 - STRANGERS_SHARE),
+        "stranger": limit.stranger,
+        "prefix": strangers.part(PREFIX_SHARE),
+        "strangers": strangers,
+    }
+
+
+def prefix_of(address: str) -> str | None:
+    """The network of a libp2p address such as `/ip4/192.0.2.7/tcp/4001`; None for a name.
+
+    A mapped IPv4 address counts as the IPv4 address that it is.
+    """
+    kind, host = [*address.strip("/").split("/"), ""][:2]
+    if kind not in ("ip4", "ip6"):
+        return None
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    mapped = getattr(found, "ipv4_mapped", None)
+    found = mapped or found
+    bits = 24 if found.version == 4 else 48
+    return str(ipaddress.ip_network(f"{found}/{bits}", strict=False))

@@ -1,0 +1,102 @@
+"""S5: nothing is fetched for a stranger that may not send it; what may be fetched is bounded."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.network.blobs import BlobStore
+from swarm.network.ledger import LIMITS, Cost
+from swarm.protocol.claims import MAX_STRANGER_ATTACHMENT_BYTES
+from swarm.protocol.digests import digest_of
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.messages import Ballot, Commit, Header, Message, Ready, Roster
+from swarm.protocol.wire import encode
+from tests.hostile.victim import RUN, Victim, post
+from tests.network.conftest import Peers
+from tests.protocol.round_pump import found, make_offer, make_rules
+
+OFFERS = 40
+OFFER_BYTES = 2**18
+"""Smaller than the two megabytes that an offer may have, so that the test is quick."""
+COMMITS = 40
+RULES = make_rules()
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.stop()
+
+
+def header_of(tip: Manifest) -> Header:
+    return Header(tip.code, tip.digest, tip.generation)
+
+
+def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -> bytes:
+    """A message in which each attachment is other bytes of this size, which the store has."""
+    frame = json.loads(encode(header, message)[0])
+    body = frame["message"]
+    for named in [*body.get("offers", {}).values(), body.get("manifest")]:
+        if named:
+            blob = random.Random(time.monotonic_ns()).randbytes(num_bytes)
+            named |= {"digest": store.put(blob, digest_of(blob)), "num_bytes": num_bytes}
+    return json.dumps(frame).encode()
+
+
+def test_a_roster_of_a_stranger_brings_no_byte_of_what_it_names(
+    peers: Peers, tmp_path: Path
+) -> None:
+    victim = Victim(peers, tmp_path / "victim")
+    store = BlobStore()
+    attacker = peers.serving(store)
+    tip = replace(found(RULES, [victim.node.peer_id]), run=RUN)
+    ballot, offer = Ballot(0, attacker.peer_id), make_offer(RULES, "B", tip)
+    offers = {f"P{number}": offer for number in range(OFFERS)}
+    message = Roster(ballot, tip.digest, offers, (attacker.peer_id,))
+    payload = naming(store, header_of(tip), message, OFFER_BYTES)
+    assert len(payload) < 10_000
+    assert post(attacker, victim, payload) == 1
+    victim.settle()
+    assert attacker.traffic.blob_bytes_sent == victim.node.traffic.blob_bytes_received == 0
+    assert victim.store.num_bytes == len(victim.store) == 0
+    assert victim.inbound.refused == {"roster_of_stranger": 1}
+
+
+def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
+    peers: Peers, tmp_path: Path
+) -> None:
+    victim = Victim(peers, tmp_path / "victim")
+    store = BlobStore()
+    attacker = peers.serving(store)
+    member = peers.serving(sent := BlobStore())
+    victim.ledger.admit([victim.node.peer_id, member.peer_id])
+    tip = replace(found(RULES, [victim.node.peer_id, member.peer_id]), run=RUN)
+    began_s = time.monotonic()
+    for _ in range(COMMITS):
+        commit = naming(
+            store, header_of(tip), Commit(tip, None, None), MAX_STRANGER_ATTACHMENT_BYTES
+        )
+        post(attacker, victim, commit)
+    victim.settle()
+    passed_s = time.monotonic() - began_s
+    limit = LIMITS[Cost.BYTES].stranger
+    fetched = victim.node.traffic.blob_bytes_received
+    assert 0 < fetched <= limit.most + limit.per_s * passed_s
+    assert victim.store.num_bytes == len(victim.store) == 0, "nothing on disk"
+    assert len(victim.transfers.aside.store) == 0, "nothing in memory"
+    assert victim.received_from(attacker) == 0
+    ready = Ready(Ballot(0, victim.node.peer_id), make_offer(RULES, member.peer_id, tip), None, 1.0)
+    payload, attachments = encode(header_of(tip), ready)
+    for digest, blob in attachments.items():
+        sent.put(blob, digest)
+    assert post(member, victim, payload) == 1
+    victim.settle()
+    assert victim.received_from(member) == 1, "a member is heard as ever"

@@ -1,0 +1,111 @@
+"""S10: greedy streams and floods of messages of a stranger take from strangers only."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import HEAD_BYTES, PROTOCOL, Ask, Head, Status
+from swarm.network.fetch import Downloads, Want
+from swarm.network.ledger import LIMITS, Cost
+from swarm.network.node import Node
+from swarm.network.streams import receive_into
+from swarm.protocol.messages import Header, Hello
+from swarm.protocol.wire import encode
+from tests.hostile.victim import WAIT_S, Victim, post, wait_until
+from tests.network.conftest import Peers
+from tests.protocol.round_pump import found, make_rules
+
+MIB = 2**20
+GREEDY = 8
+HELLOS = 600
+TIP = found(make_rules(), ["A", "B"])
+HELLO, _ = encode(Header(TIP.code, TIP.digest, TIP.generation), Hello(ask=False))
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.stop()
+
+
+def test_a_flood_of_messages_is_dropped_unread_and_members_are_heard(
+    peers: Peers, tmp_path: Path
+) -> None:
+    victim = Victim(peers, tmp_path / "victim")
+    attacker, member = peers.node(), peers.node()
+    victim.ledger.admit([member.peer_id])
+    began_s = time.monotonic()
+    taken = post(attacker, victim, *[HELLO] * HELLOS)
+    limit = LIMITS[Cost.MESSAGES].stranger
+    most = limit.most + limit.per_s * (time.monotonic() - began_s)
+    assert limit.most <= taken == victim.heard <= most, "nobody looks at the rest"
+    assert victim.node.traffic.refused == {"messages_of_stranger": HELLOS - taken}
+    assert post(member, victim, *[HELLO] * 20) == 20
+    victim.settle()
+    assert victim.received_from(member) == 20
+    wait_until(lambda: victim.ledger.is_located(attacker.peer_id))
+
+
+async def be_greedy(attacker: Node, victim: Node, digest: str, busy: list[bytes]) -> None:
+    """Asks for the same blob again and again, as fast as it comes."""
+    connection = await attacker.open_stream(victim.peer_id, PROTOCOL, 10.0)
+    loop = asyncio.get_running_loop()
+    buffer = memoryview(bytearray(4 * MIB))
+    try:
+        while True:
+            await loop.sock_sendall(connection, Ask(digest, 0, 4 * MIB, False).encode())
+            head = bytearray(HEAD_BYTES)
+            await receive_into(connection, memoryview(head))
+            if Head.decode(bytes(head)).status != Status.HERE:
+                busy.append(bytes(head))
+                return
+            await receive_into(connection, buffer)
+    finally:
+        connection.close()
+
+
+def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
+    peers: Peers, tmp_path: Path
+) -> None:
+    greedy = random.Random(0).randbytes(4 * MIB)
+    theirs: set[str] = set()
+    victim = Victim(peers, tmp_path / "victim", is_apart=lambda digest: digest in theirs)
+    theirs.add(digest := victim.store.put(greedy))
+    attacker, member = peers.node(), peers.node()
+    victim.ledger.admit([member.peer_id])
+    wants = []
+    for seed in range(1, 17):
+        blob = random.Random(seed).randbytes(4 * MIB)
+        wants.append(Want(victim.store.put(blob), len(blob), (victim.node.peer_id,)))
+    busy: list[bytes] = []
+    attack = [
+        asyncio.run_coroutine_threadsafe(
+            be_greedy(attacker, victim.node, digest, busy), attacker.loop
+        )
+        for _ in range(GREEDY)
+    ]
+    traffic = victim.node.traffic
+
+    wait_until(lambda: traffic.moments_bytes_sent > 16 * MIB)
+    downloads = Downloads(member, BlobStore())
+    fetching = asyncio.run_coroutine_threadsafe(fetch(downloads, wants), member.loop)
+    wait_until(lambda: traffic.blob_bytes_sent > 0)
+    before = traffic.moments_bytes_sent
+    fetching.result(WAIT_S)
+    assert traffic.blob_bytes_sent == 64 * MIB
+    assert traffic.moments_bytes_sent - before < traffic.blob_bytes_sent
+    assert len(busy) == GREEDY - LIMITS[Cost.STREAMS].stranger.most
+    for stream in attack:
+        stream.cancel()
+
+
+async def fetch(downloads: Downloads, wants: list[Want]) -> None:
+    await downloads.fetch(wants, check=None, on_blob=lambda _: None, on_failure=lambda *_: None)

@@ -1,0 +1,77 @@
+"""A real node with everything of a peer that others can reach, and strangers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.inbound import Inbound
+from swarm.network.ledger import Ledger
+from swarm.network.node import Handlers, Node
+from swarm.network.serve import BlobServer
+from swarm.network.transfers import Transfers
+from swarm.protocol.events import Event, Received
+from tests.network.conftest import Peers
+from tests.network.test_round_driver import LAYOUT
+
+RUN = "run-1"
+WAIT_S = 20.0
+
+
+class Victim:
+    """Serves a store on disk, takes messages in, and knows who its members are."""
+
+    def __init__(
+        self, peers: Peers, folder: Path, is_apart: Callable[[str], bool] | None = None
+    ) -> None:
+        """Starts its node; blobs that are `apart` count as moments in its traffic."""
+        self.ledger, self.store = Ledger(), BlobStore(folder)
+        self.events: list[Event] = []
+        self.heard = 0
+        server = BlobServer(ledger=self.ledger, is_moments=is_apart)
+        server.attach(self.store)
+        self.node = peers.node(
+            Handlers(
+                on_message=self._on_message,
+                streams={PROTOCOL: server.serve},
+                ledger=self.ledger,
+            )
+        )
+        self.transfers = Transfers(self.node, self.store, LAYOUT, self.events.append)
+        self.inbound = Inbound(self.transfers, self.ledger, RUN, self.events.append)
+
+    async def _on_message(self, source: str, payload: bytes) -> None:
+        self.heard += 1
+        self.inbound.take(source, payload)
+
+    def received_from(self, peer: Node) -> int:
+        """Messages of a peer that were in order."""
+        events = [event for event in self.events if isinstance(event, Received)]
+        return sum(event.source == peer.peer_id for event in events)
+
+    def settle(self) -> None:
+        """Returns when no message is being worked on."""
+        wait_until(lambda: not self.inbound._tasks)
+
+
+def post(sender: Node, to: Victim, *payloads: bytes) -> int:
+    """Posts messages, all at once; returns how many were taken."""
+
+    async def post_all() -> int:
+        posts = (sender.post(to.node.peer_id, payload, 30.0) for payload in payloads)
+        results = await asyncio.gather(*posts, return_exceptions=True)
+        return results.count(None)
+
+    return sender.run(post_all(), WAIT_S)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Fails after a minute."""
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it did not come to be"
+        time.sleep(0.01)

@@ -1,0 +1,88 @@
+"""Who may send what: each type of message, from a member and from a stranger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.protocol.claims import (
+    MAX_STRANGER_ATTACHMENT_BYTES,
+    Claim,
+    Standing,
+    claim_of,
+    plausible_members,
+    refusal_of,
+)
+from swarm.protocol.events import Record
+from swarm.protocol.messages import (
+    Accept,
+    Accepted,
+    Ballot,
+    Commit,
+    Header,
+    Hello,
+    Message,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    Roster,
+    Signature,
+)
+from swarm.protocol.wire import encode
+from tests.protocol.round_pump import found, make_offer, make_rules
+
+RULES = make_rules()
+TIP = found(RULES, ["A", "B"])
+HEADER = Header(TIP.code, TIP.digest, TIP.generation)
+BALLOT = Ballot(1, "A")
+OFFER = make_offer(RULES, "B", TIP)
+VOTE = Accepted(BALLOT, TIP)
+
+CASES: list[tuple[Message, int, str | None]] = [
+    (Hello(ask=True), 0, None),
+    (Prepare(BALLOT), 0, None),
+    (Ready(BALLOT, None, None, 1.0), 0, None),
+    (Ready(BALLOT, OFFER, None, 1.0), 1, "ready_of_stranger"),
+    (Ready(BALLOT, None, VOTE, 1.0), 1, "ready_of_stranger"),
+    (Roster(BALLOT, TIP.digest, {"B": OFFER}, ("A",)), 1, "roster_of_stranger"),
+    (Roster(BALLOT, TIP.digest, {}, ("A",)), 0, "roster_of_stranger"),
+    (Reduced(BALLOT, TIP.digest, {}, {}), 0, "reduced_of_stranger"),
+    (Propose(BALLOT, TIP, ()), 1, "propose_of_stranger"),
+    (Accept(BALLOT, TIP.digest, Signature(b"key", b"signed")), 0, "accept_of_stranger"),
+    (Commit(TIP, None, None), 1, None),
+    (Commit(replace(TIP, height=1), None, TIP), 2, None),
+]
+
+
+@pytest.mark.parametrize(("message", "attachments", "refusal"), CASES)
+def test_each_type_of_message_from_member_and_stranger(
+    message: Message, attachments: int, refusal: str | None
+) -> None:
+    claim = claim_of(encode(HEADER, message)[0])
+    assert claim.kind == type(message).__name__.lower()
+    assert len(claim.attachments) == attachments
+    assert refusal_of(claim, Standing.MEMBER) is None
+    assert refusal_of(claim, Standing.STRANGER) == refusal
+
+
+def test_all_types_of_messages_are_tried() -> None:
+    assert {type(message) for message, *_ in CASES} == set(Message.__args__)
+
+
+def test_a_strangers_commit_may_name_small_manifests_only() -> None:
+    most = ("00" * 32, MAX_STRANGER_ATTACHMENT_BYTES)
+    more = ("11" * 32, MAX_STRANGER_ATTACHMENT_BYTES + 1)
+    assert refusal_of(Claim("commit", (most, most)), Standing.STRANGER) is None
+    for sizes in ((more,), (most, more)):
+        assert refusal_of(Claim("commit", sizes), Standing.STRANGER) == "attachment_of_stranger"
+        assert refusal_of(Claim("commit", sizes), Standing.MEMBER) is None
+
+
+def test_plausible_are_members_of_the_tip_its_parent_and_what_was_voted_for() -> None:
+    parent, tip, voted = (found(RULES, names) for names in (["A", "B"], ["B", "C"], ["C", "D"]))
+    assert plausible_members(Record(tip, None, None)) == {"B", "C"}
+    assert plausible_members(Record(tip, None, parent)) == {"A", "B", "C"}
+    record = Record(tip, None, None, None, Accepted(BALLOT, voted))
+    assert plausible_members(record) == {"B", "C", "D"}
