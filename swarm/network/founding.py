@@ -101,7 +101,7 @@ async def gather(
     """Announces a run that is about to begin and waits for its peers; returns their capacities."""
     said_s = 0.0
     while True:
-        await publish(node, runs_key(), announcement)
+        await publish(node, runs_key(node.peer_id), announcement)
         await publish_peer(node, announcement.run, mine())
         present = await present_peers(node, announcement.run)
         present[node.peer_id] = mine()
@@ -122,7 +122,7 @@ async def keep_gathering(
     """Goes on announcing a run that has gathered its peers, until it is cancelled."""
     while True:
         try:
-            await publish(node, runs_key(), announcement)
+            await publish(node, runs_key(node.peer_id), announcement)
             await publish_peer(node, announcement.run, mine())
         except NetworkDown as error:  # the daemon is started again
             logger.debug("not announced: %s", error)

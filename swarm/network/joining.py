@@ -47,7 +47,7 @@ from swarm.protocol.records import (
     RunRecord,
     RunState,
     peers_key,
-    runs_key,
+    runs_keys,
     shard_of,
 )
 from swarm.protocol.rounds.checks import certificate_problem
@@ -74,7 +74,7 @@ class Announced:
 
 async def announced_runs(node: Node) -> list[Announced]:
     """All runs in the DHT, running ones first, then by number of publishers."""
-    records = await fetch_records(node, RunRecord, [runs_key()])
+    records = await fetch_records(node, RunRecord, runs_keys())
     by_run: dict[tuple[str, str], list[tuple[PeerId, RunRecord]]] = {}
     for peer, record in sorted(records.items()):
         try:

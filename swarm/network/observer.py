@@ -32,8 +32,8 @@ from swarm.protocol.records import (
     PeerRecord,
     RunState,
     ValidationRecord,
-    merges_key,
-    validation_key,
+    merges_keys,
+    validation_keys,
 )
 
 NEWEST_ASKED = 4
@@ -112,8 +112,8 @@ class Observer:
             node = self._node
             peers, merges, validations = await asyncio.gather(
                 present_peers(node, run),
-                fetch_records(node, MergeRecord, [merges_key(run)]),
-                fetch_records(node, ValidationRecord, [validation_key(run)]),
+                fetch_records(node, MergeRecord, merges_keys(run)),
+                fetch_records(node, ValidationRecord, validation_keys(run)),
             )
             return Seen(peers, merges, validations)
 

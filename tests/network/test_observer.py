@@ -116,8 +116,8 @@ class Lonely:
         record = dataclasses.replace(record, **changes)
         node = self.node
         loss = ValidationRecord(0, manifest.digest, 5.5, 64)
-        node.run(publish(node, runs_key(), record), WAIT_S)
-        node.run(publish(node, validation_key(record.run), loss), WAIT_S)
+        node.run(publish(node, runs_key(node.peer_id), record), WAIT_S)
+        node.run(publish(node, validation_key(record.run, node.peer_id), loss), WAIT_S)
         node.run(publish_peer(node, record.run, peer_record(node.peer_id)), WAIT_S)
 
 
