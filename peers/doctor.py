@@ -42,7 +42,8 @@ from swarm.model.cost import cost_of, owned_per_peer
 from swarm.network.address_book import Remembered
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
-from swarm.network.joining import fetch_config, find_run, present_peers
+from swarm.network.finding import find_run, whom_to_ask
+from swarm.network.joining import present_peers
 from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
@@ -265,22 +266,23 @@ async def _look_at_run(
 ) -> tuple[Around, dict[str, PeerRecord]]:
     """The run that is announced here, what it means for this link, and who is in it."""
     fingerprint = asked.wanted.fingerprint() if asked.wanted else None
-    announced = await find_run(
-        node, fingerprint=fingerprint, wanted=asked.run_id, deadline_s=FIND_S
-    )
-    if announced is None:
-        return found, {}
-    record = announced.record
-    present = await present_peers(node, record.run)
-    rates = await measured_rates(node, present)
     store = BlobStore(None)
     downloads = Downloads(node, store)
-    run = await fetch_config(announced, downloads)
+    opened = await find_run(
+        node, downloads, fingerprint=fingerprint, wanted=asked.run_id, deadline_s=FIND_S
+    )
+    if opened is None:
+        return found, {}
+    run, record = opened.run, opened.announced.record
+    present = await present_peers(node, record.run)
+    rates = await measured_rates(node, present)
     found = replace(found, rates=rates, run=run)
     if record.state is RunState.GATHERING:
         return found, present
-    tip = (await newest_tip(node, downloads, record, present)).record.tip
-    link = verdict_for(run, tip, present, rates)
+    peers = whom_to_ask(node, opened.announced, present)
+    tip = (await newest_tip(node, downloads, record, peers)).record.tip
+    members = {peer: present[peer] for peer in present if peer in tip.members}
+    link = verdict_for(run, tip, members, rates)
     return (
         replace(found, run_id=record.run, num_members=len(tip.members), link=link),
         present,

@@ -86,6 +86,7 @@ def _gather(
     scratch = BlobStore(None)
     scratch.put(config_blob)
     starter.serve(scratch)
+    starter.announce(gathering)
     return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
 
 

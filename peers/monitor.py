@@ -17,7 +17,7 @@ from swarm.monitor.metrics import glossary
 from swarm.monitor.snapshot import Sighting, Snapshot, as_json, snapshot_of, with_history
 from swarm.monitor.terminal import render, waiting
 from swarm.network.blobs import BlobStore
-from swarm.network.joining import Announced
+from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import RunState

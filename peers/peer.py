@@ -39,7 +39,7 @@ from swarm.errors import RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
-from swarm.network.joining import announced_runs
+from swarm.network.finding import RUN_QUESTION, runs_of
 from swarm.network.ledger import Ledger
 from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
@@ -54,7 +54,7 @@ from swarm.network.tips import asked_tip
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
-from swarm.protocol.records import PeerState
+from swarm.protocol.records import PeerState, RunRecord, encode_record
 from swarm.protocol.rounds import RoundMachine, Rules
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class Peer:
     stop: Stop
     driver: RoundDriver | None = None
     exchange: MomentsExchange | None = None
+    announced: RunRecord | None = None
+    """What this peer says, when asked which run it is in."""
 
     def __post_init__(self) -> None:
         """Prepares to serve blobs and to answer questions."""
@@ -131,6 +133,8 @@ class Peer:
     async def _on_request(self, source: PeerId, payload: bytes) -> bytes:
         if payload.startswith(QUESTION) and hasattr(self, "node"):
             return await self.prober.answer(self.node, source, payload)
+        if payload == RUN_QUESTION:
+            return encode_record(self.announced) if self.announced else b""
         driver = self.driver
         if self.exchange:
             answer = await self.exchange.answer(source, payload)
@@ -157,6 +161,7 @@ class Peer:
             self.serve,
             self._status,
             self.text,
+            self._announce,
             vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
@@ -172,6 +177,9 @@ class Peer:
         assert wanted is not None
         return found(starter, wanted)
 
+    def _announce(self, record: RunRecord) -> None:
+        self.announced = record
+
     def _run_to_resume(self, wanted: RunConfig | None, run_id: str | None) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""
         current = run_id or self.state.current_run
@@ -182,9 +190,9 @@ class Peer:
             return current if run.fingerprint() == wanted.fingerprint() else None
         if run_id or not self.config.network.initial_peers:
             return current
-        announced = {run.record.run for run in self.node.run(announced_runs(self.node), 30)}
-        if announced and current not in announced:
-            logger.info("run=%s is not announced here; joining what is", current)
+        told = self.node.run(runs_of(self.node, self.node.entrances), 30)
+        if told and current not in {run.record.run for run in told}:
+            logger.info("run=%s is not what runs there; joining what does", current)
             return None
         return current
 
@@ -205,10 +213,11 @@ class Peer:
         agreed = Agreed(started.store, layout)
         status = self._status(run)
         status.directory = started.directory
+        announced = announcement(started.run_id, run, started.directory.read_founding())
         publisher = Publisher(
             self.node,
             status,
-            announcement(started.run_id, run, started.directory.read_founding()),
+            announced,
             self.state,
             on_present=lambda peers: self.driver.discovered(peers) if self.driver else None,
         )
@@ -242,6 +251,7 @@ class Peer:
         )
         with loader:
             self.driver.start()
+            self._announce(announced)
             publisher.start()
             try:
                 trainer.train()

@@ -96,13 +96,13 @@ class Publisher:
             self._stopping.wait(max(SOONEST_S - (time.monotonic() - began_s), 0.0))
 
     async def _publish(self) -> None:
-        status, run = self.status, self.run.run
+        status, run, me = self.status, self.run.run, self.node.peer_id
         await publish_peer(self.node, run, status.record())
-        await publish(self.node, runs_key(), self.run)
+        await publish(self.node, runs_key(me), self.run)
         if status.validation:
-            await publish(self.node, validation_key(run), status.validation)
+            await publish(self.node, validation_key(run, me), status.validation)
         if self._merge:
-            await publish(self.node, merges_key(run), self._merge)
+            await publish(self.node, merges_key(run, me), self._merge)
         if time.monotonic() - self._looked_s > HEARTBEAT_S:
             self._looked_s = time.monotonic()
             present = await present_peers(self.node, run)

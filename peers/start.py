@@ -22,16 +22,9 @@ from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
+from swarm.network.finding import Announced, Opened, find_run, open_run, whom_to_ask
 from swarm.network.founding import await_founding
-from swarm.network.joining import (
-    Announced,
-    check_run_id,
-    fetch_config,
-    fetch_founding_manifest,
-    fetch_newest_state,
-    find_run,
-    present_peers,
-)
+from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
@@ -46,6 +39,7 @@ logger = logging.getLogger(__name__)
 FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
+BEGUN_S = 60.0
 START_S = 24 * 3600.0
 """A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
@@ -82,6 +76,8 @@ class Starter:
     status: Callable[[RunConfig], PeerStatus]
     text: RunText
     """This machine's, which must be the run's before anything of the run is kept or trained."""
+    announce: Callable[[RunRecord], None]
+    """Keeps what others are told that ask this peer for its run."""
     vouched: Digest | None = None
     """The head that the person vouches for (`--tip`); manifest 0 where there is none."""
 
@@ -178,38 +174,36 @@ class Starter:
             RunMismatch: the run is not what was asked for.
             DataError: this machine's text is not the run's.
         """
-        announced = self.wait_for(
+        downloads = self.serve(BlobStore(None))
+        opened = self.wait_for(
             find_run(
                 self.node,
+                downloads,
                 fingerprint=wanted.fingerprint() if wanted else None,
                 wanted=run_name,
                 deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
             )
         )
-        if announced is None:
+        if opened is None:
             if wanted:
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
                 hint="check the address, or found a run with --run FILE",
             )
-        scratch = BlobStore(None)
-        downloads = self.serve(scratch)
-        run = self.wait_for(fetch_config(announced, downloads))
-        check(run)
-        return self._join_announced(announced, run, downloads)
+        check(opened.run)
+        return self._join_opened(opened, downloads)
 
-    def _join_announced(
-        self, announced: Announced, run: RunConfig, downloads: Downloads
-    ) -> Started:
-        gathered = announced.record.state is RunState.GATHERING
-        if gathered:
+    def _join_opened(self, opened: Opened, downloads: Downloads) -> Started:
+        announced, run, founding = opened.announced, opened.run, opened.founding
+        gathered = founding is None
+        if founding is None:
             self.text.require(run, announced.record.text, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
             mine = self.status(run).record
             announced = self.wait_for(await_founding(self.node, announced.record, mine))
-        check_run_id(record := announced.record)
-        founding = self.wait_for(fetch_founding_manifest(announced, downloads))
+            founding = self.wait_for(begun(announced, downloads))
+        record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
         self.text.require(run, founding.founding.text, remembered)
         directory = self.new_directory(record.run, run, founding)
@@ -219,7 +213,7 @@ class Starter:
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
-        peers = {*announced.publishers, *present} - {self.node.peer_id}
+        peers = set(whom_to_ask(self.node, announced, present))
         trust = Trust(self.vouched or founding.digest)
         if gathered and self.node.peer_id in founding.members:
             shown = Shown(Record(founding, None, None))
@@ -228,7 +222,8 @@ class Starter:
             shown = self.wait_for(question)
             tip = self._without_old_votes(shown.record)
             if tip is shown.record:  # a member that comes back has shown that its link will do
-                require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, present)))
+                members = {p: present[p] for p in present if p in tip.tip.members}
+                require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
             shown = replace(shown, record=tip)
         self._recompute_initial(shown.record, run, layout, store)
         sources = peers | set(shown.record.tip.members)
@@ -323,6 +318,13 @@ def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
         state=RunState.RUNNING,
         wait_for_peers=len(manifest.members),
     )
+
+
+async def begun(announced: Announced, downloads: Downloads) -> Manifest:
+    """Manifest 0 of a run that has just begun, as its founder announces it."""
+    founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
+    assert founding is not None, "it is not announced as gathering"
+    return founding
 
 
 def blobs_of(manifest: Manifest) -> list[Digest]:

@@ -431,7 +431,7 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
     figures = {
         "PeerRecord, signed": peer_bytes,
         "RunRecord, signed": run_bytes,
-        "all RunRecords (one key)": swarm.num_peers * run_bytes,
+        "all RunRecords (4 keys)": swarm.num_peers * run_bytes,
         "all PeerRecords (16 keys)": swarm.num_peers * peer_bytes,
         "a peer sends, per second": REPLICAS * (peer_bytes + run_bytes) / HEARTBEAT_S,
     }

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 
 from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.daemon import Address
+from swarm.network.holder import HeldRecords, NoCache
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.network.steady_clock import dht_clock
 from swarm.network.traffic import Traffic
+from swarm.protocol.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 MAX_VALUE_BYTES = 20_000
-MAX_RECORDS_PER_KEY = 256
+MAX_RECORDS_PER_KEY = 1024
+SIGNATURE_BYTES = 1024
+"""Of a record in a holder: its subkey, which is its owner's key, its signature and the rest."""
 _CALL_S = 15.0
 _REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
 
@@ -33,10 +38,25 @@ class Record(NamedTuple):
 class Dht:
     """A DHT node; see `open_dht`."""
 
-    def __init__(self, node: DHTNode, validator: SignedRecords, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        node: DHTNode,
+        validator: SignedRecords,
+        traffic: Traffic,
+        is_member: Callable[[str], bool],
+    ) -> None:
         self._node = node
         self._validator = validator
         self._traffic = traffic
+        me: str = node.peer_id.to_base58()
+        self._is_member: Callable[[str], bool] = lambda peer: peer == me or is_member(peer)
+        limits = {
+            DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + SIGNATURE_BYTES
+            for key in runs_keys()
+        }
+        held = HeldRecords(self._is_member, traffic.refuse, limits)
+        held.take_over(node.protocol.storage)  # since it was reached by others
+        node.protocol.storage, node.protocol.cache = held, NoCache()
         self._expirations: dict[str, float] = {}
 
     @property
@@ -67,7 +87,7 @@ class Dht:
         return bool(stored)
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, Record]]:
-        """For each key the newest records by the peer id of their owner; see `Node.get_many`."""
+        """For each key the records by the peer id of their owner; see `Node.get_many`."""
         async with asyncio.timeout(_CALL_S):
             found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         return {key: self._owned(found[key].value if found[key] else None) for key in keys}
@@ -75,15 +95,17 @@ class Dht:
     def _owned(self, entries: object) -> dict[str, Record]:
         if not isinstance(entries, dict):
             return {}
-        newest = heapq.nlargest(
-            MAX_RECORDS_PER_KEY, entries.items(), key=lambda item: item[1].expiration_time
-        )
-        if len(entries) > len(newest):
+        owned = {owner: entry for subkey, entry in entries.items() if (owner := owner_of(subkey))}
+        chosen = list(owned)
+        if len(owned) > MAX_RECORDS_PER_KEY:
             self._traffic.refuse("record_count")
+            # Neither a long life nor a peer id brings a record in.
+            random.shuffle(chosen)
+            chosen.sort(key=lambda owner: not self._is_member(owner))
         records: dict[str, Record] = {}
-        for subkey, entry in newest:
-            owner = owner_of(subkey)
-            if owner is not None and isinstance(entry.value, bytes):
+        for owner in chosen[:MAX_RECORDS_PER_KEY]:
+            entry = owned[owner]
+            if isinstance(entry.value, bytes):
                 records[owner] = Record(entry.value, entry.expiration_time)
         return records
 
@@ -100,12 +122,13 @@ async def open_dht(
     p2p: P2P,
     validator: SignedRecords,
     traffic: Traffic,
+    is_member: Callable[[str], bool],
     *,
     peers: Sequence[Address],
     client_mode: bool,
     must_reach: bool,
 ) -> Dht:
-    """A DHT node on this daemon that has met its `peers`.
+    """A DHT node on this daemon that has met its `peers`; records of members go before others'.
 
     Raises:
         NobodyReachable: `must_reach`, and none of the peers answered.
@@ -130,4 +153,4 @@ async def open_dht(
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
         raise NobodyReachable(f"none of {texts} is a living peer") from error
-    return Dht(node, validator, traffic)
+    return Dht(node, validator, traffic, is_member)

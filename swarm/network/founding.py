@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping
 
 from swarm.config import RunConfig
 from swarm.errors import NetworkDown, NobodyReachable
-from swarm.network.joining import (
-    POLL_S,
-    Announced,
-    announced_runs,
-    present_peers,
-    publish_peer,
-)
+from swarm.network.finding import POLL_S, Announced, announced_runs, runs_of
+from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
 from swarm.network.records import publish
 from swarm.protocol.layout import Layout
@@ -101,7 +96,7 @@ async def gather(
     """Announces a run that is about to begin and waits for its peers; returns their capacities."""
     said_s = 0.0
     while True:
-        await publish(node, runs_key(), announcement)
+        await publish(node, runs_key(node.peer_id), announcement)
         await publish_peer(node, announcement.run, mine())
         present = await present_peers(node, announcement.run)
         present[node.peer_id] = mine()
@@ -122,7 +117,7 @@ async def keep_gathering(
     """Goes on announcing a run that has gathered its peers, until it is cancelled."""
     while True:
         try:
-            await publish(node, runs_key(), announcement)
+            await publish(node, runs_key(node.peer_id), announcement)
             await publish_peer(node, announcement.run, mine())
         except NetworkDown as error:  # the daemon is started again
             logger.debug("not announced: %s", error)
@@ -144,11 +139,8 @@ async def await_founding(
     last_seen_s, gathers_as = time.monotonic(), gathering.run
     while True:
         await publish_peer(node, gathers_as, mine())
-        announced = [
-            run
-            for run in await announced_runs(node)
-            if (run.record.founder, run.record.config) == (gathering.founder, gathering.config)
-        ]
+        told = await runs_of(node, [gathering.founder]) or await announced_runs(node)
+        announced = [run for run in told if _is_of(run, gathering)]
         if announced and announced[0].record.state is RunState.RUNNING:
             return announced[0]
         if announced:
@@ -156,3 +148,12 @@ async def await_founding(
         if time.monotonic() - last_seen_s > FOUNDER_SILENT_S:
             raise NobodyReachable("the founder of the run is gone before it began")
         await asyncio.sleep(POLL_S)
+
+
+def _is_of(announced: Announced, gathering: RunRecord) -> bool:
+    """Whether the founder itself says that this is what it gathers for."""
+    said, record = gathering, announced.record
+    return gathering.founder in announced.publishers and (
+        (said.founder, said.name, said.fingerprint, said.config)
+        == (record.founder, record.name, record.fingerprint, record.config)
+    )

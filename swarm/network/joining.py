@@ -1,4 +1,4 @@
-"""How a peer finds a run, founds one, or takes over the state of one that is under way.
+"""How a peer takes over the state of a run that is under way.
 
 Everything a stranger is told is checked: the run id binds name, configuration and manifest 0; a
 tip needs a quorum's certificate; every blob has its digest.
@@ -8,40 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from swarm.codecs import Content, check_finite
-from swarm.config import RunConfig
 from swarm.errors import (
-    BadRecord,
     NobodyReachable,
-    RunMismatch,
 )
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
-from swarm.network.foreign import check_announcement, check_state, decode_config
+from swarm.network.foreign import check_state
 from swarm.network.node import Node
 from swarm.network.records import fetch_records, publish
-from swarm.network.tips import BLOB_DEADLINE_S, Shown, Trust, newest_tip
+from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
     Digest,
     Manifest,
     PeerId,
     Unit,
-    decode_manifest,
-    run_id,
 )
 from swarm.protocol.records import (
     NUM_SHARDS,
     PeerRecord,
     RunRecord,
-    RunState,
     peers_key,
-    runs_key,
     shard_of,
 )
 
@@ -50,67 +41,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.3
 STUCK_S = 10.0
 """A state of which nothing came for so long may have been collected everywhere."""
-
-
-@dataclass(frozen=True)
-class Announced:
-    """A run that somebody announced, and who did."""
-
-    record: RunRecord
-    publishers: tuple[PeerId, ...]
-
-
-async def announced_runs(node: Node) -> list[Announced]:
-    """All runs in the DHT, running ones first, then by number of publishers."""
-    records = await fetch_records(node, RunRecord, [runs_key()])
-    by_run: dict[tuple[str, str], list[tuple[PeerId, RunRecord]]] = {}
-    for peer, record in sorted(records.items()):
-        try:
-            check_announcement(record)
-        except BadRecord as error:
-            node.traffic.refuse(error.reason)
-            logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
-            continue
-        by_run.setdefault((record.run, record.state.value), []).append((peer, record))
-    runs = [Announced(group[0][1], tuple(p for p, _ in group)) for group in by_run.values()]
-    return sorted(
-        runs,
-        key=lambda a: (a.record.state is not RunState.RUNNING, -len(a.publishers), a.record.run),
-    )
-
-
-async def find_run(
-    node: Node, *, fingerprint: str | None, wanted: str | None, deadline_s: float
-) -> Announced | None:
-    """The run to join, or None when none shows up before the deadline.
-
-    Args:
-        node: connected to the DHT.
-        fingerprint: of the configuration that was asked for, if one was.
-        wanted: run id that was asked for, or that this peer was in.
-        deadline_s: how long to look.
-
-    Raises:
-        RunMismatch: several runs are announced and none was asked for.
-    """
-    end_s = time.monotonic() + deadline_s
-    while True:
-        found = await announced_runs(node)
-        if wanted:
-            found = [run for run in found if run.record.run == wanted]
-        if fingerprint:
-            found = [run for run in found if run.record.fingerprint == fingerprint]
-        names = sorted({run.record.run for run in found})
-        if len(names) > 1 and not (wanted or fingerprint):
-            raise RunMismatch(
-                f"several runs are announced here: {', '.join(names)}",
-                hint="name one with --run-id",
-            )
-        if found:
-            return found[0]
-        if time.monotonic() > end_s:
-            return None
-        await asyncio.sleep(POLL_S)
 
 
 async def present_peers(node: Node, run: str) -> dict[PeerId, PeerRecord]:
@@ -124,32 +54,8 @@ async def publish_peer(node: Node, run: str, record: PeerRecord) -> None:
     await publish(node, peers_key(run, shard_of(node.peer_id)), record)
 
 
-async def fetch_config(announced: Announced, downloads: Downloads) -> RunConfig:
-    """The run's configuration, checked against the announced fingerprint.
-
-    Raises:
-        NobodyReachable: no publisher gave it in time.
-        BadBlob: it is no configuration.
-        RunMismatch: what came is not what was announced.
-    """
-    record = announced.record
-    wanted = Want(record.config, record.config_bytes, announced.publishers)
-    blob = await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S)
-    return decode_config(blob, record)
-
-
 def _log_failure(digest: Digest, peer: PeerId, reason: str) -> None:
     logger.info("blob=%s from=%s failed: %s", digest[:12], peer[-6:], reason)
-
-
-def check_run_id(record: RunRecord) -> None:
-    """Refuses an announcement whose id does not bind what it announces.
-
-    Raises:
-        RunMismatch: name, fingerprint or manifest 0 is not what the id was made of.
-    """
-    if record.run != run_id(record.name, record.fingerprint, record.founding):
-        raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
 
 
 async def fetch_newest_state(
@@ -274,15 +180,3 @@ def _shared_first(digests: Iterable[Digest], units: Mapping[Digest, Unit]) -> li
 def _rotated(sources: Sequence[PeerId], by: int) -> tuple[PeerId, ...]:
     shift = by % max(len(sources), 1)
     return (*sources[shift:], *sources[:shift])
-
-
-async def fetch_founding_manifest(announced: Announced, downloads: Downloads) -> Manifest:
-    """Manifest 0 of an announced run.
-
-    Raises:
-        NobodyReachable: no publisher gave it in time.
-        BadManifest: it is none.
-    """
-    record = announced.record
-    wanted = Want(record.founding, record.founding_bytes, announced.publishers)
-    return decode_manifest(await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S))

@@ -12,9 +12,8 @@ import logging
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,12 +28,11 @@ from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control
 from swarm.network.daemon import Address
 from swarm.network.dht import Dht, Record
+from swarm.network.handlers import Handlers as Handlers
 from swarm.network.identity import Identity, load_or_create_identity
-from swarm.network.ledger import Ledger
 from swarm.network.loop_thread import LoopThread
 from swarm.network.relay import Relay
 from swarm.network.steady_clock import dht_clock
-from swarm.network.streams import Serve
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
 from swarm.network.ways import Ways
@@ -55,30 +53,13 @@ _CLOSE_S = 2.0
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Handlers:
-    """What the node calls for others, always in its own loop; so none of them may block.
-
-    Attributes:
-        on_message: gets the sender's peer id, as libp2p (or its signature) proved it, and the
-            payload.
-        on_request: the same, and returns the answer, at most 1 MB.
-        streams: who serves which bulk protocol.
-        ledger: what others may cost; it is told who the members are.
-    """
-
-    on_message: Callable[[str, bytes], Awaitable[None]] | None = None
-    on_request: Callable[[str, bytes], Awaitable[bytes]] | None = None
-    streams: Mapping[str, Serve] = field(default_factory=dict)
-    ledger: Ledger = field(default_factory=Ledger)
-
-
 class Node:
     """A running node; see `start`. Its coroutines run in its loop, from outside through `run`.
 
     Attributes:
         peer_id: base58, derived from the identity file.
         identity: signs certificates and records.
+        entrances: peer ids at the addresses that a person gave.
         addresses: to be handed out; loopback only if there is nothing else. Empty for a node that
             does not listen.
         traffic: counters.
@@ -94,6 +75,7 @@ class Node:
         forgotten: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
         self.identity, self.peer_id = identity, identity.peer_id
+        self.entrances: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
         self.traffic, self.ledger = Traffic(), handlers.ledger
         self.failure: str | None = None
@@ -107,7 +89,8 @@ class Node:
             p2p=self._living_p2p,
         )
         self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self.neighbours)
-        self._opening = Opening(identity, network, self.traffic, self._register)
+        is_member = self.ledger.is_member
+        self._opening = Opening(identity, network, self.traffic, self._register, is_member)
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -158,6 +141,7 @@ class Node:
         node = cls(load_or_create_identity(path), network, handlers or Handlers(), folder)
         node._book.add((address.text for address in peers), are_given=True)
         node._book.recall(remembered[:REMEMBERED_TRIED])
+        node.entrances = tuple(dict.fromkeys(address.peer_id for address in peers))
         peers += [address for address in node._book.addresses() if address not in peers]
         try:
             node.run(node._open(peers, port, must_reach=must_reach), deadline_s)
@@ -276,7 +260,7 @@ class Node:
         return (await self.get_many([key]))[key]
 
     async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, Record]]:
-        """`get` for several keys at once; at most 256 records a key, those that live longest.
+        """`get` for several keys at once; at most 1,024 records a key, first those of members.
 
         Raises:
             TimeoutError: the DHT did not answer within 15 s.

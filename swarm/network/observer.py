@@ -14,14 +14,8 @@ from swarm.config import NetworkSection, RunConfig
 from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
-from swarm.network.joining import (
-    Announced,
-    check_run_id,
-    fetch_config,
-    fetch_state,
-    find_run,
-    present_peers,
-)
+from swarm.network.finding import Announced, fetch_config, find_run, whom_to_ask
+from swarm.network.joining import fetch_state, present_peers
 from swarm.network.node import Node
 from swarm.network.records import fetch_records
 from swarm.network.tips import Trust, newest_tip
@@ -30,14 +24,10 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
-    RunState,
     ValidationRecord,
-    merges_key,
-    validation_key,
+    merges_keys,
+    validation_keys,
 )
-
-NEWEST_ASKED = 4
-"""Peers asked for the tip that claim the newest ones; as many others are asked beside them."""
 
 Result = TypeVar("Result")
 
@@ -93,22 +83,24 @@ class Observer:
 
         Raises:
             NobodyReachable: no such run is announced, or the network does not answer.
-            RunMismatch: several are, and none was named; or the announcement contradicts itself.
+            RunMismatch: several are, and none was named.
         """
         found = self._within(
             deadline_s,
             "runs",
             lambda: find_run(
-                self._node, fingerprint=None, wanted=wanted, deadline_s=deadline_s / 2
+                self._node,
+                self._downloads,
+                fingerprint=None,
+                wanted=wanted,
+                deadline_s=deadline_s / 2,
             ),
         )
         if found is None:
             raise NobodyReachable(
                 f"no peer announces {wanted or 'a run'}", hint="is a peer of it running?"
             )
-        if found.record.state is RunState.RUNNING:
-            check_run_id(found.record)
-        return found
+        return found.announced
 
     def look(self, run: str, deadline_s: float) -> Seen:
         """All records of a run.
@@ -121,8 +113,8 @@ class Observer:
             node = self._node
             peers, merges, validations = await asyncio.gather(
                 present_peers(node, run),
-                fetch_records(node, MergeRecord, [merges_key(run)]),
-                fetch_records(node, ValidationRecord, [validation_key(run)]),
+                fetch_records(node, MergeRecord, merges_keys(run)),
+                fetch_records(node, ValidationRecord, validation_keys(run)),
             )
             return Seen(peers, merges, validations)
 
@@ -136,7 +128,7 @@ class Observer:
         Raises:
             NobodyReachable: nobody showed one in time.
         """
-        asked = _whom_to_ask(announced, peers)
+        asked = whom_to_ask(self._node, announced, peers)
 
         async def ask() -> Manifest:
             shown = await newest_tip(
@@ -203,10 +195,3 @@ class Observer:
             return self._node.run(bounded(), deadline_s + 2)
         except TimeoutError as error:
             raise NobodyReachable(f"{what}: no answer within {deadline_s:.0f} s") from error
-
-
-def _whom_to_ask(announced: Announced, peers: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
-    """Some that claim the newest tips and some others, since a claim may be a lie."""
-    newest = sorted(peers, key=lambda peer: (-peers[peer].height, peer))[:NEWEST_ASKED]
-    others = sorted({*announced.publishers, *peers} - set(newest))[:NEWEST_ASKED]
-    return [*newest, *others]

@@ -12,10 +12,10 @@ from hivemind.utils.crypto import RSAPrivateKey
 from swarm.network.identity import Identity, peer_id_of_ssh_key
 from swarm.network.steady_clock import dht_clock
 
-MAX_RECORD_BYTES = 32 * 1024
-"""With signature. All records of a key come back in one message of at most 4 MiB; a larger sum
-blinds whoever reads the key (measured), so no single writer may get near it."""
+MAX_RECORD_BYTES = 22 * 1024
+"""With signature: the largest of our records, and a key and a signature."""
 MAX_TTL_S = 3600.0
+"""What a reader refuses; holders keep nothing that lives nearly as long, see `holder.py`."""
 
 
 class SignedRecords(RSASignatureValidator):

@@ -48,12 +48,14 @@ class Opening:
         network: what the person decided.
         traffic: counters.
         register: makes this peer's handlers known to a new daemon, before the DHT is up.
+        is_member: whose records in the DHT go before those of strangers.
     """
 
     identity: Identity
     network: NetworkSection
     traffic: Traffic
     register: Register
+    is_member: Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ async def open_substrate(
             p2p,
             SignedRecords(opening.identity, opening.traffic.refuse),
             opening.traffic,
+            opening.is_member,
             peers=entrances,
             client_mode=opening.network.client_mode,
             must_reach=must_reach,

@@ -22,8 +22,13 @@ from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import Text
 
 MAX_RECORD_BYTES = 20_000
+"""Of a `PeerRecord` and a `MergeRecord`; the others need less."""
+MAX_RUN_RECORD_BYTES = 3_000
+MAX_VALIDATION_BYTES = 9_000
 NUM_SHARDS = 16
-"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys."""
+FEW_SHARDS = 4
+"""All records of one key come in one message of at most 4 MiB, so peers are spread over keys:
+`NUM_SHARDS` for presence, `FEW_SHARDS` for each of the other kinds, which fewer read."""
 HEARTBEAT_S = 8.0
 """How often a peer repeats its records."""
 RECORD_TTL_S = 3 * HEARTBEAT_S
@@ -39,6 +44,8 @@ Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Height = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of manifests and rounds: one a second would take 68 years to get there."""
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -119,8 +126,8 @@ class PeerRecord:
     state: PeerState
     capacity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     generation: Id
-    height: Count
-    round: Count
+    height: Height
+    round: Height
     rounds_total: Count
     manifest_digest: Hex
     """Of the peer's tip."""
@@ -172,8 +179,8 @@ class MergeRecord:
     __pydantic_config__ = _STRICT
 
     generation: Id
-    round: Count
-    merged: Count
+    round: Height
+    merged: Height
     step: Count
     alpha: Annotated[float, Field(ge=0, le=1)]
     donors: Mapping[Expert, tuple[tuple[Expert, ...], ...]]
@@ -186,12 +193,12 @@ class ValidationRecord:
 
     __pydantic_config__ = _STRICT
 
-    round: Count
+    round: Height
     manifest_digest: Hex
     val_loss: Real
     tokens: Count
     """Held-out tokens behind the figure."""
-    recent: Annotated[tuple[tuple[Count, Real], ...], Field(max_length=200)] = ()
+    recent: Annotated[tuple[tuple[Height, Real], ...], Field(max_length=200)] = ()
     """(round, val_loss) of rounds before, as far as the publisher knows them."""
 
 
@@ -199,6 +206,12 @@ Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord
 AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord)
 _SCHEMAS: dict[type, TypeAdapter[Record]] = {
     kind: TypeAdapter(kind) for kind in (RunRecord, PeerRecord, MergeRecord, ValidationRecord)
+}
+_LIMITS: dict[type, int] = {
+    RunRecord: MAX_RUN_RECORD_BYTES,
+    PeerRecord: MAX_RECORD_BYTES,
+    MergeRecord: MAX_RECORD_BYTES,
+    ValidationRecord: MAX_VALIDATION_BYTES,
 }
 
 
@@ -208,7 +221,7 @@ def encode_record(record: Record) -> bytes:
     An inadmissible record is our own bug (an AssertionError): use `shortened` and `fitted`.
     """
     encoded = _json(record)
-    assert len(encoded) <= MAX_RECORD_BYTES, f"{type(record).__name__}: {len(encoded)} bytes"
+    assert len(encoded) <= _LIMITS[type(record)], f"{type(record).__name__}: {len(encoded)} bytes"
     return encoded
 
 
@@ -218,7 +231,7 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
     Raises:
         BadRecord: reason `record_size` or `record_schema`.
     """
-    if len(encoded) > MAX_RECORD_BYTES:
+    if len(encoded) > _LIMITS[kind]:
         raise BadRecord("record_size", f"a {kind.__name__} of {len(encoded)} bytes is too large")
     try:
         record = _SCHEMAS[kind].validate_json(bytes(encoded))
@@ -246,14 +259,19 @@ def fitted(record: MergeRecord) -> MergeRecord:
     return record
 
 
-def runs_key() -> str:
-    """Key of all `RunRecord`s."""
-    return "swarm.runs"
+def shard_of(peer_id: str, shards: int = NUM_SHARDS) -> int:
+    """Which of the keys of a kind holds a peer's record."""
+    return blake3(peer_id.encode()).digest()[0] % shards
 
 
-def shard_of(peer_id: str) -> int:
-    """Which of the keys holds a peer's `PeerRecord`."""
-    return blake3(peer_id.encode()).digest()[0] % NUM_SHARDS
+def runs_keys() -> list[str]:
+    """Keys of all `RunRecord`s."""
+    return [f"swarm.runs.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def runs_key(peer_id: str) -> str:
+    """Key of a peer's `RunRecord`."""
+    return runs_keys()[shard_of(peer_id, FEW_SHARDS)]
 
 
 def peers_key(run: str, shard: int) -> str:
@@ -261,14 +279,24 @@ def peers_key(run: str, shard: int) -> str:
     return f"{run}.peers.{shard}"
 
 
-def merges_key(run: str) -> str:
-    """Key of each peer's newest `MergeRecord`."""
-    return f"{run}.merges"
+def merges_keys(run: str) -> list[str]:
+    """Keys of each peer's newest `MergeRecord`."""
+    return [f"{run}.merges.{shard}" for shard in range(FEW_SHARDS)]
 
 
-def validation_key(run: str) -> str:
-    """Key of each peer's newest `ValidationRecord`."""
-    return f"{run}.validation"
+def merges_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `MergeRecord`."""
+    return merges_keys(run)[shard_of(peer_id, FEW_SHARDS)]
+
+
+def validation_keys(run: str) -> list[str]:
+    """Keys of each peer's newest `ValidationRecord`."""
+    return [f"{run}.validation.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def validation_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `ValidationRecord`."""
+    return validation_keys(run)[shard_of(peer_id, FEW_SHARDS)]
 
 
 def _json(record: Record) -> bytes:

@@ -10,7 +10,8 @@ from swarm.config import NetworkSection
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
-from swarm.network.joining import announced_runs, present_peers
+from swarm.network.finding import announced_runs
+from swarm.network.joining import present_peers
 from swarm.network.node import Handlers, Node, Unreachable
 from swarm.network.serve import BlobServer
 from swarm.network.tips import newest_tip

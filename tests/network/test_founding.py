@@ -25,9 +25,10 @@ def test_a_founder_announces_until_it_is_done_and_through_a_restart_of_its_daemo
     monkeypatch.setattr(founding, "POLL_S", 0.0)
 
     async def scene():
+        node = type("Node", (), {"peer_id": "QmA"})()
         announcement = type("Announcement", (), {"run": "gathering-1"})()
         task = asyncio.ensure_future(
-            founding.keep_gathering(None, announcement, lambda: peer_record("QmA"))
+            founding.keep_gathering(node, announcement, lambda: peer_record("QmA"))
         )
         while len(said) < 5:
             await asyncio.sleep(0)

@@ -11,13 +11,14 @@ import torch
 
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, validate_config
-from swarm.errors import NobodyReachable, RunMismatch
+from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
+from swarm.network.finding import MAX_ASKED, RUN_QUESTION, Announced, whom_to_ask
 from swarm.network.founding import founding_manifest
 from swarm.network.joining import publish_peer
 from swarm.network.node import Handlers, Node
-from swarm.network.observer import NEWEST_ASKED, Observer, _whom_to_ask
+from swarm.network.observer import Observer
 from swarm.network.records import publish
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
@@ -29,6 +30,7 @@ from swarm.protocol.records import (
     RunRecord,
     RunState,
     ValidationRecord,
+    encode_record,
     runs_key,
     validation_key,
 )
@@ -69,6 +71,8 @@ class Lonely:
     """What it shows as its tip."""
     votes: dict[str, Signature] = field(default_factory=dict)
     """Signatures under it."""
+    told: bytes = b""
+    """What it answers when it is asked for its run."""
 
     def start(self, peers) -> Node:
         server = BlobServer()
@@ -98,6 +102,8 @@ class Lonely:
         return manifest
 
     async def _answer(self, _source: str, question: bytes) -> bytes:
+        if question == RUN_QUESTION:
+            return self.told
         if asked_tip(question, self.id) != self.manifest.digest or self.shown is None:
             return b""
         tip = self.shown
@@ -114,7 +120,7 @@ class Lonely:
             return (founding,)
         return (founding, Link(self.shown.head, Certificate(Ballot(0, "X"), self.votes)))
 
-    def announce(self, **changes) -> None:
+    def record(self, **changes) -> RunRecord:
         manifest = self.manifest
         record = RunRecord(
             run=self.id, name="tiny", fingerprint=self.run.fingerprint(),
@@ -123,11 +129,13 @@ class Lonely:
             config_bytes=manifest.founding.config_bytes, state=RunState.RUNNING,
             wait_for_peers=1,
         )  # fmt: skip
-        record = dataclasses.replace(record, **changes)
-        node = self.node
-        loss = ValidationRecord(0, manifest.digest, 5.5, 64)
-        node.run(publish(node, runs_key(), record), WAIT_S)
-        node.run(publish(node, validation_key(record.run), loss), WAIT_S)
+        return dataclasses.replace(record, **changes)
+
+    def announce(self, **changes) -> None:
+        record, node = self.record(**changes), self.node
+        loss = ValidationRecord(0, self.manifest.digest, 5.5, 64)
+        node.run(publish(node, runs_key(node.peer_id), record), WAIT_S)
+        node.run(publish(node, validation_key(record.run, node.peer_id), loss), WAIT_S)
         node.run(publish_peer(node, record.run, peer_record(node.peer_id)), WAIT_S)
 
 
@@ -198,12 +206,24 @@ def test_without_a_run_the_guest_says_so_in_time(lonely: Lonely, guest: Observer
         guest.find("another-run", SHORT_S)
 
 
+def test_the_peer_at_the_address_is_asked_for_its_run_before_the_dht(
+    lonely: Lonely, guest: Observer
+) -> None:
+    lonely.told = encode_record(lonely.record())
+    assert guest.find(None, WAIT_S).record == lonely.record(), "nothing is in the DHT"
+    lonely.told = b"{"
+    with pytest.raises(NobodyReachable, match="no peer announces a run"):
+        guest.find(None, SHORT_S)
+    assert guest._node.traffic.refused["record_schema"] > 0
+
+
 def test_an_announcement_that_contradicts_its_id_is_not_followed(
     lonely: Lonely, guest: Observer
 ) -> None:
     lonely.announce(fingerprint="ab" * 32)
-    with pytest.raises(RunMismatch, match="contradicts its own id"):
-        guest.find(None, WAIT_S)
+    with pytest.raises(NobodyReachable, match="no peer announces a run"):
+        guest.find(None, SHORT_S)
+    assert guest._node.traffic.refused["record_run"] > 0
 
 
 def test_a_manifest_without_its_quorums_certificate_is_not_the_tip(
@@ -233,10 +253,11 @@ def test_nobody_at_the_address_is_said_within_seconds() -> None:
     assert time.monotonic() - began_s < 10
 
 
-def test_those_who_claim_the_newest_tip_are_asked_beside_others() -> None:
-    records = {f"Qm{k:02}": peer_record(f"Qm{k:02}", height=k) for k in range(20)}
-    announced = type("Announced", (), {"publishers": ("Qm00", "QmX")})()
-    asked = _whom_to_ask(announced, records)
-    assert asked[:NEWEST_ASKED] == ["Qm19", "Qm18", "Qm17", "Qm16"]
-    assert asked[NEWEST_ASKED:] == ["Qm00", "Qm01", "Qm02", "Qm03"]
-    assert _whom_to_ask(announced, {}) == ["Qm00", "QmX"]
+def test_whom_to_ask_is_no_matter_of_figures_or_of_numbers(lonely: Lonely, guest: Observer) -> None:
+    entrance = lonely.node.peer_id
+    record = lonely.record()
+    many = [f"Qm{number:03}" for number in range(1000)]
+    asked = whom_to_ask(guest._node, Announced(record, ("QmX",)), many)
+    assert asked[0] == entrance and len(asked) == len(set(asked)) == MAX_ASKED
+    assert set(asked[1:]) <= {*many, "QmX"}
+    assert whom_to_ask(guest._node, Announced(record, ("QmX",)), []) == [entrance, "QmX"]

@@ -43,6 +43,7 @@ def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]
         "subkey": inner.protocol.record_validator.local_public_key,
         "expiration": get_dht_time() + 60,
         "sign": True,
+        "in_cache": False,
     } | changes
     key_id = DHTID.generate(source=key)
     record = dht_record(key_id, fields["subkey"], value, fields["expiration"])
@@ -53,6 +54,7 @@ def hostile_store(node, target, key: str, value: bytes, **changes) -> list[bool]
         values=[signed],
         expiration_time=[fields["expiration"]],
         subkeys=[fields["subkey"]],
+        in_cache=fields["in_cache"],
     )
     return node.run(call, WAIT_S)
 
@@ -124,6 +126,7 @@ def test_a_record_under_the_key_of_another_is_ignored(pair, key):
         (packed(b"x") + b"[signature:AAAA]", {"sign": False}, "record_signature"),
         (packed(b"x"), {"expiration": 1e12}, "record_expiration"),
         (packed(b"x"), {"expiration": float("inf")}, "record_expiration"),
+        (packed(b"x"), {"expiration": get_dht_time() + MAX_TTL_S - 60}, "record_expiration"),
         (packed(b"x"), {"subkey": b"nobody"}, "record_owner"),
         (packed(b"x"), {"subkey": b"[owner:ssh-rsa AAAA]"}, "record_owner"),
         (packed(b"x"), {"subkey": 7}, "record_owner"),
@@ -136,6 +139,14 @@ def test_what_is_too_large_too_long_or_unsigned_is_refused_and_counted(
     assert hostile_store(liar, holder, key, value, **changes) == [False]
     assert holder.traffic.refused == {reason: 1}
     assert holder.run(holder.get(key), WAIT_S) == {}
+
+
+def test_nothing_is_kept_in_the_cache_that_would_hide_all_other_records(pair, key):
+    holder, liar = pair
+    holder.run(publish(holder, key, validation(1)), WAIT_S)
+    assert hostile_store(liar, holder, key, packed(b"x"), in_cache=True) == [False]
+    found = liar.run(fetch_records(liar, ValidationRecord, [key]), WAIT_S)
+    assert found == {holder.peer_id: validation(1)}
 
 
 def test_one_owner_has_one_record_per_key(pair, key):
@@ -151,8 +162,8 @@ def test_the_number_of_records_read_is_bounded(pair, key, monkeypatch):
     first, second = pair
     first.run(publish(first, key, validation(0)), WAIT_S)
     monkeypatch.setattr(dht, "MAX_RECORDS_PER_KEY", 1)
-    second.run(second.store(key, b"lives longer", 2000), WAIT_S)
-    assert set(first.run(first.get(key), WAIT_S)) == {second.peer_id}
+    second.run(second.store(key, b"lives longer", 900), WAIT_S)
+    assert set(first.run(first.get(key), WAIT_S)) == {first.peer_id}, "known before long-lived"
     assert first.traffic.refused == {"record_count": 1}
 
 
@@ -160,4 +171,3 @@ def test_a_record_that_could_not_be_read_is_never_published(pair, key):
     node, _ = pair
     with pytest.raises(AssertionError, match="20001 bytes"):
         node.run(node.store(key, bytes(20_001), 60), WAIT_S)
-    assert MAX_TTL_S >= 2000

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from peers.monitor import Watch, main
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
-from swarm.network.joining import Announced
+from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.records import PeerRecord, RunRecord, RunState, ValidationRecord

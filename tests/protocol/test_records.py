@@ -114,7 +114,8 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
     [
         (PEER, "extra", 1),
         (PEER, "round", -1),
-        (PEER, "round", 2**63),
+        (PEER, "round", 2**31),
+        (PEER, "height", 2**60),
         (PEER, "round", "3"),
         (PEER, "round", 3.0),
         (PEER, "loss", "NaN"),
@@ -127,6 +128,8 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (PEER, "owned_experts", [70_000]),
         (PEER, "state", "idle"),
         (MERGE, "alpha", 1.5),
+        (MERGE, "round", 2**31),
+        (VALIDATION, "round", 2**60),
         (MERGE, "donors", {"x": [[1]]}),
         (RUN, "run", ""),
         (VALIDATION, "recent", [[1, 2.0]] * 201),
@@ -182,6 +185,25 @@ def test_the_largest_admissible_peer_record_fits() -> None:
     assert decode_record(PeerRecord, encoded) == largest
 
 
+def test_the_largest_admissible_run_and_validation_records_fit_their_own_limits() -> None:
+    run = RunRecord(
+        run="😀" * 128, name="😀" * 64, fingerprint=HEX, founder="😀" * 128, founding=HEX,
+        founding_bytes=2**63 - 1, config=HEX, config_bytes=2**63 - 1, state=RunState.GATHERING,
+        wait_for_peers=2**63 - 1,
+        text=Text("😀" * 64, "b" * 64, HEX, *[2**48] * 3),
+    )  # fmt: skip
+    losses = tuple((2**31 - 1 - k, -1.7976931348623157e308) for k in range(200))
+    validation = ValidationRecord(2**31 - 1, HEX, -1.7976931348623157e308, 2**63 - 1, losses)
+    for record in (run, validation):
+        assert decode_record(type(record), encode_record(record)) == record
+    for kind, limit in (
+        (RunRecord, records.MAX_RUN_RECORD_BYTES),
+        (ValidationRecord, records.MAX_VALIDATION_BYTES),
+    ):
+        with pytest.raises(BadRecord, match="too large"):
+            decode_record(kind, b"[" * (limit + 1))
+
+
 def test_an_inadmissibly_large_record_is_our_own_bug() -> None:
     donors = dict.fromkeys(range(64), ((1, 2, 3, 4),) * 64)
     large = dataclasses.replace(MERGE, donors=donors)
@@ -211,11 +233,13 @@ def test_peers_are_spread_over_all_shards() -> None:
         counts[records.shard_of(f"QmPeer{number}")] += 1
     # Binomial with mean 100 and deviation 9.7: six deviations either way.
     assert min(counts) > 40 and max(counts) < 160
+    few = {records.runs_key(f"QmPeer{number}") for number in range(100)}
+    assert few == set(records.runs_keys())
 
 
 def test_keys_of_different_runs_and_facts_differ() -> None:
-    keys = [records.runs_key()]
+    keys = records.runs_keys()
     for run in ("a", "b"):
         keys += [records.peers_key(run, shard) for shard in range(records.NUM_SHARDS)]
-        keys += [records.merges_key(run), records.validation_key(run)]
+        keys += records.merges_keys(run) + records.validation_keys(run)
     assert len(set(keys)) == len(keys)

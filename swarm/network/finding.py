@@ -1,0 +1,281 @@
+"""How a peer, or a guest, finds the run that was meant.
+
+The peers whose addresses a person gave are asked for their run first; the DHT is for finding more.
+Whatever is found is a rumour until its manifest 0 and its configuration are here and fit the run
+id, so candidates are opened one after the other, and a false one costs a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.config import RunConfig
+from swarm.errors import BadRecord, HostileInput, NobodyReachable, RunMismatch, Unreachable
+from swarm.network.fetch import Downloads, Want
+from swarm.network.foreign import check_announcement, decode_config
+from swarm.network.node import Node
+from swarm.network.records import fetch_records
+from swarm.protocol.manifest import Manifest, PeerId, decode_manifest, run_id
+from swarm.protocol.records import RunRecord, RunState, decode_record, runs_keys
+
+logger = logging.getLogger(__name__)
+
+RUN_QUESTION = b"run"
+"""Asks a peer which run it is in; the answer is its `RunRecord`, or nothing."""
+POLL_S = 0.3
+ASK_S = 3.0
+ALONE_S = 0.5
+"""For so long only the answers of those who were asked directly are waited for."""
+OPEN_S = 20.0
+"""For configuration and manifest 0 of one candidate."""
+NEXT_AFTER_S = 1.0
+"""A candidate that has not been opened by then does not keep the next one waiting."""
+MAX_CANDIDATES = 32
+MAX_ASKED = 8
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A run that somebody announced, and who did."""
+
+    record: RunRecord
+    publishers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose announcement was found true.
+
+    Attributes:
+        announced: bound by the run id and manifest 0; by the founder's word while it gathers.
+        run: its configuration.
+        founding: manifest 0; None while its founder gathers peers.
+    """
+
+    announced: Announced
+    run: RunConfig
+    founding: Manifest | None
+
+
+async def runs_of(node: Node, peers: Iterable[PeerId]) -> list[Announced]:
+    """The runs that these peers are in, as each of them says."""
+    asked = [peer for peer in dict.fromkeys(peers) if peer != node.peer_id][:MAX_ASKED]
+    answers = await asyncio.gather(*(_run_of(node, peer) for peer in asked))
+    return _sound(node, {peer: said for peer, said in zip(asked, answers, strict=True) if said})
+
+
+async def _run_of(node: Node, peer: PeerId) -> RunRecord | None:
+    try:
+        answer = await node.request(peer, RUN_QUESTION, ASK_S)
+        return decode_record(RunRecord, answer) if answer else None
+    except Unreachable as error:
+        logger.info("peer=%s did not say which run it is in: %s", peer[-6:], error)
+    except BadRecord as error:
+        node.traffic.refuse(error.reason)
+        logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
+    return None
+
+
+async def announced_runs(node: Node) -> list[Announced]:
+    """All runs in the DHT, running ones first, then by number of publishers."""
+    return _sound(node, await fetch_records(node, RunRecord, runs_keys()))
+
+
+def _sound(node: Node, records: Mapping[PeerId, RunRecord]) -> list[Announced]:
+    """Equal announcements together, without those that need no look to be known as false."""
+    publishers: dict[RunRecord, list[PeerId]] = {}
+    for peer, record in sorted(records.items()):
+        try:
+            check_announcement(record)
+            if record.state is RunState.RUNNING:
+                check_run_id(record)
+            elif record.founder != peer:
+                raise BadRecord("record_founder", f"{record.run} gathers at {record.founder}")
+        except (BadRecord, RunMismatch) as error:
+            _refuse(node, peer, error)
+            continue
+        publishers.setdefault(record, []).append(peer)
+    return sorted(
+        (Announced(record, tuple(peers)) for record, peers in publishers.items()),
+        key=lambda a: (a.record.state is not RunState.RUNNING, -len(a.publishers), a.record.run),
+    )
+
+
+def check_run_id(record: RunRecord) -> None:
+    """Refuses an announcement whose id does not bind what it announces.
+
+    Raises:
+        RunMismatch: name, fingerprint or manifest 0 is not what the id was made of.
+    """
+    if record.run != run_id(record.name, record.fingerprint, record.founding):
+        raise RunMismatch(f"the announcement of {record.run} contradicts its own id")
+
+
+async def find_run(
+    node: Node,
+    downloads: Downloads,
+    *,
+    fingerprint: str | None,
+    wanted: str | None,
+    deadline_s: float,
+) -> Opened | None:
+    """The run to join, or None when none shows up before the deadline.
+
+    Args:
+        node: connected to the DHT.
+        downloads: fetches manifest 0 and the configuration.
+        fingerprint: of the configuration that was asked for, if one was.
+        wanted: run id that was asked for, or that this peer was in.
+        deadline_s: how long to look; what is found by then is still opened.
+
+    Raises:
+        RunMismatch: several runs are announced and none was asked for.
+        NobodyReachable: a peer whose address was given is in the run, and it cannot be opened.
+    """
+    end_s = time.monotonic() + deadline_s
+
+    def meant(runs: list[Announced]) -> list[Announced]:
+        return [
+            run
+            for run in runs
+            if wanted in (None, run.record.run) and fingerprint in (None, run.record.fingerprint)
+        ]
+
+    is_named = wanted is not None or fingerprint is not None
+    while True:
+        asking = asyncio.create_task(runs_of(node, node.entrances))
+        try:
+            await asyncio.wait([asking], timeout=ALONE_S)
+            told = meant(asking.result()) if asking.done() else []
+            rumours = [] if told else meant(await announced_runs(node))
+            if not rumours or asking.done():
+                told = meant(await asking)
+        finally:
+            asking.cancel()
+        if not (told or rumours) and is_named:
+            rumours = meant(await runs_of(node, node.neighbours))
+        if opened := await _open(node, downloads, told or rumours, is_named=is_named):
+            return opened
+        if time.monotonic() > end_s:
+            if told:
+                raise NobodyReachable(f"{told[0].record.run} is announced and cannot be fetched")
+            return None
+        await asyncio.sleep(POLL_S)
+
+
+async def _open(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced], *, is_named: bool
+) -> Opened | None:
+    """The run among the candidates; where none was named there must be only one that is true."""
+    if is_named:
+        return await _open_first(node, downloads, candidates)
+    by_run: dict[str, list[Announced]] = {}
+    for candidate in candidates[:MAX_CANDIDATES]:
+        by_run.setdefault(candidate.record.run, []).append(candidate)
+    tries = (_open_first(node, downloads, by_run[run]) for run in sorted(by_run))
+    opened = [one for one in await asyncio.gather(*tries) if one]
+    if len(opened) > 1:
+        names = ", ".join(one.announced.record.run for one in opened)
+        raise RunMismatch(
+            f"several runs are announced here: {names}", hint="name one with --run-id"
+        )
+    return opened[0] if opened else None
+
+
+async def _open_first(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced]
+) -> Opened | None:
+    """The first candidate that proves true; each gets a moment before the next one is tried too."""
+    waiting, running = list(candidates[:MAX_CANDIDATES]), set[asyncio.Task[Opened | None]]()
+    try:
+        while waiting or running:
+            if waiting:
+                running.add(asyncio.create_task(_opened(node, downloads, waiting.pop(0))))
+            done, running = await asyncio.wait(
+                running,
+                timeout=NEXT_AFTER_S if waiting else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if opened := next(filter(None, (task.result() for task in done)), None):
+                return opened
+        return None
+    finally:
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+
+async def _opened(node: Node, downloads: Downloads, candidate: Announced) -> Opened | None:
+    try:
+        return await open_run(candidate, downloads, timeout_s=OPEN_S)
+    except (HostileInput, NobodyReachable, RunMismatch) as error:
+        _refuse(node, candidate.publishers[0], error)
+        return None
+
+
+def _refuse(node: Node, peer: PeerId, error: Exception) -> None:
+    if not isinstance(error, NobodyReachable):
+        node.traffic.refuse(getattr(error, "reason", "record_run"))
+    logger.warning("peer=%s announcement refused: %s", peer[-6:], error)
+
+
+async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: float) -> Opened:
+    """Fetches what an announcement names, and checks that it is what it says.
+
+    Args:
+        announced: with a run id that binds it, unless it gathers.
+        downloads: fetches from its publishers.
+        timeout_s: for each of manifest 0 and the configuration, which come at the same time.
+
+    Raises:
+        NobodyReachable: no publisher gave them in time.
+        HostileInput: one of them is none.
+        RunMismatch: the id, manifest 0 or the configuration is not what was announced.
+    """
+    record = announced.record
+    if record.state is RunState.GATHERING:
+        return Opened(announced, await fetch_config(announced, downloads, timeout_s), None)
+    check_run_id(record)
+    wanted = Want(record.founding, record.founding_bytes, announced.publishers)
+    run, blob = await asyncio.gather(
+        fetch_config(announced, downloads, timeout_s),
+        downloads.fetch_one(wanted, timeout_s=timeout_s),
+    )
+    founding = decode_manifest(blob)
+    fixed = founding.founding
+    said = (record.founder, record.config, record.config_bytes)
+    if (fixed.founder, fixed.config, fixed.config_bytes) != said:
+        raise RunMismatch(f"the announcement of {record.run} contradicts its manifest 0")
+    return Opened(announced, run, founding)
+
+
+async def fetch_config(
+    announced: Announced, downloads: Downloads, timeout_s: float = OPEN_S
+) -> RunConfig:
+    """The run's configuration, checked against the announced fingerprint.
+
+    Raises:
+        NobodyReachable: no publisher gave it in time.
+        BadBlob: it is no configuration.
+        RunMismatch: what came is not what was announced.
+    """
+    record = announced.record
+    wanted = Want(record.config, record.config_bytes, announced.publishers)
+    return decode_config(await downloads.fetch_one(wanted, timeout_s=timeout_s), record)
+
+
+def whom_to_ask(node: Node, announced: Announced, present: Collection[PeerId]) -> list[PeerId]:
+    """Peers to ask for the newest tip: those of the given addresses, then others by lot.
+
+    No figure in a record puts anybody first, and no number of records crowds out the entrances.
+    """
+    others = sorted({*announced.publishers, *present})
+    random.shuffle(others)
+    chosen = dict.fromkeys([*node.entrances[: MAX_ASKED // 2], *others])
+    return [peer for peer in chosen if peer != node.peer_id][:MAX_ASKED]
