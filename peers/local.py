@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from peers.options import Options, option, options, program, read_text
+from peers.option_values import read_text
+from peers.options import Options, option, options, program
 from peers.run_text import corpus_of
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan

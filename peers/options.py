@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from peers.local_faults import named_fault
+from peers.option_values import Setting, head_digest, read_text, split_addresses
 from peers.program_log import LOG_FORMATS, configure_logging
 from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
@@ -91,13 +91,6 @@ def _one_value_each(args: Iterable[str]) -> Iterable[str]:
         yield arg
 
 
-class Setting(click.types.StringParamType):
-    """`section.field=value`; in SWARM_SET several are separated by semicolons."""
-
-    name = "section.field=value"
-    envvar_list_splitter = ";"
-
-
 def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A click option with its environment twin SWARM_FLAG."""
     twin = "SWARM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
@@ -105,36 +98,12 @@ def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Calla
     return click.option(*names, envvar=twin, show_envvar=True, **attributes)
 
 
-def _split(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
-    """Addresses from texts with one, with several separated by commas or spaces, or `@FILE`."""
-    return tuple(address for value in values for address in _addresses_in(value))
-
-
-def _addresses_in(text: str) -> list[str]:
-    if text.startswith("@"):
-        lines = read_text(Path(text[1:])).splitlines()
-        text = " ".join(line.partition("#")[0] for line in lines)
-        return text.replace(",", " ").split()
-    words = text.replace(",", " ").split()
-    return [one for word in words for one in (_addresses_in(word) if word[0] == "@" else [word])]
-
-
 def _addresses(flag: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return option(flag, metavar="ADDRESS...", multiple=True, callback=_split, help=text)
+    return option(flag, metavar="ADDRESS...", multiple=True, callback=split_addresses, help=text)
 
 
 def _path(flag: str, text: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return option(flag, type=click.Path(path_type=Path), help=text, **more)
-
-
-def _head(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
-    """The digest of HEIGHT:DIGEST."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"[0-9]{1,15}:([0-9a-f]{64})", text)
-    if not found:
-        raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
-    return found[1]
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -179,7 +148,7 @@ OPTIONS = {
     "tip": option(
         "--tip",
         metavar="HEIGHT:DIGEST",
-        callback=_head,
+        callback=head_digest,
         help="Believes what follows from this manifest, which somebody you trust has named, "
         "instead of what follows from the run's first.",
     ),
@@ -354,23 +323,6 @@ def options(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return decorated
 
     return decorate
-
-
-def read_text(path: Path) -> str:
-    """The text of a file that a person named.
-
-    Raises:
-        ConfigError: it cannot be read; names it and what lies beside it under a similar name.
-    """
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {path.parent / close[0]}?" if close else ""
-        raise ConfigError(f"{path}: {error.strerror}", hint=hint) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file") from error
 
 
 def as_toml(*configs: RunConfig | PeerConfig) -> str:

@@ -392,8 +392,7 @@ class RoundDriver:
         record = self.machine.record
         tip, path = record.tip, self.machine.chain.proof(trusted)
         header = Header(tip.code, tip.digest, tip.generation)
-        commit = Commit(tip, record.certificate, record.parent, path)
-        return self.outbound.encode(header, commit)
+        return self.outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""

@@ -277,7 +277,7 @@ def test_a_strangers_commit_is_judged_and_none_of_it_is_kept(desk: Desk) -> None
     desk.run(("S", payload))
     (event,) = desk.events
     assert isinstance(event, Received) and event.message == Commit(successor(TIP), None, TIP)
-    assert len(desk.aside.asked) == 2
+    assert len(desk.aside.asked) == 3  # manifest, parent, proof
     assert len(desk.store) == len(desk.aside.store) == 0
 
 
