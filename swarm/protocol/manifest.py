@@ -91,6 +91,8 @@ class Member:
     """Relative share of experts it wants to own."""
     tokens_per_s: float = 0.0
     """Of its local steps in the last round that counted it; 0 until one has."""
+    trial: int = 0
+    """Rounds that have to count it before it may own more than the fair share [R4]."""
 
 
 @dataclass(frozen=True)

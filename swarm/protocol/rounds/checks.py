@@ -11,6 +11,7 @@ from math import inf
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
 from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
+from swarm.protocol.membership import TRIAL_ROUNDS
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -154,6 +155,8 @@ def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
     for peer, member in manifest.members.items():
         if not (member.silent >= 0 and 0 < member.capacity < inf):
             return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
+        if not 0 <= member.trial <= TRIAL_ROUNDS:
+            return f"member {peer} is on trial for {member.trial} rounds"
         if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
             return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))

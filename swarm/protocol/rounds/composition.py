@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit
-from swarm.protocol.membership import next_members
+from swarm.protocol.membership import TRIAL_ROUNDS, next_members, on_trial
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
@@ -101,6 +101,7 @@ def _assigned(
         silent=[
             peer for peer, member in members.items() if member.silent > rules.owner_silent_limit
         ],
+        on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         # Ties break alike in all rounds: so who would adopt an expert is known before, and a
@@ -179,6 +180,7 @@ def compose_reform(
         _capacities(members),
         contributors,
         stale=(),
+        on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         seed=tip.founding.nonce,
@@ -209,9 +211,9 @@ def compose_reform(
 
 
 def _survivor(tip: Manifest, peer: PeerId, member: Member) -> Member:
-    """A member of a reform, with the pace that is known of it."""
-    before = tip.members.get(peer)
-    return replace(member, tokens_per_s=before.tokens_per_s if before else 0.0)
+    """A member of a reform, with what is known of its pace and its trial."""
+    before = tip.members.get(peer, Member(0, member.capacity, trial=TRIAL_ROUNDS))
+    return replace(member, tokens_per_s=before.tokens_per_s, trial=before.trial)
 
 
 def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:
