@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from base64 import b64decode
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from swarm.errors import HostileInput, StateError
@@ -17,7 +18,7 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
 from swarm.network.tasks import Tasks
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
     Accept,
     Ballot,
@@ -25,6 +26,8 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Message,
+    Propose,
+    Ready,
     Signature,
     accept_statement,
 )
@@ -99,7 +102,7 @@ class Inbound:
                 header, message = await open_message(
                     source, payload, self._store, self._downloads, self._shown
                 )
-            self._deliver(Received(source, header, verified(message, source, self._run)))
+            self._deliver(Received(source, header, verified(header, message, source, self._run)))
         except HostileInput as error:
             self._refused[error.reason] += 1
             logger.warning("from=%s refused=%s: %s", source[-6:], error.reason, error)
@@ -152,12 +155,16 @@ def _ignore(*_: str) -> None:
     """Attachments are waited for as a whole, so single arrivals are no news."""
 
 
-def verified(message: Message, source: PeerId, run: str) -> Message:
+def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:
     """The message with only those signatures that are right.
 
     Raises:
-        HostileInput: an ACCEPT that its sender did not sign.
+        HostileInput: an ACCEPT that its sender did not sign, or a wish to leave that its peer
+            did not, be it in a READY or in a manifest that is to be voted for.
     """
+    for peer, tip, wish in _wishes(message, source, header):
+        if not _wishes_to_leave(peer, tip, wish, run):
+            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
     if isinstance(message, Accept) and not _signed_by(
         source, message.signature, run, message.ballot, message.digest
     ):
@@ -171,6 +178,31 @@ def verified(message: Message, source: PeerId, run: str) -> Message:
         }
         return replace(message, certificate=Certificate(ballot, signatures))
     return message
+
+
+def _wishes(
+    message: Message, source: PeerId, header: Header
+) -> Iterator[tuple[PeerId, Digest, Wish]]:
+    """Whose wishes to leave a message holds, and after which manifest they want to."""
+    manifests = []
+    if isinstance(message, Ready):
+        if message.wish:
+            yield source, header.tip, message.wish
+        if message.accepted:
+            manifests.append(message.accepted.manifest)
+    elif isinstance(message, Propose):
+        manifests.append(message.manifest)
+    for manifest in manifests:
+        for peer, wish in manifest.wishes.items():
+            yield peer, manifest.parent or "", wish
+
+
+def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:
+    try:
+        key, signature = (b64decode(part) for part in (wish.public_key, wish.signature))
+    except ValueError:
+        return False
+    return peer_id_of(key) == peer and verify(key, leave_statement(run, tip), signature)
 
 
 def _signed_by(

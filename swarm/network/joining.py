@@ -185,8 +185,8 @@ async def _ask_tip(
             payload = await node.request(peer, TIP_QUESTION + run.run.encode(), ASK_DEADLINE_S)
             if not payload:
                 return None
-            _, message = await open_message(peer, payload, store, downloads)
-            message = verified(message, peer, run.run)
+            header, message = await open_message(peer, payload, store, downloads)
+            message = verified(header, message, peer, run.run)
             return _checked_tip(message, run)
     except (TimeoutError, Unreachable) as error:
         logger.info("peer=%s showed no tip: %s", peer[-6:], error)

@@ -96,6 +96,14 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """A member's signature under its wish to leave the run after a manifest, in base64 [R1]."""
+
+    public_key: str
+    signature: str
+
+
+@dataclass(frozen=True)
 class Entry:
     """The agreed value of one unit."""
 
@@ -146,6 +154,8 @@ class Manifest:
     holes: tuple[Stretch, ...] = ()
     dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
     """What of the text is dealt and what is open, see `swarm.protocol.dealing`."""
+    wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
+    """Why members of the parent are gone that were heard: they asked, and signed that."""
     seed: Digest | None = None
     """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
@@ -194,6 +204,11 @@ class Manifest:
         )
 
 
+def leave_statement(run: str, tip: Digest) -> bytes:
+    """The bytes that a member signs when it asks to leave with the manifest after `tip`."""
+    return f"swarm leave {run} {tip}".encode()
+
+
 def is_ancestor(code: Code, of: Code) -> bool:
     """Whether the manifest of one code is in the ancestry of that of another, or is the same.
 
@@ -204,7 +219,7 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
+def _plain(value: Kind | Member | Wish | Entry | Founding | Text) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     return value.value if isinstance(value, Kind) else vars(value)
 

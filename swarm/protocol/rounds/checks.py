@@ -22,6 +22,7 @@ from swarm.protocol.rounds.deals import (
     pace_problem,
     tokens_problem,
 )
+from swarm.protocol.rounds.recomputed import members_problem, ownership_problem
 from swarm.protocol.rounds.rules import Rules
 
 
@@ -84,6 +85,8 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
         or _sources_problem(manifest, parent, rules)
         or _entries_problem(manifest, parent, rules)
         or owners_problem(manifest, rules)
+        or members_problem(manifest, parent, rules)
+        or ownership_problem(manifest, parent, rules)
         or _dealt_problem(manifest, parent, rules)
     )
 
@@ -175,8 +178,8 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     expected = (manifest.height, (len(manifest.members), manifest.generation))
     if not manifest.lineage or manifest.lineage[-1] != expected:
         return "its lineage does not end with itself"
-    if manifest.seed is not None or manifest.sources or manifest.work:
-        return "a reform averages nothing and orders its members by its own digest"
+    if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
+        return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
         return "it does not deal to its members"
     if not rules.is_dealt and book_of(manifest) != Book():

@@ -155,7 +155,6 @@ class MachineState(ABC):
         self._catch_up: CatchUp | None = None
         self._candidate: tuple[PeerId, Commit] | None = None
         self._lingering: tuple[Manifest, ...] = ()
-        # Leaving.
         self._leave_until: float | None = None
         self._has_left = False
 
@@ -172,6 +171,7 @@ class MachineState(ABC):
         self._readies: dict[PeerId, Ready] = {}
         self._campaign: Campaign | None = None
         self._has_told_wait = False
+        self._distrusted: set[PeerId] = set()  # conveners whose proposals were refused [A4]
         self._job: Job | None = None
         self._proposal: Proposal | None = None
 
