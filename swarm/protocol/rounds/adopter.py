@@ -10,14 +10,15 @@ from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Recor
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import Commit
 from swarm.protocol.rounds.checks import commit_problem
-from swarm.protocol.rounds.state import CatchUp, MachineState
+from swarm.protocol.rounds.fetching import Fetching
+from swarm.protocol.rounds.state import CatchUp
 
 MAX_KNOWN_PEERS = 512
 RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
 
 
-class Adopter(MachineState):
+class Adopter(Fetching):
     """Takes over what was decided."""
 
     def _on_commit(self, source: PeerId, commit: Commit) -> None:
