@@ -24,6 +24,7 @@ from swarm.codecs import (
     Read,
     cut_from,
     encoded,
+    guarded,
     read_part,
     read_parts,
     read_tensors,
@@ -40,6 +41,7 @@ from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.messages import Offer
+from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -144,7 +146,22 @@ class LiveModel:
             if late is not None and expert not in late:
                 continue
             base = tip.entries[unit].digest if expert is None else self.bases[expert]
-            yield unit, encoded(self.agreed.layout.by_unit[unit], self.engine.read_part), base
+            yield unit, self.value_of(unit), base
+
+    def value_of(self, unit: Unit) -> Content:
+        """The encoded value of a unit that is trained here."""
+        return encoded(self.agreed.layout.by_unit[unit], self.engine.read_part)
+
+    def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
+        """The value, which raises BadBlob while it is read if it is beyond the bound [U1]."""
+        base, layout = self.agreed.read(bound.base), self.agreed.layout.by_unit[unit]
+        return guarded(layout, value, base, absolute=bound.absolute, relative=bound.relative)
+
+    def begin_anew(self, tip: Manifest, unit: Unit) -> None:
+        """Gives the engine the agreed value of a unit that is trained here; progress is lost."""
+        layout, read = self.agreed.layout.by_unit[unit], self.agreed.read(tip.entries[unit].digest)
+        for part, values in read_parts(layout, read):
+            self.engine.write_part(part, values)
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
         """Keeps offered values of experts until `drop_offered`: adopting a mean may need them."""

@@ -164,6 +164,10 @@ class PeerStatus:
             self._routing = RoutingFigures(**asdict(stats.routing))
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
+    def refused(self, unit: str, reason: str) -> None:
+        """A value of this peer's is beyond what local steps can do, so nobody would take it."""
+        self._event("refused", unit=unit, reason=reason)
+
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens

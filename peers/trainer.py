@@ -14,6 +14,7 @@ from torch import Tensor
 from peers.leaving import Stop
 from peers.live_model import BlobGone, LiveModel
 from peers.moments import MomentsKeeper
+from peers.offering import Offering
 from peers.reading import Reading
 from peers.resuming import load_into, offer_of
 from peers.state_directory import RunDirectory
@@ -72,6 +73,7 @@ class Trainer:
         self.validation_BT1 = validation_BT1
         self.status, self.moments, self.stop = status, moments, stop
         self.reading = Reading(self.run, model.me)
+        self.offering = Offering(model, rounds, status)
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out."""
         self._late_offer: Offer | None = None
@@ -160,7 +162,7 @@ class Trainer:
         """
         if not self.late or self._late_offer or not experts_due(tip, self.run.round.experts_every):
             return
-        values = self._store_values(tip, self.late)
+        values = self._store_values(tip, 0, self.late)
         units = {unit: value for unit, value in values.items() if value.digest != value.base}
         if units:
             logger.info("round=%d offered late: %s", tip.round + 1, ", ".join(units))
@@ -168,11 +170,11 @@ class Trainer:
             self.rounds.offer(self._late_offer)
 
     def _store_values(
-        self, tip: Manifest, late: Collection[int] | None = None
+        self, tip: Manifest, tokens: int, late: Collection[int] | None = None
     ) -> dict[Unit, OfferedUnit]:
         units = {}
         for unit, value, base in self.model.offered_values(tip, late):
-            store = partial(self.rounds.store_value, value)
+            store = partial(self.offering.store, tip, unit, value, tokens)
             digest, num_bytes = patiently(store, "offered value", self._pause)
             units[unit] = OfferedUnit(digest, num_bytes, base)
         self.model.keep_offered(v.digest for u, v in units.items() if expert_of_unit(u) is not None)
@@ -186,7 +188,7 @@ class Trainer:
         engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
         path = self.directory.private_path
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
-            units = self._store_values(tip)
+            units = self._store_values(tip, work.tokens)
             private = PrivateState(
                 engine=engine,
                 run_id=self.rounds.machine.rules.run,

@@ -177,7 +177,7 @@ class Swarm:
     @property
     def attendance(self) -> Attendance:
         """Everybody answered."""
-        return Attendance(self.peers, (), {}, {})
+        return Attendance(self.peers, {}, {}, {})
 
     def compose(self, tip: Manifest, plan: Plan) -> Manifest:
         """The manifest after a tip, with made-up means."""

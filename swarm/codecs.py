@@ -205,6 +205,57 @@ def check_finite(layout: UnitLayout, content: Content) -> None:
             )
 
 
+def check_update(
+    layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
+) -> None:
+    """Refuses a unit's bytes that no local steps can have made. One pass; holds a piece.
+
+    Each operation is rounded by itself, so all machines judge alike.
+
+    Args:
+        layout: of the unit.
+        content: its bytes, which passed `check_finite`.
+        base: of the value that it was trained from.
+        absolute: how far an element may be from the base's, plus
+        relative: so much of the base's magnitude.
+
+    Raises:
+        BadBlob: reason `size`, or `implausible_update` with the element that is furthest.
+    """
+    for chunk in _beyond(layout, content, base, absolute, relative):
+        del chunk
+
+
+def guarded(
+    layout: UnitLayout, content: Content, base: Read, *, absolute: float, relative: float
+) -> Content:
+    """The same content, which raises BadBlob as `check_update` does while it is read."""
+    return Content(content.num_bytes, lambda: _beyond(layout, content, base, absolute, relative))
+
+
+def _beyond(
+    layout: UnitLayout, content: Content, base: Read, absolute: float, relative: float
+) -> Iterator[Buffer]:
+    """The pieces of a content, each once it is found to be within its bounds."""
+    if content.num_bytes != layout.num_bytes:
+        raise _wrong_size(layout, content.num_bytes)
+    size, done = DTYPES[layout.codec].itemsize, 0
+    for piece in content:
+        for start, chunk in _chunks(piece, layout.codec):
+            before = _values_in(base(done + start * size, len(chunk) * size), layout.codec).float()
+            moved = (chunk.float() - before).abs_()
+            beyond = moved - before.abs() * relative  # `before` may be the store's own memory
+            worst = int(beyond.argmax())
+            if not beyond[worst].item() <= absolute:
+                raise BadBlob(
+                    "implausible_update",
+                    f"{layout.unit}: local steps cannot have moved an element by "
+                    f"{moved[worst].item():.3g} (limit {absolute:.3g})",
+                )
+        done += len(piece)
+        yield piece
+
+
 def check_moments(layout: UnitLayout, content: Content) -> None:
     """Refuses a moments blob that no honest peer would send. Two passes; holds a piece.
 

@@ -242,6 +242,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_betas()
         self._check_batches()
         self._check_merging()
         self._check_routing()
@@ -275,6 +276,14 @@ class RunConfig(Section):
                 f"of {self.data.sequence_length} tokens"
             )
         return self
+
+    def _check_betas(self) -> None:
+        first, second = self.optimizer.betas
+        if not first**2 < second < 1:
+            raise ValueError(
+                f"optimizer.betas: {first} squared must be below {second}, and that below 1, or "
+                "a single step of AdamW may move a weight without bound"
+            )
 
     def _check_batches(self) -> None:
         micro_tokens = self.train.micro_batch_sequences * self.data.sequence_length

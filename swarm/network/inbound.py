@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from base64 import b64decode
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -24,7 +25,7 @@ from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol.claims import Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
     Accept,
     Ballot,
@@ -32,6 +33,8 @@ from swarm.protocol.messages import (
     Commit,
     Header,
     Message,
+    Propose,
+    Ready,
     Signature,
     accept_statement,
 )
@@ -113,7 +116,7 @@ class Inbound:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
                 opening = self._open if is_member else self._open_aside
                 header, message = await opening(source, payload, costs)
-            message = await costs.parsing(partial(verified, message, source, self._run))
+            message = await costs.parsing(partial(verified, header, message, source, self._run))
             self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
@@ -232,12 +235,16 @@ def _ignore(*_: str) -> None:
     """Attachments are waited for as a whole, so single arrivals are no news."""
 
 
-def verified(message: Message, source: PeerId, run: str) -> Message:
+def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:
     """The message with only those signatures that are right.
 
     Raises:
-        HostileInput: an ACCEPT that its sender did not sign.
+        HostileInput: an ACCEPT that its sender did not sign, or a wish to leave that its peer
+            did not, be it in a READY or in a manifest that is to be voted for.
     """
+    for peer, tip, wish in _wishes(message, source, header):
+        if not _wishes_to_leave(peer, tip, wish, run):
+            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
     if isinstance(message, Accept) and not _signed_by(
         source, message.signature, run, message.ballot, message.digest
     ):
@@ -263,6 +270,31 @@ def _sound(certificate: Certificate | None, digest: Digest, run: str) -> Certifi
         if _signed_by(peer, signature, run, ballot, digest)
     }
     return Certificate(ballot, signatures)
+
+
+def _wishes(
+    message: Message, source: PeerId, header: Header
+) -> Iterator[tuple[PeerId, Digest, Wish]]:
+    """Whose wishes to leave a message holds, and after which manifest they want to."""
+    manifests = []
+    if isinstance(message, Ready):
+        if message.wish:
+            yield source, header.tip, message.wish
+        if message.accepted:
+            manifests.append(message.accepted.manifest)
+    elif isinstance(message, Propose):
+        manifests.append(message.manifest)
+    for manifest in manifests:
+        for peer, wish in manifest.wishes.items():
+            yield peer, manifest.parent or "", wish
+
+
+def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:
+    try:
+        key, signature = (b64decode(part) for part in (wish.public_key, wish.signature))
+    except ValueError:
+        return False
+    return peer_id_of(key) == peer and verify(key, leave_statement(run, tip), signature)
 
 
 def _signed_by(

@@ -116,8 +116,8 @@ async def _ask_tip(
             payload = await node.request(peer, question, ASK_DEADLINE_S)
             if not payload:
                 return "no answer"
-            _, message = await open_message(peer, payload, downloads.store, downloads)
-            return _checked_tip(verified(message, peer, run.run), run, trust)
+            header, message = await open_message(peer, payload, downloads.store, downloads)
+            return _checked_tip(verified(header, message, peer, run.run), run, trust)
     except (TimeoutError, Unreachable) as error:
         logger.info("peer=%s showed no tip: %s", peer[-6:], error)
         return "no answer"

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from swarm.codecs import Content, check_finite
+from swarm.codecs import Content, check_finite, check_update
 from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import content_of, reader
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Node
 from swarm.network.patience import patiently_async
-from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
+from swarm.protocol.events import BlobWanted, Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, PeerId, Unit
+from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Transfers:
     async def start(self, effect: Fetch) -> None:
         """Starts a fetch in place of the running one of its purpose."""
         await self.cancel(effect.purpose)
-        units = {want.digest: want.unit for want in effect.wants}
+        units = {want.digest: want for want in effect.wants}
         self._store.pin(units)
         self._running[effect.purpose] = asyncio.create_task(self._fetch(effect, units))
 
@@ -63,7 +65,8 @@ class Transfers:
         for purpose in list(self._running):
             await self.cancel(purpose)
 
-    async def _fetch(self, effect: Fetch, units: dict[Digest, Unit]) -> None:
+    async def _fetch(self, effect: Fetch, units: dict[Digest, BlobWanted]) -> None:
+        effect = replace(effect, wants=await self._sound(effect.wants))
         wants = [Want(want.digest, want.num_bytes, want.sources) for want in effect.wants]
         pinned = set(units)
 
@@ -93,11 +96,33 @@ class Transfers:
             # What never arrived has no event that would take its pin back.
             self._store.unpin(pinned)
 
-    def _check(self, unit: Unit, content: Content) -> None:
-        layout = self._layout.by_unit.get(unit)
+    async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
+        """Leaves out updates that are here already, for whatever reason, and are refused [U1]."""
+        return tuple([want for want in wants if await self._is_sound(want)])
+
+    async def _is_sound(self, want: BlobWanted) -> bool:
+        if want.bound is None or not self._store.has(want.digest):
+            return True
+        try:
+            await asyncio.to_thread(self._check, want, content_of(self._store, want.digest))
+        except BadBlob as error:
+            logger.warning("blob %s refused: %s", want.digest, error)
+            for peer in want.sources:
+                self._failed(want.digest, peer, error.reason)
+            return False
+        return True
+
+    def _check(self, want: BlobWanted, content: Content) -> None:
+        layout, bound = self._layout.by_unit.get(want.unit), want.bound
         if layout is None:
-            raise BadBlob("unknown_unit", f"no unit is called {unit}")
+            raise BadBlob("unknown_unit", f"no unit is called {want.unit}")
         check_finite(layout, content)
+        if bound is None:
+            return
+        if not self._store.has(bound.base):
+            raise BadBlob("no_base", f"{want.unit}: what it was trained from is not here")
+        base = reader(self._store, bound.base)
+        check_update(layout, content, base, absolute=bound.absolute, relative=bound.relative)
 
     def _failed(self, digest: Digest, peer: PeerId, reason: str) -> None:
         self._deliver(Unobtainable(digest, peer, reason))

@@ -24,6 +24,7 @@ from swarm.protocol.messages import (
     Offer,
     ReducedUnit,
 )
+from swarm.protocol.updates import UpdateBound
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class BlobWanted:
     digest: Digest
     num_bytes: int
     sources: tuple[PeerId, ...]
+    bound: UpdateBound | None = None
+    """How far it may be from what it was trained from [U1]; None: it is no update to be judged."""
 
 
 @dataclass(frozen=True)

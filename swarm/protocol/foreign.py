@@ -8,7 +8,7 @@ from functools import lru_cache
 from swarm.errors import BadManifest
 from swarm.protocol.dealing import book_of, book_problem
 from swarm.protocol.manifest import Manifest, decode_manifest
-from swarm.protocol.schemas import IS_DIGEST, IS_GENERATION, IS_PEER, IS_UNIT
+from swarm.protocol.schemas import IS_BASE64, IS_DIGEST, IS_GENERATION, IS_PEER, IS_UNIT
 
 
 @lru_cache(maxsize=4)
@@ -23,6 +23,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_DIGEST, _digests(manifest)),
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
         (IS_PEER, _peers(manifest)),
+        (IS_BASE64, _signatures(manifest)),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
     ):
         for name in names:
@@ -46,9 +47,15 @@ def _digests(manifest: Manifest) -> Iterator[str]:
         yield from (digest for _, digest in values)
 
 
+def _signatures(manifest: Manifest) -> Iterator[str]:
+    for wish in manifest.wishes.values():
+        yield from (wish.public_key, wish.signature)
+
+
 def _peers(manifest: Manifest) -> Iterator[str]:
     yield manifest.founding.founder
     yield from (*manifest.members, *manifest.contributors, *manifest.work, *manifest.dealt)
+    yield from manifest.wishes
     for owners in manifest.owners.values():
         yield from owners
     for entry in manifest.entries.values():

@@ -91,6 +91,16 @@ class Member:
     """Relative share of experts it wants to own."""
     tokens_per_s: float = 0.0
     """Of its local steps in the last round that counted it; 0 until one has."""
+    trial: int = 0
+    """Rounds that have to count it before it may own more than the fair share [R4]."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A member's signature under its wish to leave the run after a manifest, in base64 [R1]."""
+
+    public_key: str
+    signature: str
 
 
 @dataclass(frozen=True)
@@ -204,6 +214,8 @@ class Manifest:
     holes: tuple[Stretch, ...] = ()
     dealt: Mapping[PeerId, tuple[Stretch, ...]] = field(default_factory=dict)
     """What of the text is dealt and what is open, see `swarm.protocol.dealing`."""
+    wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
+    """Why members of the parent are gone that were heard: they asked, and signed that."""
     seed: Digest | None = None
     """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
@@ -263,6 +275,11 @@ class Manifest:
         return self.head.is_quorum(peers)
 
 
+def leave_statement(run: str, tip: Digest) -> bytes:
+    """The bytes that a member signs when it asks to leave with the manifest after `tip`."""
+    return f"swarm leave {run} {tip}".encode()
+
+
 def is_ancestor(code: Code, of: Code) -> bool:
     """Whether the manifest of one code is in the ancestry of that of another, or is the same.
 
@@ -273,7 +290,7 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
+def _plain(value: Kind | Member | Wish | Entry | Founding | Text) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     return value.value if isinstance(value, Kind) else vars(value)
 

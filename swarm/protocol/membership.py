@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 
 from swarm.protocol.manifest import Manifest, Member, PeerId, turn
 
+TRIAL_ROUNDS = 10
+"""Rounds in which a member that was taken in owns no more than the fair share [R4]: who claims a
+capacity and cannot do the work, or leaves, has held up few experts by then."""
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -51,11 +55,12 @@ def next_members(
     members, reasons = _staying(
         parent, {*heard, *contributors}, leaving, silent_limit, capacities or {}
     )
+    members = {peer: tried(member, peer in contributors) for peer, member in members.items()}
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     room = max(1, len(parent.members))
     for peer in strangers[:room]:
-        members[peer] = Member(silent=1, capacity=joiners[peer])
+        members[peer] = Member(1, joiners[peer], trial=TRIAL_ROUNDS)
         reasons.append(f"{peer} joined")
     reasons.extend(f"{peer} not yet taken in: {room} joiners a round" for peer in strangers[room:])
     if not members:
@@ -67,6 +72,16 @@ def next_members(
             ("all members stay listed: nobody else would be left to continue the run",),
         )
     return Membership(dict(sorted(members.items())), tuple(reasons))
+
+
+def tried(member: Member, is_counted: bool) -> Member:
+    """The member after a round, one round less on trial if it contributed."""
+    return replace(member, trial=max(0, member.trial - is_counted))
+
+
+def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
+    """Members that were taken in lately."""
+    return tuple(peer for peer, member in members.items() if member.trial)
 
 
 def _staying(

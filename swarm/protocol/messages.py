@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
 
 class Ballot(NamedTuple):
@@ -131,6 +131,8 @@ class Ready:
     """Until the sender's local steps are done, as it expects; None: it does not know."""
     worked_s: float = 0.0
     """What the sender's local steps have taken so far; with an offer, until it was made."""
+    wish: Wish | None = None
+    """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
 
 
 @dataclass(frozen=True)

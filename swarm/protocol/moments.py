@@ -18,6 +18,7 @@ from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
+from swarm.protocol.membership import on_trial
 from swarm.protocol.ownership import assign
 from swarm.protocol.schemas import Count, DigestText, Schema, parse
 
@@ -135,6 +136,7 @@ def backup_holders(manifest: Manifest) -> dict[int, PeerId]:
             left,
             [peer for peer in manifest.contributors if peer != owner],
             stale=(),
+            on_trial=on_trial(manifest.members),
             owners_per_expert=1,
             num_experts=len(manifest.owners),
             seed=manifest.founding.nonce,

@@ -9,7 +9,7 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Head
+from swarm.protocol.manifest import Head, Wish
 from swarm.protocol.messages import Ballot, Certificate, Header, Link, Signature
 
 MAX_REASON_CHARACTERS = 120
@@ -19,9 +19,10 @@ MAX_LINKS = 256
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 _PEER = r"^[A-Za-z0-9]{1,128}$"
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
+_BASE64 = r"^[A-Za-z0-9+/]{0,1024}={0,2}$"
 _GENERATION = r"^[0-9a-f]{1,64}$"
 IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(_GENERATION)
-IS_PEER, IS_UNIT = re.compile(_PEER), re.compile(_UNIT)
+IS_PEER, IS_UNIT, IS_BASE64 = re.compile(_PEER), re.compile(_UNIT), re.compile(_BASE64)
 MAX_REFORMS = 512
 
 DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
@@ -159,6 +160,17 @@ class PrepareSchema(Schema):
     ballot: BallotSchema
 
 
+class WishSchema(Schema):
+    """A member's signed wish to leave, as manifests have it."""
+
+    public_key: Annotated[str, Field(pattern=_BASE64)]
+    signature: Annotated[str, Field(pattern=_BASE64)]
+
+    def value(self) -> Wish:
+        """As the protocol knows it."""
+        return Wish(self.public_key, self.signature)
+
+
 class ReadySchema(Schema):
     """READY."""
 
@@ -171,6 +183,7 @@ class ReadySchema(Schema):
     dialable: bool
     remaining_s: Seconds | None
     worked_s: Seconds
+    wish: WishSchema | None
 
 
 class RosterSchema(Schema):

@@ -161,6 +161,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "dialable": message.dialable,
                 "remaining_s": message.remaining_s,
                 "worked_s": message.worked_s,
+                "wish": vars(message.wish) if message.wish else None,
             }
         case Roster():
             body = {
@@ -284,6 +285,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.dialable,
                 body.remaining_s,
                 body.worked_s,
+                body.wish.value() if body.wish else None,
             )
         case RosterSchema():
             offers = {

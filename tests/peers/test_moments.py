@@ -150,7 +150,9 @@ class Process:
         rounds = SimpleNamespace(
             tip=tip,
             layout=LAYOUT,
-            machine=SimpleNamespace(record=record, rules=SimpleNamespace(run="run")),
+            machine=SimpleNamespace(
+                record=record, rules=SimpleNamespace(run="run", step_bound=None)
+            ),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.trainer = Trainer(

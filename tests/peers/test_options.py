@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.options import OPTIONS, Options, Program, as_toml, options, program, read_text
+from peers.option_values import read_text
+from peers.options import OPTIONS, Options, Program, as_toml, options, program
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.errors import ConfigError, NobodyReachable
 

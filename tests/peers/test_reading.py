@@ -49,7 +49,8 @@ class Peer:
             tip=tip,
             layout=layout_of(run),
             machine=SimpleNamespace(
-                record=SimpleNamespace(parent=None), rules=SimpleNamespace(run="run")
+                record=SimpleNamespace(parent=None),
+                rules=SimpleNamespace(run="run", step_bound=None),
             ),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
             expect=lambda _, seconds: self.expected.append(seconds),

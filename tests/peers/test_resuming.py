@@ -58,7 +58,8 @@ class Life:
             tip=tip,
             layout=LAYOUT,
             machine=SimpleNamespace(
-                record=SimpleNamespace(parent=parent), rules=SimpleNamespace(run=run)
+                record=SimpleNamespace(parent=parent),
+                rules=SimpleNamespace(run=run, step_bound=None),
             ),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )

@@ -1,3 +1,5 @@
+from math import ceil
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +10,7 @@ PEERS = [f"p{index}" for index in range(8)]
 
 peers = st.lists(st.sampled_from(PEERS), min_size=1, unique=True)
 capacities = st.sampled_from([1.0, 1.0, 1.0, 0.5, 2.0, 3.7])
+greedy = st.sampled_from([1.0, 1.0, 0.5, 1e-9, 1e6, 1e9])
 replicas = st.integers(1, 4)
 experts = st.integers(1, 12)
 seeds = st.text("ab", max_size=3)
@@ -44,6 +47,7 @@ def cases(draw, capacity=capacities):
     arguments = {
         "stale": stale,
         "silent": draw(st.lists(st.sampled_from(PEERS), unique=True, max_size=2)),
+        "on_trial": draw(st.lists(st.sampled_from(PEERS), unique=True)),
         "owners_per_expert": draw(replicas),
         "num_experts": num_experts,
         "seed": draw(seeds),
@@ -95,16 +99,78 @@ def test_with_equal_capacities_the_contributors_loads_differ_by_one_at_most(case
     assert max(counts) - min(counts) <= 1
 
 
+def limits_of(members, arguments):
+    slots = arguments["num_experts"] * min(arguments["owners_per_expert"], len(members))
+    fair = ceil(slots / len(members))
+    return {peer: fair if peer in arguments["on_trial"] else 2 * fair for peer in members}
+
+
+@given(cases(greedy))
+def test_nobody_owns_more_than_its_limit_while_contributors_have_room(case):
+    previous, members, contributors, arguments = case
+    assignment = assign(previous, members, contributors, **arguments)
+    count, limits = loads(assignment, members), limits_of(members, arguments)
+    for greedy_one in members:
+        for other in set(contributors) & set(members):
+            if count[greedy_one] > limits[greedy_one] and count[other] < limits[other]:
+                has = set(owned_experts(assignment, greedy_one))
+                assert has <= set(owned_experts(assignment, other))
+
+
+@given(cases(greedy))
+def test_where_all_contribute_no_claim_wins_more_than_the_limit(case):
+    previous, members, _, arguments = case
+    assignment = assign(previous, members, list(members), **arguments)
+    limits = limits_of(members, arguments)
+    assert all(count <= limits[peer] for peer, count in loads(assignment, members).items())
+
+
+@given(cases(greedy), capacities)
+def test_a_claim_below_the_limits_means_what_it_meant(case, capacity):
+    """Where no capacity asks for more than its limit, the limits move nothing."""
+    previous, members, _, arguments = case
+    members = dict.fromkeys(members, capacity)
+    arguments["on_trial"] = []
+    assignment = assign(previous, members, list(members), **arguments)
+    for everybody in (list(members), members):
+        tried = {**arguments, "on_trial": everybody}
+        assert assign(previous, members, list(members), **tried) == assignment
+
+
+def test_a_claimed_capacity_wins_the_fair_share_at_first_and_twice_that_later():
+    names = ["p0", "p1", "p2"]
+    arguments = {"stale": (), "owners_per_expert": 1, "num_experts": 8, "seed": "s"}
+    before = assign({}, equal(names), names, **arguments).owners
+    members = {**equal(names), "greedy": 1e6}
+    first = assign(before, members, list(members), on_trial=["greedy"], **arguments)
+    assert len(owned_experts(first, "greedy")) == 2
+    assert (
+        "held to 2 instead of the 8 that its capacity claims: the fair share, since it is new"
+        in str(first)
+    )
+    later = assign(first.owners, members, list(members), **arguments)
+    assert len(owned_experts(later, "greedy")) == 4
+    assert "held to 4 instead of the 8 that its capacity claims: nobody owns more" in str(
+        later.reasons
+    )
+    more = {**members, **equal([f"p{number}" for number in range(3, 8)])}
+    after = assign(later.owners, more, list(more), **arguments)
+    assert len(owned_experts(after, "greedy")) == 2
+    alone = assign(later.owners, {"greedy": 1e6}, ["greedy"], **arguments)
+    assert len(owned_experts(alone, "greedy")) == 8
+
+
 @given(cases())
 def test_no_single_move_to_a_contributor_would_still_help(case):
     previous, members, contributors, arguments = case
     assignment = assign(previous, members, contributors, **arguments)
-    count = loads(assignment, members)
+    count, limits = loads(assignment, members), limits_of(members, arguments)
     for giver in members:
         for taker in set(contributors) & set(members):
             can_move = set(owned_experts(assignment, giver)) - set(owned_experts(assignment, taker))
             share_after = (count[taker] + 1) / members[taker]
-            assert not can_move or share_after >= count[giver] / members[giver]
+            is_full = count[taker] >= limits[taker]
+            assert not can_move or is_full or share_after >= count[giver] / members[giver]
 
 
 @given(peers, experts, replicas, st.integers(0, 7), seeds)

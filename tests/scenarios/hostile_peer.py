@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from peers.live_model import LiveModel
+from peers.offering import Offering
 from peers.peer import main
 from peers.publisher import Publisher
 from swarm.codecs import Content
@@ -102,7 +103,8 @@ def lie_in_streams() -> None:
 
 
 def lie_in_its_own_checks() -> None:
-    """Its own machine holds none of these offers back."""
+    """Its own machine and trainer hold none of these offers back."""
+    Offering.store = lambda self, tip, unit, value, tokens: self.rounds.store_value(value)  # type: ignore[method-assign]
     RoundMachine._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
 
 

@@ -21,7 +21,17 @@ class Acceptor(Contributor):
             return "its sender is not a member"
         if ballot.attempt < 1 and (ballot.attempt < 0 or source != self.tip.order[0]):
             return f"attempt {ballot.attempt} is not its sender's"
+        if self._is_distrusted(source):
+            return "it has proposed at this height what cannot follow the tip"
         return None
+
+    def _is_distrusted(self, convener: PeerId) -> bool:
+        """Whether a convener is not followed at this height any more [A4].
+
+        Members that hear it no longer replace it as a silent one, however often it asks [K1]. Not
+        to promise is always safe.
+        """
+        return convener in self._distrusted
 
     def _hear_convener(self, source: PeerId, what: str, ballot: Ballot) -> bool:
         """Whether to handle a convener's message; a convener that was overtaken is told so."""
@@ -76,6 +86,7 @@ class Acceptor(Contributor):
             problem = self._proposal_problem(manifest)
             if problem:
                 self._refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
+                self._distrusted.add(source)
                 return
             self._take_up_proposal(propose)
         self._pursue_proposal()

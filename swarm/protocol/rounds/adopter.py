@@ -17,7 +17,8 @@ from swarm.protocol.messages import (
     accept_statement,
 )
 from swarm.protocol.rounds.checks import commit_problem
-from swarm.protocol.rounds.state import CatchUp, Exchanged, MachineState
+from swarm.protocol.rounds.fetching import Fetching
+from swarm.protocol.rounds.state import CatchUp, Exchanged
 from swarm.protocol.trust import proof_problem, step_problem
 
 MAX_KNOWN_PEERS = 512
@@ -25,7 +26,7 @@ RELIEF_ROUNDS = 4
 """A reducer that got stuck is one again only after so many rounds."""
 
 
-class Adopter(MachineState):
+class Adopter(Fetching):
     """Takes over what was decided."""
 
     def _on_commit(self, source: PeerId, commit: Commit) -> None:

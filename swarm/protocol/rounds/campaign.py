@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Ballot, Offer, Ready, ReducedUnit, Signature
 from swarm.protocol.rounds.rosters import Plan
 
@@ -61,7 +61,8 @@ class Campaign:
     joiners: dict[PeerId, float] = field(default_factory=dict)
     capacities: dict[PeerId, float] = field(default_factory=dict)
     """What members declared last."""
-    leaving: set[PeerId] = field(default_factory=set)
+    leaving: dict[PeerId, Wish] = field(default_factory=dict)
+    """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""
     relieved: set[PeerId] = field(default_factory=set)

@@ -11,6 +11,7 @@ from math import inf
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
 from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
+from swarm.protocol.membership import TRIAL_ROUNDS
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -21,6 +22,7 @@ from swarm.protocol.rounds.deals import (
     pace_problem,
     tokens_problem,
 )
+from swarm.protocol.rounds.recomputed import members_problem, ownership_problem
 from swarm.protocol.rounds.rules import Rules
 
 
@@ -83,6 +85,8 @@ def _round_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
         or _sources_problem(manifest, parent, rules)
         or _entries_problem(manifest, parent, rules)
         or owners_problem(manifest, rules)
+        or members_problem(manifest, parent, rules)
+        or ownership_problem(manifest, parent, rules)
         or _dealt_problem(manifest, parent, rules)
     )
 
@@ -154,6 +158,8 @@ def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
     for peer, member in manifest.members.items():
         if not (member.silent >= 0 and 0 < member.capacity < inf):
             return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
+        if not 0 <= member.trial <= TRIAL_ROUNDS:
+            return f"member {peer} is on trial for {member.trial} rounds"
         if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
             return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))
@@ -172,8 +178,8 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     expected = (manifest.height, (len(manifest.members), manifest.generation))
     if not manifest.lineage or manifest.lineage[-1] != expected:
         return "its lineage does not end with itself"
-    if manifest.seed is not None or manifest.sources or manifest.work:
-        return "a reform averages nothing and orders its members by its own digest"
+    if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
+        return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
         return "it does not deal to its members"
     if not rules.is_dealt and book_of(manifest) != Book():

@@ -84,8 +84,8 @@ class Collector(Merger):
         if not ready.dialable:
             campaign.undialable.add(source)
         campaign.capacities[source] = ready.capacity
-        if ready.leave:
-            campaign.leaving.add(source)
+        if ready.leave and ready.wish:
+            campaign.leaving[source] = ready.wish
         if ready.ballot == campaign.ballot:
             campaign.answers[source] = ready
             campaign.answered_at[source] = self._now
@@ -188,7 +188,7 @@ class Collector(Merger):
         return why
 
     def _open_roster(self, campaign: Campaign) -> OpenRoster:
-        gone = campaign.excluded.keys() | campaign.leaving
+        gone = campaign.excluded.keys() | campaign.leaving.keys()
         offered = campaign.in_time
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(

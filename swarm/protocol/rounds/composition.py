@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
-from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit
-from swarm.protocol.membership import next_members
+from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit, Wish
+from swarm.protocol.membership import TRIAL_ROUNDS, next_members, on_trial
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
@@ -22,7 +22,8 @@ class Attendance:
     """Whom a convener heard in its campaign."""
 
     heard: Collection[PeerId]
-    leaving: Collection[PeerId]
+    leaving: Mapping[PeerId, Wish]
+    """With what each of them signed."""
     joiners: Mapping[PeerId, float]
     """Capacity of each stranger that asked to join."""
     capacities: Mapping[PeerId, float] = field(default_factory=dict)
@@ -59,7 +60,7 @@ def compose_round(
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
-    assignment = _assigned(tip, members, contributors, entries, rules)
+    assignment = owners_after(tip, members, contributors, entries, rules)
     tokens = tip.tokens + sum(work.values())
     book = book_after(tip, work, members, tokens, rules)
     return replace(
@@ -80,12 +81,17 @@ def compose_round(
         cursor=book.cursor,
         holes=book.holes,
         dealt=book.dealt,
+        wishes={
+            peer: attendance.leaving[peer]
+            for peer in sorted(tip.members.keys() & attendance.leaving.keys())
+            if peer not in members
+        },
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
     )
 
 
-def _assigned(
+def owners_after(
     tip: Manifest,
     members: Mapping[PeerId, Member],
     contributors: Sequence[PeerId],
@@ -101,6 +107,7 @@ def _assigned(
         silent=[
             peer for peer, member in members.items() if member.silent > rules.owner_silent_limit
         ],
+        on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         # Ties break alike in all rounds: so who would adopt an expert is known before, and a
@@ -162,6 +169,7 @@ def compose_merge(
         parent=tip.digest,
         merged=merged_until(tip.step, rules.merging),
         sources={},
+        wishes={},
         entries=entries,
         seed=tip.seed or tip.digest,
         reasons=(),
@@ -179,6 +187,7 @@ def compose_reform(
         _capacities(members),
         contributors,
         stale=(),
+        on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
         seed=tip.founding.nonce,
@@ -195,6 +204,7 @@ def compose_reform(
         contributors=contributors,
         sources={},
         work={},
+        wishes={},
         cursor=book.cursor,
         holes=book.holes,
         dealt=book.dealt,
@@ -209,9 +219,9 @@ def compose_reform(
 
 
 def _survivor(tip: Manifest, peer: PeerId, member: Member) -> Member:
-    """A member of a reform, with the pace that is known of it."""
-    before = tip.members.get(peer)
-    return replace(member, tokens_per_s=before.tokens_per_s if before else 0.0)
+    """A member of a reform, with what is known of its pace and its trial."""
+    before = tip.members.get(peer, Member(0, member.capacity, trial=TRIAL_ROUNDS))
+    return replace(member, tokens_per_s=before.tokens_per_s, trial=before.trial)
 
 
 def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+
 from swarm.protocol.events import Expected, Topic
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import PeerId, Wish, leave_statement
 from swarm.protocol.messages import Ballot, Offer, Ready
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.rosters import offer_problem
@@ -62,7 +64,13 @@ class Contributor(Adopter):
             self.is_dialable and self.tip.round >= self._reduces_from,
             None if self._ready_at is None else max(0.0, self._ready_at - self._now),
             self._worked_s(),
+            self._wish() if self.is_leaving else None,
         )
+
+    def _wish(self) -> Wish:
+        """Proves to all that this peer asked to leave: no convener can say so of another [R1]."""
+        signed = self._sign(leave_statement(self.rules.run, self.tip.digest))
+        return Wish(b64encode(signed.public_key).decode(), b64encode(signed.signature).decode())
 
     def _worked_s(self) -> float:
         """How long this peer has worked on the tip; the wait for others does not count.

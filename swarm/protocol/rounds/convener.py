@@ -17,6 +17,7 @@ from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.composition import Attendance, compose_round
 from swarm.protocol.rounds.state import Proposal
+from swarm.protocol.updates import REFUSALS
 
 
 class Convener(Collector):
@@ -83,6 +84,9 @@ class Convener(Collector):
         What is held up by peers that are gone is not waited for so long.
         """
         age_s = self._now - campaign.stage_at
+        self._exclude(campaign, self._refused_values(campaign), 0.0)
+        if campaign.stage is not Stage.REDUCE:
+            return
         limit_s, grace_s = self.timers.reduce_s * (1 + campaign.extensions), self.timers.grace_s
         if age_s < limit_s:
             if age_s >= grace_s:
@@ -107,6 +111,16 @@ class Convener(Collector):
             )
         campaign.enter(Stage.COLLECT, self._now)
         self._advance_campaign()
+
+    def _refused_values(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Whose values came and were refused: waiting makes no other of them [C4, U1]."""
+        assert campaign.plan is not None
+        return {
+            peer: f"{reporter} refuses its values: {why}"
+            for reporter in sorted(self._late_reducers(campaign) & campaign.missing.keys())
+            for peer, why in sorted(campaign.missing[reporter].items())
+            if why in REFUSALS and peer in campaign.plan.offers and peer != self.me
+        }
 
     def _gone_that_are_missed(self, campaign: Campaign) -> dict[PeerId, str]:
         """Whom the round waits for in vain: their machines refuse messages."""

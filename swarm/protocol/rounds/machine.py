@@ -40,6 +40,7 @@ from swarm.protocol.rounds.campaign import Stage
 from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.rules import Phase
 from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.updates import REFUSALS
 
 MAX_EARLY = 2048
 
@@ -214,6 +215,17 @@ class RoundMachine(Forks, Takeover):
         for pursuit in (self._proposal, self._catch_up):
             if pursuit and event.digest in pursuit.missing:
                 pursuit.failed.setdefault(event.digest, set()).add(event.peer)
+        self._judge_proposer(event)
+
+    def _judge_proposer(self, event: Unobtainable) -> None:
+        """A convener that proposes a value of its own that is refused is not followed [A4, U1]."""
+        proposal = self._proposal
+        if proposal is None or event.reason not in REFUSALS:
+            return
+        unit, convener = proposal.missing.get(event.digest), proposal.ballot.convener
+        if unit and proposal.manifest.entries[unit].source == convener:
+            self._refuse(convener, "PROPOSE", f"its value of {unit}: {event.reason}")
+            self._distrusted.add(convener)
 
     def _on_sync_failed(self, event: SyncFailed) -> None:
         """Whatever still needs this manifest durable tries again with the next tick [A3]."""

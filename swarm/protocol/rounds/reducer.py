@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swarm.protocol.events import BlobWanted, CancelFetch, Fetch, Purpose, Reduce, UnitReduced
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Reduced, Roster
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.deals import work_of
@@ -48,7 +48,7 @@ class Reducer(Acceptor):
             return
         job = self._job = Job(roster.ballot, roster.roster_id, inputs, work_of(roster.offers))
         offers: dict[str, dict[PeerId, None]] = {}
-        wants = []
+        wants: list[tuple[Unit, Digest]] = []
         for unit, values in inputs.items():
             for peer, digest in values:
                 offers.setdefault(digest, {})[peer] = None
@@ -60,7 +60,13 @@ class Reducer(Acceptor):
                 Fetch(
                     Purpose.REDUCE,
                     tuple(
-                        BlobWanted(unit, digest, self.rules.unit_bytes[unit], tuple(offers[digest]))
+                        BlobWanted(
+                            unit,
+                            digest,
+                            self.rules.unit_bytes[unit],
+                            tuple(offers[digest]),
+                            self._bound(unit, offers[digest], job.work),
+                        )
                         for unit, digest in wants
                     ),
                 )

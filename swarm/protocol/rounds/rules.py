@@ -13,6 +13,7 @@ from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.updates import StepBound
 
 T = TypeVar("T")
 
@@ -58,6 +59,8 @@ class Rules:
     """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
     owner_silent_limit: int = 1
     """Silent rounds after which a member keeps its experts; it votes on until K [R4]."""
+    step_bound: StepBound | None = None
+    """How far a local step moves an element at most [U1]; None: values are not judged."""
     certificates: bool = True
     """Whether a decided manifest needs the signed votes of a quorum."""
 
@@ -78,6 +81,7 @@ class Rules:
             planned_peers=run.run.peers,
             round_seconds=run.round.seconds,
             is_dealt=run.data.mode == "common",
+            step_bound=StepBound.of(run),
         )
 
     def next_book(

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
-    BlobWanted,
     CancelFetch,
     Effect,
-    Fetch,
     Persist,
     Purpose,
     Reason,
@@ -159,7 +157,6 @@ class MachineState(ABC):
         self._catch_up: CatchUp | None = None
         self._candidate: tuple[PeerId, Commit] | None = None
         self._lingering: tuple[Manifest, ...] = ()
-        # Leaving.
         self._leave_until: float | None = None
         self._has_left = False
 
@@ -176,6 +173,7 @@ class MachineState(ABC):
         self._readies: dict[PeerId, Ready] = {}
         self._campaign: Campaign | None = None
         self._has_told_wait = False
+        self._distrusted: set[PeerId] = set()  # conveners whose proposals were refused [A4]
         self._job: Job | None = None
         self._proposal: Proposal | None = None
 
@@ -328,29 +326,6 @@ class MachineState(ABC):
     def _is_complete(self, pursuit: Pursuit) -> bool:
         """Whether all blobs of a manifest are here: never accept or apply a part [A2, X1]."""
         return not pursuit.missing
-
-    def _start_fetch(self, purpose: Purpose, pursuit: Pursuit, everybody: list[PeerId]) -> None:
-        """Fetches what is missing: from known holders, from where a value came, from anybody.
-
-        Each unit starts at another of the holders, to spread the load.
-        """
-        wants = []
-        first, holders = pursuit.sources[:1], pursuit.sources[1:]
-        for position, (digest, unit) in enumerate(pursuit.missing.items()):
-            entry = pursuit.manifest.entries[unit]
-            shift = position % len(holders) if holders else 0
-            ranked = [*holders[shift:], *holders[:shift]]
-            ranked = (
-                [entry.source, *first, *ranked]
-                if purpose is Purpose.PROPOSAL and not pursuit.failed
-                else [*first, entry.source, *ranked]
-            )
-            failed = pursuit.failed.get(digest, set())
-            sources = [p for p in dict.fromkeys([*ranked, *everybody]) if p != self.me]
-            sources.sort(key=lambda peer: peer in failed)
-            wants.append(BlobWanted(unit, digest, entry.num_bytes, tuple(sources)))
-        pursuit.is_fetching = True
-        self._effects.append(Fetch(purpose, tuple(wants)))
 
     def _start_sync(self, pursuit: Pursuit) -> None:
         if not pursuit.is_syncing:

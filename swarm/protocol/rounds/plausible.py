@@ -1,0 +1,52 @@
+"""How far the values of a round may be from those that they were trained from [U1]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from swarm.config import Codec
+from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.rounds.deals import quotas
+from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.updates import UpdateBound, bound_after
+
+
+def update_bound(
+    unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int], tip: Manifest, rules: Rules
+) -> UpdateBound | None:
+    """The bound of a value that these peers made of the tip's, alone or as their mean.
+
+    A mean is not further from where its sources began than the furthest of them.
+
+    Args:
+        unit: what it is a value of.
+        peers: its sources, members of the tip.
+        work: tokens of those that are not late.
+        tip: what they were trained from.
+        rules: the run's rules.
+
+    Returns:
+        None where values are not judged, as in a simulation.
+    """
+    entry, sources = tip.entries.get(unit), list(peers)
+    if rules.step_bound is None or entry is None or not sources:
+        return None
+    steps = max(_steps(unit, peer, work.get(peer, 0), tip, rules) for peer in sources)
+    codec = cast(Codec, rules.unit_codec[unit])
+    return bound_after(steps, entry.digest, codec, rules.step_bound)
+
+
+def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
+    """Local steps behind a value at most.
+
+    Shared tensors begin anew with each tip. An expert's local progress goes on through rounds that
+    did not count it [S2], and each of these gave its owner no more than it was dealt [T2].
+    """
+    batch = rules.batch_tokens_at(tip.tokens)
+    if unit not in rules.expert_units:
+        return tokens // batch
+    text = tip.founding.text
+    dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)
+    a_round = max(tokens, dealt * rules.sequence_length) // batch
+    return a_round * max(1, tip.round + 1 - tip.entries[unit].version)

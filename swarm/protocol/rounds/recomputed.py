@@ -1,0 +1,88 @@
+"""What of a round follows from parent and manifest, computed anew [R1, R2, R4, R5]. Pure.
+
+A convener says whom it heard, who asked to join and who asked to leave. Everything else about
+members and owners follows from that, so a proposal is compared with what its own claims lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.membership import next_members
+from swarm.protocol.rounds.composition import owners_after
+from swarm.protocol.rounds.rules import Rules
+
+
+def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    """Why these cannot be the members after a round; None when they can [R1, R2].
+
+    Silence counts on or begins anew, a capacity changes only when its member was heard, nobody goes
+    unless it was silent for too long or has signed a wish to, and not too many come.
+    """
+    gone = parent.members.keys() - manifest.members.keys()
+    unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
+    if unsigned:
+        return f"it lets {unsigned[0]} go, which has not signed a wish to leave"
+    if not manifest.wishes.keys() <= gone:
+        return "it holds wishes to leave of others than those that it lets go"
+    claimed = _without_pace(manifest.members)
+    if any(members == claimed for members in _possible(manifest, parent, rules)):
+        return None
+    expected = next(_possible(manifest, parent, rules))
+    different = [
+        peer for peer in sorted({*expected, *claimed}) if expected.get(peer) != claimed.get(peer)
+    ]
+    return f"its member {different[0]} does not follow from its parent"
+
+
+def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[dict[PeerId, Member]]:
+    """What members there are by the manifest's own claims.
+
+    Either those went that it lets go, or all would have gone: then they stay listed.
+    """
+    heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
+    for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
+        yield _without_pace(
+            next_members(
+                parent,
+                heard=heard,
+                contributors=manifest.contributors,
+                leaving=leaving,
+                joiners={
+                    peer: member.capacity
+                    for peer, member in manifest.members.items()
+                    if peer not in parent.members
+                },
+                capacities={peer: manifest.members[peer].capacity for peer in heard},
+                seed=parent.digest,
+                silent_limit=rules.silent_limit,
+            ).members
+        )
+
+
+def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerId, ...]:
+    """Members that a manifest lets go although they were not silent for too long."""
+    return tuple(
+        peer
+        for peer, member in parent.members.items()
+        if peer not in manifest.members
+        and (peer in manifest.contributors or member.silent + 1 <= rules.silent_limit)
+    )
+
+
+def _without_pace(members: Mapping[PeerId, Member]) -> dict[PeerId, Member]:
+    """The pace is judged by itself: contributors say their own."""
+    return {peer: replace(member, tokens_per_s=0.0) for peer, member in members.items()}
+
+
+def ownership_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    """Why these cannot be the owners after a round; None when they can [R4, R5]."""
+    expected = owners_after(
+        parent, manifest.members, manifest.contributors, manifest.entries, rules
+    ).owners
+    for expert, owners in manifest.owners.items():
+        if owners != expected[expert]:
+            return f"expert {expert} goes to {', '.join(owners)}, not {', '.join(expected[expert])}"
+    return None

@@ -1,0 +1,160 @@
+"""M2: a convener that proposes members, owners or leavers of its own making gets no vote."""
+
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import HostileInput
+from swarm.network.identity import Identity, load_or_create_identity
+from swarm.network.inbound import verified
+from swarm.protocol.manifest import Manifest, Wish, leave_statement
+from swarm.protocol.messages import Accept, Accepted, Ballot, Header, Message, Propose, Ready
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.deals import book_after
+from tests.protocol.round_pump import Pump, make_rules, name, start_swarm
+
+RULES = make_rules(experts=6)
+Forge = Callable[[Manifest, Manifest, str], Manifest]
+"""A manifest, its parent and the forger -> what the forger proposes instead."""
+
+
+def dealt_anew(manifest: Manifest, parent: Manifest) -> Manifest:
+    """The manifest with the deals that follow from its members, as everybody checks."""
+    book = book_after(parent, manifest.work, manifest.members, manifest.tokens, RULES)
+    return replace(manifest, cursor=book.cursor, holes=book.holes, dealt=book.dealt)
+
+
+def alone(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    owners = dict.fromkeys(manifest.owners, (me,))
+    members = {me: manifest.members[me]}
+    return dealt_anew(replace(manifest, members=members, owners=owners), parent)
+
+
+def without_one(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """Another goes, and what it owned is the forger's."""
+    victim = next(peer for peer in manifest.members if peer != me)
+    members = {peer: member for peer, member in manifest.members.items() if peer != victim}
+    owners = {e: (me,) if victim in names else names for e, names in manifest.owners.items()}
+    return dealt_anew(replace(manifest, members=members, owners=owners), parent)
+
+
+def all_experts(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    return replace(manifest, owners=dict.fromkeys(manifest.owners, (me,)))
+
+
+def long_silent(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """Everybody else has been silent for three rounds, and goes with the next."""
+    members = {
+        peer: member if peer == me else replace(member, silent=3)
+        for peer, member in manifest.members.items()
+    }
+    return replace(manifest, members=members)
+
+
+def strong(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """A member gets another capacity than it was heard to have."""
+    silent = {p: replace(m, silent=1, capacity=1e-9) for p, m in manifest.members.items()}
+    return replace(manifest, members={**silent, me: manifest.members[me]})
+
+
+def outvoted(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """More strangers than members come at once."""
+    strangers = {f"Z{k}": replace(manifest.members[me], silent=1, trial=10) for k in range(9)}
+    return dealt_anew(replace(manifest, members={**manifest.members, **strangers}), parent)
+
+
+def settled(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """A stranger comes that is on no trial."""
+    stranger = replace(manifest.members[me], silent=1)
+    return dealt_anew(replace(manifest, members={**manifest.members, "Z": stranger}), parent)
+
+
+FORGERIES = [alone, without_one, all_experts, long_silent, strong, outvoted, settled]
+
+
+def usurped(forge: Forge) -> tuple[Pump, str, list[Message]]:
+    """Four peers, the first convener of the third round a forger; and the votes that it got."""
+    votes: list[Message] = []
+
+    class Usurper(RoundMachine):
+        def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
+            super()._propose(campaign, forge(manifest, self.tip, self.me), why)
+
+    pump = start_swarm("ABCD", RULES)
+    pump.run_to_height(2)
+    forger = pump.nodes["A"].machine.tip.order[0]
+    pump.nodes[forger].machine.__class__ = Usurper
+
+    def watch(source: str, destination: str, message: Message) -> bool:
+        if isinstance(message, Accept) and destination == forger:
+            votes.append(message)
+        return False
+
+    pump.lose = watch
+    return pump, forger, votes
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_nobody_votes_for_members_and_owners_that_do_not_follow(forge: Forge) -> None:
+    pump, forger, votes = usurped(forge)
+    honest = "".join(sorted(pump.nodes.keys() - forger))
+    pump.run_to_height(5, honest, within_s=400.0)
+    assert not votes
+    for peer in honest:
+        applied = pump.nodes[peer].applied
+        assert all(set(manifest.members) >= set(honest) for manifest in applied)
+    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
+    assert "PROPOSE from" in refusals
+
+
+def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
+    """A wish is of one peer, run and tip; shells drop messages with any other."""
+    run, tip = "run-1", name("tip")
+    leaver, other = (load_or_create_identity(tmp_path / each) for each in ("a", "b"))
+    wrong = {
+        "another's key": (other, leave_statement(run, tip)),
+        "another run": (leaver, leave_statement("run-2", tip)),
+        "another tip": (leaver, leave_statement(run, name("before"))),
+    }
+    header = Header(((1, ()),), tip, "0")
+
+    def messages(wish: Wish) -> list[tuple[Message, str]]:
+        manifest = replace(pump_tip(), parent=tip, wishes={leaver.peer_id: wish})
+        ballot = Ballot(1, other.peer_id)
+        return [
+            (Ready(ballot, None, None, 1.0, leave=True, wish=wish), leaver.peer_id),
+            (Ready(ballot, None, Accepted(ballot, manifest), 1.0), other.peer_id),
+            (Propose(ballot, manifest, ()), other.peer_id),
+        ]
+
+    for message, source in messages(wish_of(leaver, leave_statement(run, tip))):
+        assert verified(header, message, source, run) == message
+    for signer, statement in wrong.values():
+        for message, source in messages(wish_of(signer, statement)):
+            with pytest.raises(HostileInput):
+                verified(header, message, source, run)
+
+
+def wish_of(signer: Identity, statement: bytes) -> Wish:
+    parts = (signer.public_key, signer.sign(statement))
+    return Wish(*(b64encode(part).decode() for part in parts))
+
+
+def pump_tip() -> Manifest:
+    pump = start_swarm("A", RULES)
+    pump.run_to_height(1)
+    return pump.nodes["A"].machine.tip
+
+
+def test_a_wish_of_somebody_that_stays_is_refused() -> None:
+    pump = start_swarm("AB", RULES)
+    pump.run_to_height(2)
+    parent, tip = pump.nodes["A"].applied[:2]
+    assert successor_problem(tip, parent, RULES, due=False) is None
+    wished = replace(tip, wishes={"B": Wish("", "")})
+    assert successor_problem(wished, parent, RULES, due=False)

@@ -1,0 +1,52 @@
+"""M4: a joiner that claims a boundless capacity owns no more than others may."""
+
+from dataclasses import replace
+
+from swarm.protocol.events import Record
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.membership import TRIAL_ROUNDS
+from tests.protocol.round_pump import Pump, make_rules, start_swarm
+
+EXPERTS = 8
+
+
+def owned(manifest: Manifest, peer: str) -> int:
+    return sum(peer in owners for owners in manifest.owners.values())
+
+
+def joined_by_the_greedy(capacity: float) -> Pump:
+    """Three honest peers, and a stranger that claims this capacity."""
+    pump = start_swarm("ABC", make_rules(experts=EXPERTS))
+    pump.run_to_height(2)
+    model = pump.nodes["A"].machine
+    node = pump.add("Z", model.tip)
+    node.machine.capacity = capacity
+    node.record = node.machine.record = Record(model.tip, None, model.record.parent)
+    pump.boot("Z")
+    pump.run_rounds(4, "ABC")
+    return pump
+
+
+def test_a_boundless_capacity_wins_the_fair_share_at_the_first_contribution() -> None:
+    pump = joined_by_the_greedy(1e6)
+    pump.run(pump.now + 30, lambda: "Z" in pump.nodes["A"].machine.tip.contributors)
+    first = pump.nodes["A"].machine.tip
+    assert first.members["Z"].trial == TRIAL_ROUNDS - 1
+    assert owned(first, "Z") == EXPERTS // 4
+    assert "held to 2 instead of the 8 that its capacity claims" in "".join(first.reasons)
+
+
+def test_and_twice_the_fair_share_when_its_trial_is_over() -> None:
+    pump = joined_by_the_greedy(1e6)
+    done = replace(pump.nodes["A"].machine.tip)
+    pump.run_rounds(done.round + TRIAL_ROUNDS + 2)
+    history = pump.nodes["A"].applied
+    assert all(
+        owned(m, "Z") <= EXPERTS // 4
+        for m in history
+        if "Z" not in m.members or m.members["Z"].trial
+    )
+    last = history[-1]
+    assert not last.members["Z"].trial
+    assert owned(last, "Z") == 2 * EXPERTS // 4
+    assert all(len(owners) == 1 for owners in last.owners.values())

@@ -1,0 +1,96 @@
+"""How far local steps can move a value."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.config import RunConfig, parse_config
+from swarm.errors import ConfigError
+from swarm.experts import expert_unit, shared_unit
+from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.updates import REST, SLACK, StepBound, bound_after
+from tests.protocol.round_pump import found, make_rules
+from tests.train.runs import tiny_run
+
+RUN = tiny_run()
+STEP = StepBound(absolute=0.001, relative=0.0001)
+RULES = replace(make_rules(), step_bound=STEP)
+TIP = found(RULES, ["A", "B"])
+
+
+def with_betas(first: float, second: float, **changes: float) -> RunConfig:
+    optimizer = RUN.optimizer.model_copy(update={"betas": (first, second), **changes})
+    return RUN.model_copy(update={"optimizer": optimizer})
+
+
+gradients = st.lists(
+    st.sampled_from([0.0, 0.0, 1e-6, 1.0, -1.0, 1e3, -1e3, 1e-3]), min_size=1, max_size=40
+)
+
+
+@given(gradients, st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.8, 0.65)]))
+def test_no_gradients_take_adamw_beyond_the_bound_of_its_steps(pulls, betas) -> None:
+    """Without slack: by the formulas of Adam, with the largest weight on the newest gradient."""
+    first, second = betas
+    run = with_betas(first, second, weight_decay=0.0)
+    limit = StepBound.of(run).absolute * (1 + 1e-9)
+    mean = square = 0.0
+    for count, pull in enumerate([*pulls, 1.0], 1):
+        mean = first * mean + (1 - first) * pull
+        square = second * square + (1 - second) * pull**2
+        root = math.sqrt(square / (1 - second**count)) + run.optimizer.eps
+        assert run.optimizer.lr * abs(mean / (1 - first**count)) / root <= limit
+
+
+def test_betas_that_bound_no_step_are_refused() -> None:
+    text = (Path(__file__).parents[2] / "configs/runs/demo.toml").read_text()
+
+    def parsed(second: float) -> RunConfig:
+        changes = [f"optimizer.betas=[0.9, {second}]"]
+        return parse_config(RunConfig, text, source="demo.toml", overrides=changes)
+
+    assert parsed(0.82)
+    with pytest.raises(ConfigError, match="without bound"):
+        parsed(0.8)
+
+
+def test_shared_tensors_have_the_steps_of_the_offer_and_experts_those_since_their_version() -> None:
+    def steps(unit: str, tokens: int, tip=TIP) -> float:
+        bound = update_bound(unit, ["A"], {"A": tokens}, tip, RULES)
+        assert bound is not None and bound.base == tip.entries[unit].digest
+        decay = SLACK * STEP.relative
+        for count in range(1, 200):
+            if math.isclose(
+                bound.absolute - REST["fp32"], SLACK * count * STEP.absolute * (1 + count * decay)
+            ):
+                return count
+        raise AssertionError(bound)
+
+    assert steps(shared_unit(0), 1000) == 10
+    assert steps(shared_unit(0), 300) == 3
+    assert steps(expert_unit(0), 1000) == 10
+    assert steps(expert_unit(0), 0) == 10, "a late offer: those of a round"
+    assert steps(expert_unit(0), 0, replace(TIP, round=4)) == 50, "five rounds have left it out"
+
+
+def test_a_mean_has_the_bound_of_its_furthest_source() -> None:
+    work = {"A": 1000, "B": 200}
+    both = update_bound(shared_unit(0), ["A", "B"], work, TIP, RULES)
+    assert both == update_bound(shared_unit(0), ["A"], work, TIP, RULES)
+    assert both != update_bound(shared_unit(0), ["B"], work, TIP, RULES)
+
+
+def test_what_is_no_update_has_no_bound() -> None:
+    assert update_bound(shared_unit(0), [], {}, TIP, RULES) is None
+    assert update_bound("shared.99", ["A"], {}, TIP, RULES) is None
+    assert update_bound(shared_unit(0), ["A"], {}, TIP, make_rules()) is None
+
+
+def test_a_bound_grows_with_the_steps_and_covers_the_wire() -> None:
+    few, many = (bound_after(steps, "d", "bf16", STEP) for steps in (1, 100))
+    assert few.absolute < many.absolute < 1.0
+    assert few.relative > 2**-7, "what bf16 rounds"
