@@ -13,6 +13,7 @@ from swarm.config.section import (
     NonNegative,
     Positive,
     PositiveReal,
+    RunName,
     Section,
     Share,
 )
@@ -21,7 +22,7 @@ from swarm.config.section import (
 class RunSection(Section):
     """Identity and length of the run."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: RunName
     seed: NonNegative = 0
     rounds: Positive
     """Training rounds until the run is finished."""

@@ -11,6 +11,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveReal = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+"""It begins a run id, and so the name of a folder on everybody's disk."""
 
 
 class Section(BaseModel):

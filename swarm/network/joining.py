@@ -30,6 +30,7 @@ from swarm.network.inbound import open_message, verified
 from swarm.network.node import Node, Unreachable
 from swarm.network.records import fetch_records, publish
 from swarm.protocol.events import Record
+from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import (
     Digest,
@@ -37,7 +38,6 @@ from swarm.protocol.manifest import (
     Manifest,
     PeerId,
     Unit,
-    decode_manifest,
     run_id,
 )
 from swarm.protocol.messages import Commit
@@ -355,4 +355,4 @@ async def fetch_founding_manifest(announced: Announced, downloads: Downloads) ->
     """
     record = announced.record
     wanted = Want(record.founding, record.founding_bytes, announced.publishers)
-    return decode_manifest(await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S))
+    return foreign_manifest(bytes(await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S)))

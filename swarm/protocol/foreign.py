@@ -8,7 +8,7 @@ from functools import lru_cache
 from swarm.errors import BadManifest
 from swarm.protocol.dealing import book_of, book_problem
 from swarm.protocol.manifest import Manifest, decode_manifest
-from swarm.protocol.schemas import IS_DIGEST, IS_GENERATION, IS_PEER, IS_UNIT
+from swarm.protocol.schemas import IS_DIGEST, IS_GENERATION, IS_NAME, IS_PEER, IS_UNIT
 
 
 @lru_cache(maxsize=4)
@@ -24,6 +24,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
         (IS_PEER, _peers(manifest)),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
+        (IS_NAME, [manifest.run] if manifest.run else []),
     ):
         for name in names:
             if not pattern.fullmatch(name):

@@ -18,6 +18,7 @@ _PEER = r"^[A-Za-z0-9]{1,128}$"
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _GENERATION = r"^[0-9a-f]{1,64}$"
 IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(_GENERATION)
+IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 IS_PEER, IS_UNIT = re.compile(_PEER), re.compile(_UNIT)
 MAX_REFORMS = 512
 
