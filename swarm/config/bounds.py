@@ -13,6 +13,8 @@ MAX_ELEMENTS = 2**44
 """35 TB in bf16."""
 MAX_UNITS = 2**14
 """A manifest has an entry of some 250 bytes for each and at most 8 MiB."""
+MAX_ROUND_TOKENS = 2**40
+"""Of one peer in one round; offers with more are refused."""
 _NORMS_AND_MATRICES = 11
 """Shared tensors of a layer, at most."""
 _FP32_BYTES = 4

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from blake3 import blake3
 from pydantic import Field, model_validator
 
-from swarm.config.bounds import size_problem
+from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.section import (
     Codec,
     NonNegative,
@@ -298,6 +298,14 @@ class RunConfig(Section):
         micro_tokens = self.train.micro_batch_sequences * self.data.sequence_length
         named = [("train.batch_tokens", self.train.batch_tokens)]
         named += [("phases.batch_tokens", phase.batch_tokens) for phase in self.phases]
+        rounds = [(self.round.local_steps, self.train.batch_tokens)]
+        rounds += [(phase.local_steps, phase.batch_tokens) for phase in self.phases]
+        for local_steps, batch_tokens in rounds:
+            if local_steps * batch_tokens > MAX_ROUND_TOKENS:
+                raise ValueError(
+                    f"round.local_steps: {local_steps} steps of {batch_tokens} tokens are "
+                    f"{local_steps * batch_tokens} tokens a round (limit {MAX_ROUND_TOKENS})"
+                )
         for key, batch_tokens in named:
             if batch_tokens % micro_tokens:
                 raise ValueError(
