@@ -48,6 +48,7 @@ from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
 from swarm.protocol.fitness import LinkVerdict
+from swarm.protocol.printable import printable
 from swarm.protocol.records import PeerRecord, RunState
 from swarm.train.ladder import plan_engine
 
@@ -106,8 +107,8 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
 def line_of(finding: Finding) -> str:
     """A finding for people: one line, a second one with the remedy."""
     mark = click.style(finding.level.value, fg=MARKS[finding.level])
-    remedy = f"\n  do: {finding.remedy}" if finding.remedy else ""
-    return f"{finding.topic}: {mark}: {finding.text}{remedy}"
+    remedy = f"\n  do: {printable(finding.remedy)}" if finding.remedy else ""
+    return f"{finding.topic}: {mark}: {printable(finding.text)}{remedy}"
 
 
 def as_json(examined: Examined, findings: Sequence[Finding]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
 from swarm.protocol.manifest import Manifest
+from swarm.protocol.printable import printable
 from swarm.protocol.records import RunState
 
 START_S = 8.0
@@ -147,7 +148,7 @@ def _follow(watch: Watch, in_json: bool) -> None:
         else:
             line = json.dumps(as_json(snapshot)) if in_json else _line(snapshot)
         if in_json or line != said:
-            click.echo(line)
+            click.echo(printable(line, len(line)))
         said = line
         time.sleep(REFRESH_S)
 
@@ -170,7 +171,7 @@ def _live(watch: Watch) -> None:
             try:
                 snapshot = watch.look()
             except NobodyReachable as error:
-                live.update(waiting(f"{error}; trying again"), refresh=True)
+                live.update(waiting(printable(f"{error}; trying again")), refresh=True)
             else:
                 height, width = console.height, console.width
                 live.update(render(snapshot, width=width, height=height), refresh=True)

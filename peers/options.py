@@ -21,6 +21,7 @@ from peers.option_values import Setting, head_digest, read_text, split_addresses
 from peers.program_log import LOG_FORMATS, configure_logging
 from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
+from swarm.protocol.printable import printable
 
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
@@ -63,7 +64,7 @@ class Program(click.Command):
         sys.exit(code if isinstance(code, int) else 0)
 
     def _fail(self, message: str, exit_code: int) -> NoReturn:
-        line = " ".join(message.split())
+        line = printable(" ".join(message.split()))
         click.echo(f"{self.name}: {click.style('error', fg='red')}: {line}", err=True)
         sys.exit(exit_code)
 

@@ -33,7 +33,7 @@ from typing import IO, Any
 from swarm.config import RunConfig
 from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered, freshest
-from swarm.protocol.manifest import Manifest, decode_manifest
+from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 
 MAX_KNOWN_PEERS = 64
 
@@ -201,7 +201,16 @@ class StateDirectory:
         write_whole(self.path / "current_run", f"{run_id}\n".encode())
 
     def run(self, run_id: str) -> RunDirectory:
-        """The directory of one run."""
+        """The directory of one run.
+
+        Raises:
+            StateError: no run has this id; such a name could lead out of this directory.
+        """
+        if not IS_RUN_ID.fullmatch(run_id):
+            raise StateError(
+                f"{run_id[:80]!r} is no run id",
+                hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
+            )
         return RunDirectory(self.path / "runs" / run_id)
 
 

@@ -27,7 +27,7 @@ from swarm.config.run import (
     TrainConfig,
     WireConfig,
 )
-from swarm.config.section import Codec
+from swarm.config.section import Codec, RunName
 
 __all__ = [
     "Codec",
@@ -46,6 +46,7 @@ __all__ = [
     "RoundConfig",
     "RoutingConfig",
     "RunConfig",
+    "RunName",
     "RunSection",
     "TrainConfig",
     "WireConfig",

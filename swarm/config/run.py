@@ -8,11 +8,14 @@ from typing import Annotated, Literal, Self
 from blake3 import blake3
 from pydantic import Field, model_validator
 
+from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.section import (
     Codec,
     NonNegative,
     Positive,
     PositiveReal,
+    RunName,
+    Seconds,
     Section,
     Share,
 )
@@ -21,27 +24,27 @@ from swarm.config.section import (
 class RunSection(Section):
     """Identity and length of the run."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
-    seed: NonNegative = 0
+    name: RunName
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Positive
     """Training rounds until the run is finished."""
-    peers: Positive = 4
+    peers: Annotated[int, Field(gt=0, le=2**16)] = 4
     """Peers the run is planned for; `swarm-plan` and `swarm-local` start from it."""
 
 
 class ModelConfig(Section):
     """A Qwen3-MoE / OLMoE decoder, with Hugging Face's field names."""
 
-    vocab_size: Positive = 260
-    hidden_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive | None = None
+    vocab_size: Annotated[int, Field(gt=0, le=2**20)] = 260
+    hidden_size: Annotated[int, Field(gt=0, le=2**17)]
+    num_hidden_layers: Annotated[int, Field(gt=0, le=2**12)]
+    num_attention_heads: Annotated[int, Field(gt=0, le=2**12)]
+    num_key_value_heads: Annotated[int, Field(gt=0, le=2**12)]
+    head_dim: Annotated[int, Field(gt=0, le=2**13)] | None = None
     """Defaults to hidden_size / num_attention_heads."""
-    num_experts: Positive
-    num_experts_per_tok: Positive
-    moe_intermediate_size: Positive
+    num_experts: Annotated[int, Field(gt=0, le=2**11)]
+    num_experts_per_tok: Annotated[int, Field(gt=0, le=2**11)]
+    moe_intermediate_size: Annotated[int, Field(gt=0, le=2**17)]
     norm_topk_prob: bool = False
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert that
@@ -176,21 +179,21 @@ class RoundConfig(Section):
     local_steps: Positive
     """H: steps between rounds, after the last of `phases`. With `seconds`, only what a peer is
     taken to do whose pace is not known yet."""
-    seconds: PositiveReal | None = None
+    seconds: Seconds | None = None
     """Each peer takes as many steps as fit this time, and counts by its tokens; None: every peer
     takes `local_steps`, which is the exact mode."""
     experts_every: Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
-    roster_after_s: PositiveReal = 6.0
+    roster_after_s: Seconds = 6.0
     """D1: a roster may close without the missing peers once a quorum has offered."""
-    reform_after_s: PositiveReal | None = None
+    reform_after_s: Seconds | None = None
     """Silence after which a lost majority is given up; by default max(600, 10 rounds)."""
 
 
 class OwnershipConfig(Section):
     """Who trains an expert."""
 
-    owners_per_expert: Positive = 1
+    owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
     backup_every_rounds: NonNegative = 0
     """The peer that would adopt an expert gets a copy of its moments every so many rounds; 0: off.
@@ -212,7 +215,7 @@ class WireConfig(Section):
 
     shared: Codec = "fp32"
     experts: Codec = "bf16"
-    part_bytes: Annotated[int, Field(ge=4096)] = 16 * 2**20
+    part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
     """Largest size of one part of the shared tensors."""
 
 
@@ -238,10 +241,11 @@ class RunConfig(Section):
     ownership: OwnershipConfig = OwnershipConfig()
     merging: MergingConfig = MergingConfig()
     wire: WireConfig = WireConfig()
-    phases: tuple[Phase, ...] = ()
+    phases: Annotated[tuple[Phase, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_size()
         self._check_betas()
         self._check_batches()
         self._check_merging()
@@ -285,10 +289,32 @@ class RunConfig(Section):
                 "a single step of AdamW may move a weight without bound"
             )
 
+    def _check_size(self) -> None:
+        model = self.model
+        problem = size_problem(
+            layers=model.num_hidden_layers,
+            experts=model.num_experts,
+            vocabulary=model.vocab_size,
+            hidden=model.hidden_size,
+            inner=model.moe_intermediate_size,
+            heads=2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head,
+            part_bytes=self.wire.part_bytes,
+        )
+        if problem:
+            raise ValueError(problem)
+
     def _check_batches(self) -> None:
         micro_tokens = self.train.micro_batch_sequences * self.data.sequence_length
         named = [("train.batch_tokens", self.train.batch_tokens)]
         named += [("phases.batch_tokens", phase.batch_tokens) for phase in self.phases]
+        rounds = [(self.round.local_steps, self.train.batch_tokens)]
+        rounds += [(phase.local_steps, phase.batch_tokens) for phase in self.phases]
+        for local_steps, batch_tokens in rounds:
+            if local_steps * batch_tokens > MAX_ROUND_TOKENS:
+                raise ValueError(
+                    f"round.local_steps: {local_steps} steps of {batch_tokens} tokens are "
+                    f"{local_steps * batch_tokens} tokens a round (limit {MAX_ROUND_TOKENS})"
+                )
         for key, batch_tokens in named:
             if batch_tokens % micro_tokens:
                 raise ValueError(

@@ -6,11 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**62
+"""Of steps, tokens and the like; counts in messages and records have the same bound."""
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
+"""Up to 115 days."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+"""It begins a run id, and so the name of a folder on everybody's disk."""
 
 
 class Section(BaseModel):

@@ -1,7 +1,7 @@
 """The parts of the live view: each turns facts of a snapshot into lines of text.
 
-Names and reasons come from other machines. They are put into `Text` objects, never parsed as
-markup, and records admit no control characters.
+Names and reasons come from other machines. They are made `printable` and put into `Text` objects,
+never parsed as markup.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
+from swarm.protocol.printable import printable
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 AGREEMENT_STYLES = {
@@ -48,9 +49,9 @@ def header(snapshot: Snapshot, width: int) -> list[Text]:
     """Two lines: which run, and how far it is."""
     rows = snapshot.peers
     first = Text.assemble(
-        (snapshot.run_id or f"{snapshot.name} (gathers peers)", "bold"),
+        (printable(snapshot.run_id or f"{snapshot.name} (gathers peers)"), "bold"),
         "  generation ",
-        (snapshot.generation[:12], "bold"),
+        (printable(snapshot.generation[:12]), "bold"),
         f"  {len(rows)} peers  ",
         (amount(metrics.swarm_tokens_per_s(snapshot)), "bold"),
         f" {metrics.TOKENS_PER_S.title}",
@@ -64,7 +65,7 @@ def header(snapshot: Snapshot, width: int) -> list[Text]:
         ("━" * min(done, 20), "green"),
         ("━" * (20 - min(done, 20)), "bright_black"),
         f"  {metrics.DIGEST.title} ",
-        (snapshot.manifest_digest[: digest_width(width)], "green"),
+        (printable(snapshot.manifest_digest[: digest_width(width)]), "green"),
         f"  {equal} of {len(rows)} equal",
         (f", {different} DIFFERENT" if different else "", "bold red"),
     )
@@ -118,6 +119,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
 
 def _name(name: str, width: int) -> str:
     """Cut in the middle, since names begin alike and end with a piece of the peer id."""
+    name = printable(name)
     return name if len(name) <= width else f"{name[: width - 6]}…{name[-5:]}"
 
 
@@ -215,7 +217,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
             refused[reason] = refused.get(reason, 0) + count
     if refused:
         said = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
-        lines.append(Text(f"{metrics.REFUSED.title}: {said}", style="yellow"))
+        lines.append(Text(f"{metrics.REFUSED.title}: {printable(said)}", style="yellow"))
     for merge in reversed(snapshot.merges):
         lines += _merge_lines(merge)
     return [cut(line, width) for line in lines]
@@ -281,7 +283,7 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
 
 def _with_keys(reason: str, keys: Keys) -> list[Text]:
     """The sentence with each peer's key in place of its long id."""
-    parts = PEER_ID.split(reason)
+    parts = PEER_ID.split(printable(reason))
     return [keys.get(part, Text(_short(part))) for part in parts]
 
 

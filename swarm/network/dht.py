@@ -13,6 +13,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 
 from swarm.errors import NobodyReachable, SwarmError
+from swarm.network.bounded_msgpack import BoundedSerializer, guard_hivemind
 from swarm.network.daemon import Address
 from swarm.network.holder import HeldRecords, NoCache
 from swarm.network.signed_records import SignedRecords, owner_of
@@ -134,6 +135,7 @@ async def open_dht(
         NobodyReachable: `must_reach`, and none of the peers answered.
         SwarmError: this machine's clock differs too much from theirs, or they cannot dial back.
     """
+    guard_hivemind()
     try:
         node = await DHTNode.create(
             p2p=p2p,
@@ -153,4 +155,5 @@ async def open_dht(
     except RuntimeError as error:
         texts = ", ".join(address.text for address in peers)
         raise NobodyReachable(f"none of {texts} is a living peer") from error
+    node.protocol.serializer = BoundedSerializer(traffic.refuse)
     return Dht(node, validator, traffic, is_member)

@@ -20,7 +20,8 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.foreign import check_announcement, decode_config
 from swarm.network.node import Node
 from swarm.network.records import fetch_records
-from swarm.protocol.manifest import Manifest, PeerId, decode_manifest, run_id
+from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.manifest import Manifest, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState, decode_record, runs_keys
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,7 @@ async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: flo
         fetch_config(announced, downloads, timeout_s),
         downloads.fetch_one(wanted, timeout_s=timeout_s),
     )
-    founding = decode_manifest(blob)
+    founding = foreign_manifest(bytes(blob))
     fixed = founding.founding
     said = (record.founder, record.config, record.config_bytes)
     if (fixed.founder, fixed.config, fixed.config_bytes) != said:

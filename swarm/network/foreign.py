@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from swarm.config import ModelConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.errors import BadBlob, BadManifest, BadRecord, RunMismatch
 from swarm.protocol.digests import Buffer
 from swarm.protocol.layout import Layout
@@ -13,9 +13,6 @@ from swarm.protocol.records import RunRecord
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HELD_OUT_BYTES = 4 * 1_000_000
-MAX_TENSORS = 2**21
-MAX_ELEMENTS = 2**44
-"""35 TB in bf16: beyond it only the list of parts would already fill the memory."""
 
 
 def check_announcement(record: RunRecord) -> None:
@@ -38,7 +35,7 @@ def decode_config(blob: Buffer, record: RunRecord) -> RunConfig:
     """The configuration of an announced run.
 
     Raises:
-        BadBlob: it is none, or of a model that no machine could hold.
+        BadBlob: it is none, or one beyond the bounds of `swarm.config.bounds`.
         RunMismatch: it is not the announced one.
     """
     try:
@@ -51,19 +48,7 @@ def decode_config(blob: Buffer, record: RunRecord) -> RunConfig:
         ) from error
     if run.fingerprint() != record.fingerprint or run.run.name != record.name:
         raise RunMismatch(f"the configuration of {record.run} is not the announced one")
-    _check_model(run.model, record.run)
     return run
-
-
-def _check_model(model: ModelConfig, run: str) -> None:
-    """Bounds what follows from it: the layout has an entry for each tensor and each part."""
-    experts = model.num_hidden_layers * model.num_experts
-    heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    per_layer = model.hidden_size * (heads + model.num_attention_heads) * model.dim_per_head
-    elements = 2 * model.vocab_size * model.hidden_size + model.num_hidden_layers * per_layer
-    elements += 3 * experts * model.hidden_size * model.moe_intermediate_size
-    if 3 * experts + 16 * model.num_hidden_layers > MAX_TENSORS or elements > MAX_ELEMENTS:
-        raise BadBlob("config_size", f"the configuration of {run} has too many parameters")
 
 
 def check_state(manifest: Manifest, layout: Layout) -> None:

@@ -121,9 +121,18 @@ def _read(path: Path) -> Record:
     if blake3(body).hexdigest().encode() != digest:
         raise CorruptState(f"{path.name} is torn or was changed")
     try:
-        return decode_record(body)
+        record = decode_record(body)
     except (BadManifest, BadMessage) as error:
         raise CorruptState(f"{path.name} cannot be read: {error}") from error
+    repaired = abstaining.repaired(record)
+    if repaired:
+        logger.warning(
+            "%s has a ballot beyond the bound; going on without it and without voting up to "
+            "height %d",
+            path.name,
+            repaired.abstain_until_height,
+        )
+    return repaired or record
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm.network.bounded_msgpack import is_bytes
 from swarm.network.identity import Identity, peer_id_of_ssh_key
 from swarm.network.steady_clock import dht_clock
 
@@ -39,6 +40,9 @@ class SignedRecords(RSASignatureValidator):
         return reason is None
 
     def _fault(self, record: DHTRecord) -> str | None:
+        # In a dictionary that came as a whole these may be anything.
+        if not (isinstance(record.value, bytes) and isinstance(record.expiration_time, float)):
+            return "record_schema"
         if len(record.value) > MAX_RECORD_BYTES:
             return "record_size"
         # Written so that NaN is refused too.
@@ -49,7 +53,9 @@ class SignedRecords(RSASignatureValidator):
             return "record_owner"
         if peer_id_of_ssh_key(owners[0]) is None:
             return "record_owner"
-        return None if super().validate(record) else "record_signature"
+        if not super().validate(record):
+            return "record_signature"
+        return None if is_bytes(self.strip_value(record)) else "record_nesting"
 
 
 def owner_of(subkey: object) -> str | None:

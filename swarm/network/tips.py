@@ -12,7 +12,8 @@ from swarm.network.fetch import Downloads, Want
 from swarm.network.inbound import open_message, verified
 from swarm.network.node import Node, Unreachable
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
+from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Link
 from swarm.protocol.records import RunRecord
 from swarm.protocol.schemas import IS_DIGEST
@@ -103,7 +104,7 @@ async def _founding_head(downloads: Downloads, run: RunRecord, peers: Sequence[P
     if known is None:
         wanted = Want(run.founding, run.founding_bytes, tuple(peers))
         known = await downloads.fetch_one(wanted, timeout_s=BLOB_DEADLINE_S)
-    return decode_manifest(known).digest
+    return foreign_manifest(bytes(known)).digest
 
 
 async def _ask_tip(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Offer
+from swarm.protocol.messages import MAX_ATTEMPT, Offer
 
 ABSTAIN_HEIGHTS = 2
 """A damaged record may have been one tip ahead of its predecessor and voted once more there."""
@@ -17,6 +17,19 @@ UNTIL_IT_CONTRIBUTES = 2**62
 def rolled_back(earlier: Record) -> Record:
     """The record of a peer of which only the last but one is left."""
     return replace(earlier, abstain_until_height=earlier.tip.height + ABSTAIN_HEIGHTS)
+
+
+def repaired(record: Record) -> Record | None:
+    """A record whose promise or vote is of an attempt that nobody may make; None if none is.
+
+    Nobody can be told of such a ballot, and what it forbids is forgotten with it: the peer casts no
+    vote at the height that it was for, so none that contradicts it.
+    """
+    ballots = [record.promised, record.accepted.ballot if record.accepted else None]
+    if not any(ballot and ballot.attempt > MAX_ATTEMPT for ballot in ballots):
+        return None
+    until = max(record.abstain_until_height, record.tip.height + 1)
+    return replace(record, promised=None, accepted=None, abstain_until_height=until)
 
 
 def without_record(me: PeerId, shown: Record) -> Record:

@@ -7,8 +7,19 @@ from functools import lru_cache
 
 from swarm.errors import BadManifest
 from swarm.protocol.dealing import book_of, book_problem
-from swarm.protocol.manifest import Manifest, decode_manifest
-from swarm.protocol.schemas import IS_BASE64, IS_DIGEST, IS_GENERATION, IS_PEER, IS_UNIT
+from swarm.protocol.manifest import Manifest, Member, decode_manifest
+from swarm.protocol.schemas import (
+    IS_BASE64,
+    IS_DIGEST,
+    IS_GENERATION,
+    IS_NAME,
+    IS_PEER,
+    IS_UNIT,
+)
+
+MAX_COUNT = 2**62
+"""As of counts in messages: what is larger could be adopted and then told nobody."""
+MAX_AMOUNT = 1e12
 
 
 @lru_cache(maxsize=4)
@@ -25,10 +36,16 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_PEER, _peers(manifest)),
         (IS_BASE64, _signatures(manifest)),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
+        (IS_NAME, [manifest.run] if manifest.run else []),
     ):
         for name in names:
             if not pattern.fullmatch(name):
                 raise BadManifest("manifest_names", f"{name[:80]!r} is no name in a manifest")
+    if not all(0 <= count <= MAX_COUNT for count in _counts(manifest)):
+        raise BadManifest("manifest_counts", f"a count in a manifest is not 0 .. {MAX_COUNT}")
+    amounts = [amount for member in manifest.members.values() for amount in _amounts(member)]
+    if not all(0 <= amount <= MAX_AMOUNT for amount in amounts):  # NaN is not either
+        raise BadManifest("manifest_counts", f"an amount in a manifest is not 0 .. {MAX_AMOUNT:g}")
     problem = book_problem(book_of(manifest))
     if problem:
         raise BadManifest("manifest_book", f"manifest at height {manifest.height}: {problem}")
@@ -50,6 +67,22 @@ def _digests(manifest: Manifest) -> Iterator[str]:
 def _signatures(manifest: Manifest) -> Iterator[str]:
     for wish in manifest.wishes.values():
         yield from (wish.public_key, wish.signature)
+
+
+def _counts(manifest: Manifest) -> Iterator[int]:
+    yield from (manifest.height, manifest.round, manifest.step, manifest.tokens, manifest.merged)
+    yield from (manifest.founding.config_bytes, manifest.founding.validation_bytes)
+    yield from manifest.work.values()
+    yield from manifest.owners
+    yield from (member.silent for member in manifest.members.values())
+    for entry in manifest.entries.values():
+        yield from (entry.num_bytes, entry.version)
+    for height, (num_members, _) in manifest.lineage:
+        yield from (height, num_members)
+
+
+def _amounts(member: Member) -> tuple[float, float]:
+    return member.capacity, member.tokens_per_s
 
 
 def _peers(manifest: Manifest) -> Iterator[str]:

@@ -96,15 +96,16 @@ def _cut(sizes: Mapping[str, int], max_elements: int) -> Iterator[tuple[Slice, .
     """
     total = sum(sizes.values())
     num_parts = -(-total // max_elements)
+    tensors = iter(sizes.items())
+    name, size, start = "", 0, 0  # the tensor in turn, and where the part begins in it
     for part in range(num_parts):
-        start, stop = (total * k // num_parts for k in (part, part + 1))
-        yield tuple(_within(sizes, start, stop))
-
-
-def _within(sizes: Mapping[str, int], start: int, stop: int) -> Iterator[Slice]:
-    offset = 0
-    for name, size in sizes.items():
-        first, last = max(start - offset, 0), min(stop - offset, size)
-        if first < last:
-            yield Slice(name, first, last)
-        offset += size
+        wanted = total * (part + 1) // num_parts - total * part // num_parts
+        slices = []
+        while wanted:
+            if start == size:
+                (name, size), start = next(tensors), 0
+            stop = min(size, start + wanted)
+            slices.append(Slice(name, start, stop))
+            wanted -= stop - start
+            start = stop
+        yield tuple(slices)

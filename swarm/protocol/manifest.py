@@ -8,6 +8,7 @@ round. Rules in brackets, as [R1], are those of the protocol page in swarm/READM
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -311,6 +312,11 @@ def _bits(packed: str, number: int) -> list[bool]:
 def turn(seed: str, peer: PeerId) -> bytes:
     """Pseudo-random rank of a peer under a seed; equal everywhere."""
     return blake3(f"{seed}/{peer}".encode()).digest()
+
+
+RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}-[0-9a-f]{16}$"
+IS_RUN_ID = re.compile(RUN_ID)
+"""What `run_id` makes; nothing else may become the name of a folder."""
 
 
 def run_id(name: str, fingerprint: str, founding_manifest: Digest) -> str:

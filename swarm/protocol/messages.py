@@ -14,6 +14,9 @@ from typing import NamedTuple
 from swarm.experts import expert_of_unit
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
+MAX_ATTEMPT = 2**31
+"""Nobody begins a later attempt, sends one or believes one [A5]."""
+
 
 class Ballot(NamedTuple):
     """Number of one attempt to decide; compared as a tuple.

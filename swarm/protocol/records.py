@@ -17,9 +17,10 @@ from typing import Annotated, TypeVar
 from blake3 import blake3
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from swarm.config import RunName
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Text
+from swarm.protocol.manifest import RUN_ID, Text
 
 MAX_RECORD_BYTES = 20_000
 """Of a `PeerRecord` and a `MergeRecord`; the others need less."""
@@ -53,6 +54,9 @@ Expert = Annotated[int, Field(ge=0, lt=2**16)]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
+RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
+
+
 class RunState(Enum):
     """Whether a run trains yet."""
 
@@ -79,8 +83,9 @@ class RunRecord:
 
     __pydantic_config__ = _STRICT
 
-    run: Id
-    name: Word
+    run: RunId
+    """Of a run that gathers: `gathering-` and the founder's nonce."""
+    name: RunName
     fingerprint: Hex
     """Of the run configuration."""
     founder: Id

@@ -7,10 +7,18 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 
+from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import Head, Wish
-from swarm.protocol.messages import Ballot, Certificate, Header, Link, Signature
+from swarm.protocol.messages import (
+    MAX_ATTEMPT,
+    Ballot,
+    Certificate,
+    Header,
+    Link,
+    Signature,
+)
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
@@ -23,6 +31,7 @@ _BASE64 = r"^[A-Za-z0-9+/]{0,1024}={0,2}$"
 _GENERATION = r"^[0-9a-f]{1,64}$"
 IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(_GENERATION)
 IS_PEER, IS_UNIT, IS_BASE64 = re.compile(_PEER), re.compile(_UNIT), re.compile(_BASE64)
+IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
 
 DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
@@ -30,6 +39,8 @@ PeerText = Annotated[str, Field(pattern=_PEER)]
 UnitText = Annotated[str, Field(pattern=_UNIT)]
 Generation = Annotated[str, Field(pattern=_GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
+# Sums over a run stay below the bound of counts.
+RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Peers = Annotated[list[PeerText], Field(max_length=4096)]
 Capacity = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -51,12 +62,18 @@ class BlobSchema(Schema):
 class BallotSchema(Schema):
     """A ballot."""
 
-    attempt: Annotated[int, Field(ge=0, le=2**31)]
+    attempt: Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
     convener: PeerText
 
     def value(self) -> Ballot:
         """As the protocol knows it."""
         return Ballot(self.attempt, self.convener)
+
+
+class RecordedBallotSchema(BallotSchema):
+    """A ballot on disk: one beyond the bound must be repaired, not lost (`abstaining.repaired`)."""
+
+    attempt: Count
 
 
 class HeaderSchema(Schema):
@@ -264,8 +281,8 @@ class OfferSchema(Schema):
     """An offer's blob."""
 
     tip: DigestText
-    steps: Count
-    tokens: Count
+    steps: RoundCount
+    tokens: RoundCount
     seconds: Seconds
     units: dict[UnitText, OfferedUnitSchema]
 
@@ -273,7 +290,7 @@ class OfferSchema(Schema):
 class RecordedVoteSchema(Schema):
     """The record's vote."""
 
-    ballot: BallotSchema
+    ballot: RecordedBallotSchema
     manifest: str
 
 
@@ -283,7 +300,7 @@ class RecordSchema(Schema):
     tip: str
     certificate: CertificateSchema | None
     parent: str | None
-    promised: BallotSchema | None
+    promised: RecordedBallotSchema | None
     accepted: RecordedVoteSchema | None
     abstain_until_height: Count
 

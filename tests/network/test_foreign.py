@@ -64,16 +64,6 @@ def test_another_configuration_is_not_the_announced_one() -> None:
         decode_config(changed(num_hidden_layers=3), RECORD)
 
 
-@pytest.mark.parametrize("huge", [{"num_experts": 10**9}, {"vocab_size": 10**400}])
-def test_a_model_that_no_machine_could_list_is_refused_at_once(huge: dict[str, int]) -> None:
-    foreign = changed(**huge)
-    run = RunConfig.model_validate_json(foreign)
-    record = dataclasses.replace(RECORD, fingerprint=run.fingerprint())
-    with pytest.raises(BadBlob) as raised:
-        decode_config(foreign, record)
-    assert raised.value.reason == "config_size"
-
-
 @pytest.mark.parametrize("field", ["config_bytes", "founding_bytes"])
 def test_an_announced_size_beyond_the_limit_is_refused(field: str) -> None:
     check_announcement(RECORD)

@@ -116,13 +116,13 @@ def test_an_export_holds_model_configuration_and_tokenizer(
 
 def on_disk(path: Path, run: RunConfig, layout: Layout) -> Manifest:
     state = StateDirectory(path)
-    directory = state.run("demo-1")
+    directory = state.run("demo-0123456789abcdef")
     directory.write_config(run)
     store = BlobStore(directory.path)
     manifest = fill_store(store, run, layout)
     store.sync(store.digests())
     RecordFile(directory.record_path).write(Record(manifest, None, None))
-    state.current_run = "demo-1"
+    state.current_run = "demo-0123456789abcdef"
     state.close()
     return manifest
 
@@ -165,9 +165,14 @@ def test_a_directory_without_a_run_is_said_to_have_none(tmp_path: Path) -> None:
     code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
     assert code == StateError.exit_code and "there is no run in it" in said
     code, said = invoke(
-        "--state-dir", tmp_path / "state", "--out", tmp_path / "out", "--run-id", "x"
+        "--state-dir",
+        tmp_path / "state",
+        "--out",
+        tmp_path / "out",
+        "--run-id",
+        "x-0123456789abcdef",
     )
-    assert code == StateError.exit_code and "no state of x" in said
+    assert code == StateError.exit_code and "no state of x-" in said
 
 
 def test_the_newest_of_two_manifests_is_what_the_record_names(
@@ -175,14 +180,14 @@ def test_the_newest_of_two_manifests_is_what_the_record_names(
 ) -> None:
     manifest = on_disk(tmp_path / "state", run, layout)
     state = StateDirectory(tmp_path / "state")
-    directory = state.run("demo-1")
+    directory = state.run("demo-0123456789abcdef")
     store = BlobStore(directory.path)
     unit = layout.by_unit["expert.0"]
     ones = {piece.name: torch.ones(layout.shapes[piece.name]) for piece in unit.slices}
     digest = store.put(encode_unit(unit, ones))
     entry = dataclasses.replace(manifest.entries["expert.0"], digest=digest, version=1)
     newer = dataclasses.replace(
-        manifest, run="demo-1", height=1, round=1, parent=manifest.digest,
+        manifest, run="demo-0123456789abcdef", height=1, round=1, parent=manifest.digest,
         entries={**manifest.entries, "expert.0": entry},
     )  # fmt: skip
     store.sync(store.digests())

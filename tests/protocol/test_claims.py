@@ -51,8 +51,8 @@ CASES: list[tuple[Message, int, str | None]] = [
     (Reduced(BALLOT, TIP.digest, {}, {}), 0, "reduced_of_stranger"),
     (Propose(BALLOT, TIP, ()), 1, "propose_of_stranger"),
     (Accept(BALLOT, TIP.digest, Signature(b"key", b"signed")), 0, "accept_of_stranger"),
-    (Commit(TIP, None, None), 1, None),
-    (Commit(replace(TIP, height=1), None, TIP), 2, None),
+    (Commit(TIP, None, None), 2, None),
+    (Commit(replace(TIP, height=1), None, TIP), 3, None),
 ]
 
 

@@ -17,6 +17,7 @@ see the simulator catch it:
 | A2 | `_may_accept` | all blobs durable, no higher promise, a member |
 | A3 | `_on_sync_failed` | what could not be made durable is tried again |
 | A1, A2 | `_may_follow` | no higher ballot was promised |
+| A5 | `_attempt_problem` | one message cannot use up the ballots of a height |
 | P3, C6 | `_voted_otherwise` | second line: one value a ballot, even if its convener forgot |
 | P3 | `_burn_ballot` | a convener's ballot is durable before its first message |
 | C1, P3 | `_may_use_ballot_zero` | attempt 0 is used once, by rank 0 |

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarm.protocol.events import Purpose
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Prepare, Propose
+from swarm.protocol.rounds.attempts import attempt_problem
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.state import Proposal
@@ -12,6 +13,10 @@ from swarm.protocol.rounds.state import Proposal
 
 class Acceptor(Contributor):
     """Votes. Only members of the tip do; a joiner fetches proposals but stays silent."""
+
+    def _forget_height(self) -> None:
+        super()._forget_height()
+        self._claims = {self.me: self._promised().attempt}  # that members have named [A5]
 
     def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Only members convene, under their own name, and attempt 0 is the first convener's."""
@@ -23,7 +28,20 @@ class Acceptor(Contributor):
             return f"attempt {ballot.attempt} is not its sender's"
         if self._is_distrusted(source):
             return "it has proposed at this height what cannot follow the tip"
-        return None
+        return self._attempt_problem(source, ballot)
+
+    def _attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+        """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""
+        if source == self.me:
+            return None
+        self._claims[source] = max(ballot.attempt, self._claims.get(source, 0))
+        return attempt_problem(
+            ballot,
+            source,
+            self._claims,
+            passed_s=self._now - self._applied_at,
+            takeover_s=self.timers.poll_s,
+        )
 
     def _is_distrusted(self, convener: PeerId) -> bool:
         """Whether a convener is not followed at this height any more [A4].

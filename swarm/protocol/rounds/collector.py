@@ -34,6 +34,7 @@ class Collector(Merger):
     def _start_campaign(self, ballot: Ballot, excluded: dict[PeerId, str]) -> None:
         self._campaign = None
         self._burn_ballot(ballot)
+        self._claims[self.me] = ballot.attempt
         self._note_ballot(ballot)
         self._convener_at = self._now
         campaign = Campaign(ballot, self._now, self._now + self.timers.poll_s, excluded)
@@ -56,6 +57,11 @@ class Collector(Merger):
 
     def _on_ready(self, source: PeerId, ready: Ready) -> None:
         campaign = self._campaign
+        if source in self._electorate() and (
+            problem := self._attempt_problem(source, ready.ballot)
+        ):
+            self._refuse(source, "READY", problem)
+            return
         if campaign is None:
             self._readies[source] = ready
             self._redirect(source, ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import (
+    MAX_ATTEMPT,
     Accept,
     Ballot,
     Certificate,
@@ -249,6 +250,8 @@ class Convener(Collector):
         proposal = self._proposal
         if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
             return
+        if self._is_out_of_attempts():
+            return
         age_s = self._now - campaign.stage_at
         limit_s = self._voting_limit_s(proposal)
         if age_s < limit_s:
@@ -278,6 +281,10 @@ class Convener(Collector):
             source in proposal.failed.get(digest, ()) for digest, source in sources.items()
         )
         return self.timers.vote_s / 2 if have_failed else self.timers.vote_s
+
+    def _is_out_of_attempts(self) -> bool:
+        """Whether there is no higher ballot at this height: nobody would believe one [A5]."""
+        return max(self._promised(), self._top or self._promised()).attempt >= MAX_ATTEMPT
 
     def _next_ballot(self) -> Ballot:
         """Higher than everything seen or promised at this height [K1]."""

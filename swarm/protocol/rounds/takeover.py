@@ -37,6 +37,8 @@ class Takeover(Convener):
             self._post(self._convener(), Hello(ask=False))
 
     def _take_over(self, reason: str) -> None:
+        if self._is_out_of_attempts():
+            return
         replaced, heard_at = self._convener(), self._convener_at
         ballot = self._next_ballot()
         self._explain(Topic.TAKEOVER, f"attempt {ballot.attempt} begins: {reason}")

@@ -1,0 +1,200 @@
+"""M1: one message of a member with the last attempt there is stops every round for ever.
+
+It was within the bound of the wire, the ballots after it were not, and the record that it was
+promised in could not be read again. The rules run in real round machines under a fake clock; the
+messages go through the real codec, and records through real files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import BadManifest, BadMessage
+from swarm.network.record_file import RecordFile
+from swarm.protocol.events import Received, Record, Topic
+from swarm.protocol.foreign import MAX_COUNT, foreign_manifest
+from swarm.protocol.manifest import Member
+from swarm.protocol.messages import (
+    MAX_ATTEMPT,
+    Accepted,
+    Ballot,
+    Header,
+    Message,
+    Offer,
+    Prepare,
+    Propose,
+    Ready,
+    Roster,
+)
+from swarm.protocol.rounds.attempts import LEAP, attempt_problem
+from swarm.protocol.wire import decode, decode_offer, encode, encode_offer
+from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
+
+LAST = 2**31
+
+
+def liar_and_honest(pump: Pump) -> tuple[str, str]:
+    """A member that does not convene the next height, and all others."""
+    order = next(iter(pump.nodes.values())).machine.tip.order
+    return order[-1], "".join(order[:-1])
+
+
+def tell(pump: Pump, liar: str, honest: str, message: Message) -> None:
+    tip = pump.nodes[liar].machine.tip
+    header = Header(tip.code, tip.digest, tip.generation)
+    encoded, blobs = encode(header, message)
+    for peer in honest:
+        pump.give(peer, Received(liar, *decode(encoded, blobs)))
+
+
+def lies(pump: Pump, liar: str) -> list[Message]:
+    """Each message by which a member can name an attempt."""
+    machine = pump.nodes[liar].machine
+    first, mine = machine.tip.order[0], Ballot(LAST, liar)
+    return [
+        Prepare(mine),
+        Propose(mine, machine.tip, (liar,)),
+        Roster(mine, "0" * 64, {}, (liar,)),
+        Ready(mine, None, None, 1.0),
+        Ready(Ballot(LAST, first), None, None, 1.0),
+        Ready(Ballot(LAST - 1, liar), None, None, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("lie", range(6))
+@pytest.mark.parametrize("peers", ["ABC", "ABCDE"])
+def test_one_message_with_the_last_attempt_stops_nobody(peers: str, lie: int) -> None:
+    pump = start_swarm(peers)
+    pump.run_to_height(2)
+    liar, honest = liar_and_honest(pump)
+    tell(pump, liar, honest, lies(pump, liar)[lie])
+    pump.run_to_height(5, honest)
+    for peer in honest:
+        record = pump.nodes[peer].record
+        assert record.promised is None or record.promised.attempt < LEAP
+    said = "".join(pump.nodes[peer].said(Topic.REFUSED) for peer in honest)
+    assert "is implausible: no other member has named more than" in said
+
+
+def test_the_same_every_second_stops_nobody_either() -> None:
+    pump = start_swarm("ABCD")
+    pump.run_to_height(2)
+    liar, honest = liar_and_honest(pump)
+
+    def lie() -> None:
+        for message in lies(pump, liar):
+            tell(pump, liar, honest, message)
+        pump.after(1.0, lie)
+
+    lie()
+    pump.run_to_height(6, honest)
+    assert len(pump.digests_at(6, honest)) == 1
+
+
+def test_two_members_that_fail_after_each_other_are_followed_wherever_they_are() -> None:
+    """Who was away while others made thousands of attempts believes the second that says so."""
+    pump = start_swarm("ABCD")
+    pump.run_to_height(2)
+    order = pump.nodes["A"].machine.tip.order
+    back, first, second = order[3], order[0], order[1]
+    machine = pump.nodes[back].machine
+    header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    far = 5 * LEAP
+    machine.handle(Received(first, header, Prepare(Ballot(far, first))), pump.now)
+    assert machine.record.promised is None
+    machine.handle(Received(second, header, Prepare(Ballot(far + 1, second))), pump.now)
+    assert machine.record.promised == Ballot(far + 1, second)
+
+
+def test_what_is_plausible() -> None:
+    def problem(attempt: int, claims: dict[str, int], passed_s: float = 0.0) -> str | None:
+        ballot = Ballot(attempt, "L")
+        return attempt_problem(ballot, "L", claims, passed_s=passed_s, takeover_s=1.5)
+
+    assert problem(LEAP, {}) is None
+    assert "limit 1024" in str(problem(LEAP + 1, {}))
+    assert problem(LEAP + 1, {}, passed_s=1.5) is None, "time makes room for takeovers"
+    assert problem(LEAP + 7, {"A": 7, "L": LAST}) is None
+    assert problem(LEAP + 8, {"A": 7, "L": LAST}) is not None, "its own word counts for nothing"
+    assert problem(LAST, {"A": LAST - 1}) is None
+    assert problem(LAST + 1, {"A": LAST}) is not None
+    # At one height, a leap with each takeover of the others, the last attempt is months away.
+    assert LAST / (LEAP + 1) * 1.5 > 30 * 86_400
+
+
+def test_nobody_goes_beyond_the_bound_that_receivers_check() -> None:
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    machine = pump.nodes["A"].machine
+    machine._persist_promise(Ballot(MAX_ATTEMPT, "C"))
+    machine._take_over("nobody convenes")
+    assert machine._campaign is None
+    header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
+    decode(*encode(header, Prepare(Ballot(MAX_ATTEMPT, "A"))))
+    beyond, _ = encode(header, Prepare(Ballot(MAX_ATTEMPT + 1, "A")))
+    with pytest.raises(BadMessage, match="attempt"):
+        decode(beyond, {})
+
+
+@pytest.mark.parametrize("attempt", [MAX_ATTEMPT + 1, 2**62])
+@pytest.mark.parametrize("has_voted", [True, False])
+def test_a_record_beyond_the_bound_is_repaired_and_its_peer_abstains(
+    tmp_path: Path, caplog, attempt: int, has_voted: bool
+) -> None:
+    tip = replace(found(make_rules(), ["A", "B"]), run="run-1")
+    ballot = Ballot(attempt, "A")
+    written = Record(tip, None, None, ballot, Accepted(ballot, tip) if has_voted else None)
+    file = RecordFile(tmp_path / "record")
+    file.write(written)
+    read = file.read()
+    assert read == Record(tip, None, None, None, None, abstain_until_height=tip.height + 1)
+    assert "beyond the bound" in caplog.text
+    file.write(read)
+    assert file.read() == read, "and is in order from then on"
+
+
+def test_an_abstention_that_goes_further_is_kept(tmp_path: Path) -> None:
+    tip = replace(found(make_rules(), ["A", "B"]), run="run-1")
+    file = RecordFile(tmp_path / "record")
+    file.write(Record(tip, None, None, Ballot(LAST + 1, "A"), None, abstain_until_height=9))
+    read = file.read()
+    assert read and read.abstain_until_height == 9
+
+
+@pytest.mark.parametrize(
+    "field", ["height", "round", "step", "tokens", "merged", "member", "entry", "work", "lineage"]
+)
+@pytest.mark.parametrize("count", [MAX_COUNT + 1, 10**400, -1])
+def test_a_manifest_whose_counts_nobody_could_pass_on_is_refused(field: str, count: int) -> None:
+    manifest = replace(found(make_rules(), ["A", "B"]), run="run-1")
+    foreign_manifest(manifest.encoded)
+    unit, entry = next(iter(manifest.entries.items()))
+    changes = {
+        "member": {"members": {**manifest.members, "A": Member(count, 1.0)}},
+        "entry": {"entries": {**manifest.entries, unit: replace(entry, version=count)}},
+        "work": {"work": {"A": count}},
+        "lineage": {"lineage": ((count, (1, "0a")),)},
+    }.get(field, {field: count})
+    with pytest.raises(BadManifest):
+        foreign_manifest(replace(manifest, **changes).encoded)
+
+
+@pytest.mark.parametrize("capacity", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_member_without_a_plausible_capacity_is_refused(capacity: float) -> None:
+    manifest = replace(found(make_rules(), ["A", "B"]), run="run-1")
+    members = {**manifest.members, "A": Member(0, capacity)}
+    with pytest.raises(BadManifest):
+        foreign_manifest(replace(manifest, members=members).encoded)
+
+
+@pytest.mark.parametrize("field", ["steps", "tokens"])
+def test_an_offer_may_not_bring_a_run_to_the_bound_of_its_sums(field: str) -> None:
+    offer = Offer("0" * 64, 1, 1, {})
+    assert decode_offer(encode_offer(replace(offer, **{field: 2**40}))).is_late
+    with pytest.raises(BadMessage, match=field):
+        decode_offer(encode_offer(replace(offer, **{field: 2**40 + 1})))
+    assert json.loads(encode_offer(offer))[field] == 1
