@@ -8,6 +8,7 @@ from enum import StrEnum
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import Commit, Message, Propose, Ready, Roster
 from swarm.protocol.schemas import FrameSchema, parse
 from swarm.protocol.wire import attachments_of
 
@@ -41,6 +42,18 @@ def claim_of(payload: Buffer) -> Claim:
     """
     kind = parse(FrameSchema, payload, "message").message.type
     return Claim(kind, attachments_of(payload))
+
+
+def outline_of(message: Message) -> Claim:
+    """What the claim of a decoded message says, but for what its attachments are called."""
+    named: list[object] = []
+    if isinstance(message, Ready):
+        named = [message.offer, message.accepted]
+    elif isinstance(message, Roster):
+        named = list(message.offers.values())
+    elif isinstance(message, Propose | Commit):
+        named = [message.manifest, getattr(message, "parent", None)]
+    return Claim(type(message).__name__.lower(), tuple(("", 0) for one in named if one))
 
 
 def refusal_of(claim: Claim, standing: Standing) -> str | None:

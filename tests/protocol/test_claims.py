@@ -11,6 +11,7 @@ from swarm.protocol.claims import (
     Claim,
     Standing,
     claim_of,
+    outline_of,
     plausible_members,
     refusal_of,
 )
@@ -63,8 +64,11 @@ def test_each_type_of_message_from_member_and_stranger(
     claim = claim_of(encode(HEADER, message)[0])
     assert claim.kind == type(message).__name__.lower()
     assert len(claim.attachments) == attachments
-    assert refusal_of(claim, Standing.MEMBER) is None
-    assert refusal_of(claim, Standing.STRANGER) == refusal
+    outline = outline_of(message)
+    assert (outline.kind, len(outline.attachments)) == (claim.kind, attachments)
+    for judged in (claim, outline):
+        assert refusal_of(judged, Standing.MEMBER) is None
+        assert refusal_of(judged, Standing.STRANGER) == refusal
 
 
 def test_all_types_of_messages_are_tried() -> None:

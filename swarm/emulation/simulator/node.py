@@ -17,6 +17,7 @@ from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer, taken_up
+from swarm.protocol.claims import Standing, outline_of, plausible_members, refusal_of
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -43,6 +44,7 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.messages import Message
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain
@@ -241,6 +243,12 @@ class Node(Ports):
 
     # ------------------------------------------------------------ events
 
+    def _is_refused(self, source: PeerId, message: Message) -> bool:
+        """As at the network's door, where attachments are not even fetched."""
+        is_member = source in plausible_members(self.disk.record)
+        standing = Standing.MEMBER if is_member else Standing.STRANGER
+        return refusal_of(outline_of(message), standing) is not None
+
     def receive(self, source: PeerId, payload: Payload) -> None:
         """A message has arrived."""
         if not self.is_up or self.is_deaf:
@@ -249,6 +257,8 @@ class Node(Ports):
             self._backlog.append((self.receive, (source, payload)))
         elif isinstance(payload, Packet):
             header, message = payload
+            if self._is_refused(source, message):
+                return
             if header.generation == self.disk.record.tip.generation:
                 self._heard[source] = self.world.now
             if self.world.trace:
