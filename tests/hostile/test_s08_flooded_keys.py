@@ -81,8 +81,8 @@ def test_however_large_the_records_are_the_run_and_its_peers_are_seen(
 ) -> None:
     flood = [(who, b"x" * size) for who in crowd]
     for key in (runs_key(lonely.node.peer_id), peers_key(lonely.id, shard_of(honest.peer_id))):
-        store(attacker, lonely.node, key, flood)
-        store(attacker, honest, key, flood[: FLOOD // 4])
+        for holder in (lonely.node, honest):
+            store(attacker, holder, key, flood)
     lonely.announce()  # every peer does, each heartbeat
     honest.run(publish_peer(honest, lonely.id, peer_record(honest.peer_id)), WAIT_S)
     runs = attacker.run(announced_runs(attacker), WAIT_S)
