@@ -271,7 +271,7 @@ def _merge_lines(merge: Merge) -> list[Text]:
 def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
     """Last decisions: of the newest manifest, then of each peer; equal ones once."""
     said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
-    for row in sorted(snapshot.peers, key=lambda row: -row.record.height):
+    for row in sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL):
         if row.record.reason:
             said.setdefault(row.record.reason, []).append(keys[row.record.peer_id])
     lines = [

@@ -1,7 +1,8 @@
 """What the swarm looks like now: a pure projection of records, and of the newest manifest.
 
 A peer's row is its own record and nothing else, so its generation, round and digest belong
-together. Owners and versions of experts come from the manifest, where one could be fetched.
+together. Owners and versions of experts come from the manifest, where one could be fetched. Members
+by that manifest come first and speak for the run: anybody may sign a record with any figure.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     """The projection, or None when no peer is present."""
     if not seen.peers:
         return None
-    rows = [seen.peers[peer] for peer in sorted(seen.peers)]
+    members = seen.tip.members.keys() & seen.peers.keys() if seen.tip else set[PeerId]()
+    rows = [seen.peers[p] for p in sorted(seen.peers, key=lambda p: (p not in members, p))]
+    totals = Counter(row.rounds_total for row in rows[: len(members) or len(rows)])
     generation, height, round_, digest = _tip_of(seen.tip, rows)
     return Snapshot(
         run_id=seen.run,
@@ -152,7 +155,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         generation=generation,
         height=height,
         round=round_,
-        rounds_total=max(row.rounds_total for row in rows),
+        rounds_total=max(totals, key=lambda total: (totals[total], total)),
         manifest_digest=digest,
         peers=tuple(PeerRow(row, _agreement(row, generation, height, digest)) for row in rows),
         experts=_experts(seen.tip, rows),
@@ -208,7 +211,7 @@ def _tip_of(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[str, int, int
         return tip.generation, tip.height, tip.round, tip.digest
     said = [(row.manifest_digest, row.height, row.generation, row.round) for row in rows]
     counts = Counter(said)
-    digest, height, generation, round_ = max(counts, key=lambda one: (counts[one], one[1], one))
+    digest, height, generation, round_ = max(counts, key=lambda one: (counts[one], one))
     return generation, height, round_, digest
 
 

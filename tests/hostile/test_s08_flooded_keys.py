@@ -1,0 +1,117 @@
+"""S8: a stranger floods the DHT's keys; runs and peers are found all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from peers.monitor import main as monitor
+from swarm.network.blobs import BlobStore
+from swarm.network.finding import announced_runs
+from swarm.network.holder import MAX_HELD_BYTES
+from swarm.network.joining import present_peers, publish_peer
+from swarm.network.node import Node
+from swarm.network.observer import Observer
+from swarm.protocol.records import (
+    MAX_RUN_RECORD_BYTES,
+    encode_record,
+    peers_key,
+    runs_key,
+    runs_keys,
+    shard_of,
+)
+from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
+from tests.network.conftest import Peers
+from tests.network.test_observer import Lonely
+from tests.peer_records import peer_record
+
+FLOOD = 165
+"""Of records of 32 kB, they were more than the 4 MiB in which all of a key come back."""
+LARGEST = 21_500
+"""With its signature as large as a holder takes any record; 32 kB before."""
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    started = Peers(tmp_path_factory.mktemp("peers"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def crowd() -> list[Stranger]:
+    return strangers(FLOOD)
+
+
+@pytest.fixture(scope="module")
+def lonely(peers: Peers) -> Lonely:
+    one = Lonely()
+    one.start(peers)
+    one.announce()
+    return one
+
+
+@pytest.fixture(scope="module")
+def honest(peers: Peers, lonely: Lonely) -> Node:
+    """A peer that is no member yet."""
+    node = peers.node()
+    node.run(publish_peer(node, lonely.id, peer_record(node.peer_id)), WAIT_S)
+    return node
+
+
+@pytest.fixture(scope="module")
+def attacker(peers: Peers, honest: Node) -> Node:
+    return peers.node()
+
+
+def run_program(lonely: Lonely) -> dict:
+    result = CliRunner().invoke(
+        monitor, ["--initial-peers", lonely.node.addresses[0], "--once", "--json"]
+    )
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("size", [LARGEST, MAX_RUN_RECORD_BYTES])
+def test_however_large_the_records_are_the_run_and_its_peers_are_seen(
+    lonely: Lonely, honest: Node, attacker: Node, crowd: list[Stranger], size: int
+) -> None:
+    flood = [(who, b"x" * size) for who in crowd]
+    for key in (runs_key(lonely.node.peer_id), peers_key(lonely.id, shard_of(honest.peer_id))):
+        for holder in (lonely.node, honest):
+            store(attacker, holder, key, flood)
+    lonely.announce()  # every peer does, each heartbeat
+    honest.run(publish_peer(honest, lonely.id, peer_record(honest.peer_id)), WAIT_S)
+    runs = attacker.run(announced_runs(attacker), WAIT_S)
+    assert [run.record.run for run in runs] == [lonely.id]
+    present = attacker.run(present_peers(attacker, lonely.id), WAIT_S)
+    assert set(present) == {lonely.node.peer_id, honest.peer_id}
+    seen = run_program(lonely)
+    assert seen["run_id"] == lonely.id and len(seen["peers"]) == 2
+    assert lonely.node._dht._node.protocol.storage.num_bytes <= MAX_HELD_BYTES
+
+
+def test_one_record_in_hivemind_s_cache_does_not_hide_the_others(
+    lonely: Lonely, attacker: Node, crowd: list[Stranger]
+) -> None:
+    lonely.announce()
+    for key in runs_keys():
+        assert not store(attacker, lonely.node, key, [(crowd[0], b"x")], in_cache=True)
+    assert [r.record.run for r in attacker.run(announced_runs(attacker), WAIT_S)] == [lonely.id]
+
+
+def test_who_has_an_address_needs_no_record_to_find_the_run(
+    lonely: Lonely, honest: Node, attacker: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lonely.told = encode_record(lonely.record())
+    for node in (lonely.node, honest, attacker):
+        monkeypatch.setattr(node._dht._node.protocol.storage, "get", lambda _: None)
+    assert not attacker.run(announced_runs(attacker), WAIT_S)
+    guest = Observer.start(lonely.node.addresses, BlobStore(), WAIT_S)
+    try:
+        assert guest.find(None, WAIT_S).record == lonely.record()
+    finally:
+        guest.stop()
