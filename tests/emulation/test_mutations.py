@@ -5,12 +5,18 @@ is run a second time on the machine without the rule.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.schedule import run_schedule
 from swarm.protocol.rounds import RoundMachine
+from tests.hostile import test_m03_garbage
+from tests.hostile.test_m02_members_of_one import alone
+from tests.hostile.test_m02_members_of_one import (
+    test_nobody_votes_for_members_and_owners_that_do_not_follow as nobody_votes_for,
+)
 from tests.protocol import round_pump, test_rounds_takeover
 
 CAUGHT_BY_SCHEDULE = {
@@ -59,6 +65,9 @@ CAUGHT_BY_DIRECTED_TEST: dict[str, Callable[[], None]] = {
     "lowest_accepted": (
         test_rounds_takeover.test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again
     ),
+    "any_proposal": partial(nobody_votes_for, alone),
+    "liar_convenes_on": partial(nobody_votes_for, alone),
+    "any_update": test_m03_garbage.test_garbage_is_left_out_of_every_round_at_once,
     "ballot_zero_reused": (
         test_rounds_takeover.test_a_restarted_first_convener_never_uses_ballot_zero_again
     ),

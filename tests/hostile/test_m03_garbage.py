@@ -1,4 +1,4 @@
-"""M3: finite garbage enters no mean and no manifest; who made it by mistake is told and goes on."""
+"""M3: finite garbage enters no manifest; who made it by mistake is told, and goes on."""
 
 import asyncio
 from collections import Counter
@@ -41,8 +41,7 @@ from swarm.protocol.rounds import Rules
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound, UpdateBound
 from swarm.train.resident import ResidentEngine
 from tests.network.conftest import Peers
-from tests.protocol import round_pump
-from tests.protocol.round_pump import Node, Pump, make_rules, name, start_swarm
+from tests.protocol.round_pump import Node, Pump, found, make_rules, name
 from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
 from tests.train.runs import tiny_run
 
@@ -104,6 +103,17 @@ class Judging(Pump):
         super().__init__(rules, **options)  # type: ignore[arg-type]
         self.garbage: set[str] = set()
 
+    def offer_of(self, peer: str, tip: Manifest) -> Offer:
+        offer = super().offer_of(peer, tip)
+        if peer != "D" or tip.round < 2:
+            return offer
+        units = {
+            unit: replace(value, digest=name(GARBAGE, tip.digest, unit))
+            for unit, value in offer.units.items()
+        }
+        self.garbage.update(value.digest for value in units.values())
+        return replace(offer, units=units)
+
     def _carry_out_one(self, peer: str, node: Node, effect: Effect) -> None:
         if isinstance(effect, Reduce) and {digest for _, digest in effect.inputs} & self.garbage:
             self.garbage.add(name("mean", *effect.inputs))
@@ -117,31 +127,20 @@ class Judging(Pump):
             self._later(peer, 0.1, Unobtainable(want.digest, source, IMPLAUSIBLE))
 
 
-@pytest.fixture
-def pump(monkeypatch: pytest.MonkeyPatch) -> Judging:
-    """Four peers of which D offers garbage in every round after the second."""
-    monkeypatch.setattr(round_pump, "Pump", Judging)
+def pump_with_a_liar() -> Judging:
+    """Four peers, in their third round, from which on D offers garbage."""
     rules = replace(make_rules(experts=8), step_bound=StepBound(0.001, 0.0))
-    pump = cast(Judging, start_swarm("ABCD", rules))
-    honest = round_pump.make_offer
-
-    def offered(rules: Rules, peer: str, tip: Manifest) -> Offer:
-        offer = honest(rules, peer, tip)
-        if peer != "D" or tip.round < 2:
-            return offer
-        units = {
-            unit: replace(value, digest=name(GARBAGE, tip.digest, unit))
-            for unit, value in offer.units.items()
-        }
-        pump.garbage.update(value.digest for value in units.values())
-        return replace(offer, units=units)
-
-    monkeypatch.setattr(round_pump, "make_offer", offered)
+    pump, founding = Judging(rules), found(rules, list("ABCD"))
+    for peer in "ABCD":
+        pump.add(peer, founding)
+    for peer in "ABCD":
+        pump.boot(peer)
     pump.run_rounds(2)
     return pump
 
 
-def test_garbage_is_left_out_of_every_round_at_once(pump: Judging) -> None:
+def test_garbage_is_left_out_of_every_round_at_once() -> None:
+    pump = pump_with_a_liar()
     start = pump.now
     pump.run_rounds(8, within_s=400.0)
     assert pump.garbage

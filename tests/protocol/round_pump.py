@@ -364,6 +364,10 @@ class Pump:
 
         self.after(self.merge_s, finish)
 
+    def offer_of(self, peer: PeerId, tip: Manifest) -> Offer:
+        """What a peer offers after its local steps."""
+        return make_offer(self.rules, peer, tip)
+
     def _train(self, peer: PeerId, tip: Manifest) -> None:
         node = self.nodes[peer]
         life = node.life
@@ -372,7 +376,7 @@ class Pump:
 
         def finish() -> None:
             if node.life == life and node.machine.tip.digest == tip.digest:
-                offer = make_offer(self.rules, peer, tip)
+                offer = self.offer_of(peer, tip)
                 node.disk.update(unit.digest for unit in offer.units.values())
                 self.give(peer, events.Offered(offer))
 

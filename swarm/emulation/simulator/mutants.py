@@ -20,12 +20,13 @@ from swarm.emulation.simulator.values import Merged
 from swarm.experts import expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.events import Apply, Record
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Accepted, Ballot, Header, Offer, Reduced
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.state import CatchUp, Proposal
+from swarm.protocol.updates import UpdateBound
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,23 @@ class _BallotZeroReused(RoundMachine):
 class _AnyHalf(RoundMachine):
     def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
         return 2 * len(self.tip.members.keys() & set(peers)) >= len(self.tip.members)
+
+
+class _AnyProposal(RoundMachine):
+    def _proposal_problem(self, manifest: Manifest) -> str | None:
+        return None
+
+
+class _LiarConvenesOn(RoundMachine):
+    def _is_distrusted(self, convener: PeerId) -> bool:
+        return False
+
+
+class _AnyUpdate(RoundMachine):
+    def _bound(
+        self, unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int]
+    ) -> UpdateBound | None:
+        return None
 
 
 class _JoinersVote(RoundMachine):
@@ -316,6 +334,11 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "ballot_zero_reused": Mutant("P3, C1: ballot 0 is used once", _of(_BallotZeroReused), DUELS),
     "any_half": Mutant("C5: half decides only with the tie-breaker", _of(_AnyHalf)),
+    "any_proposal": Mutant("A4: a proposal must follow from the tip", _of(_AnyProposal)),
+    "liar_convenes_on": Mutant(
+        "A4: whose proposal was refused is not followed", _of(_LiarConvenesOn)
+    ),
+    "any_update": Mutant("U1: updates are bounded", _of(_AnyUpdate)),
     "joiners_vote": Mutant("only members(tip) vote", _of(_JoinersVote)),
     "older_roster": Mutant("C3: results of one roster only", _of(_OlderRoster)),
     "apply_before_blobs": Mutant("X1: apply only complete manifests", _of(_ApplyBeforeBlobs)),
