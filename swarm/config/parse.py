@@ -33,7 +33,7 @@ def parse_config(
     """
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     for override in overrides:
         _apply(values, override)
