@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from peers.monitor import main as monitor
+from swarm.config import NetworkSection
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import announced_runs
 from swarm.network.holder import MAX_HELD_BYTES
@@ -64,7 +65,8 @@ def honest(peers: Peers, lonely: Lonely) -> Node:
 
 @pytest.fixture(scope="module")
 def attacker(peers: Peers, honest: Node) -> Node:
-    return peers.node()
+    """Holds nothing itself, so what it reads comes from the two that are flooded."""
+    return peers.node(network=NetworkSection(client_mode=True))
 
 
 def run_program(lonely: Lonely) -> dict:
