@@ -41,10 +41,10 @@ CAUGHT_BY_SCHEDULE = {
     "round_while_due": "D:0",
     "due_by_kind": "C:11",
     "due_by_rise": "C:11",
-    "no_phase_1_at_merge": "C:173",
+    "no_phase_1_at_merge": "C:178",
     "accepted_merge_not_persisted": "D:0",
     "accept_merge_before_blobs": "D:0",
-    "accept_only_own_merge": "B:1",
+    "accept_only_own_merge": "B:4",
     "no_base_check_at_merge": "B:1",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
