@@ -73,9 +73,9 @@ class Address:
             host, port, peer_id = named[host_kind], int(named["tcp"]), named["p2p"]
             PeerID.from_base58(peer_id)
         except (MultiaddrError, StopIteration, KeyError, ValueError, TypeError) as error:
-            raise ConfigError(f"peer address {text!r}: expected the form {_FORM}") from error
+            raise ConfigError(f"peer address {text[:200]!r}: expected the form {_FORM}") from error
         if len(named) != 3 or not 0 < port < 65536:
-            raise ConfigError(f"peer address {text!r}: expected the form {_FORM}")
+            raise ConfigError(f"peer address {text[:200]!r}: expected the form {_FORM}")
         return cls(text, f"/{host_kind}/{host}/tcp/{port}", host, port, peer_id)
 
 

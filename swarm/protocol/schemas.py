@@ -319,4 +319,6 @@ def parse(schema: type[S], encoded: Buffer, what: str) -> S:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in problem["loc"])[:120]
-        raise BadMessage(f"{what}_schema", f"{what} field {place}: {problem['msg']}") from error
+        raise BadMessage(
+            f"{what}_schema", f"{what} field {place}: {problem['msg'][:300]}"
+        ) from error
