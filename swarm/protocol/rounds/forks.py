@@ -187,12 +187,13 @@ class Forks(Adopter):
     def _reform_due(self) -> bool:
         """Whether to give up the lost majority; higher ranks wait a little longer [F3].
 
-        A peer that is still at its local steps loses nothing by waiting: there is nothing to
+        Only a member may: nobody would believe the reform of another [L2]. A peer that is still at its local steps loses nothing by waiting: there is nothing to
         average yet. By a reform it would lose them if its majority came back.
         """
         jitter_s = self._rank * self.timers.heartbeat_s
         return (
             self.timers.reform_s < inf
+            and self.is_member
             and not self._catch_up
             and not self.is_leaving
             and not self._is_at_work()
