@@ -194,7 +194,8 @@ class StateDirectory:
     @property
     def current_run(self) -> str | None:
         """Id of the run that this peer was in last."""
-        return _read_text(self.path / "current_run").strip() or None
+        run_id = _read_text(self.path / "current_run").strip()
+        return run_id if IS_RUN_ID.fullmatch(run_id) else None
 
     @current_run.setter
     def current_run(self, run_id: str) -> None:

@@ -51,8 +51,10 @@ def outline_of(message: Message) -> Claim:
         named = [message.offer, message.accepted]
     elif isinstance(message, Roster):
         named = list(message.offers.values())
-    elif isinstance(message, Propose | Commit):
-        named = [message.manifest, getattr(message, "parent", None)]
+    elif isinstance(message, Propose):
+        named = [message.manifest]
+    elif isinstance(message, Commit):
+        named = [message.manifest, message.parent, "proof"]
     return Claim(type(message).__name__.lower(), tuple(("", 0) for one in named if one))
 
 

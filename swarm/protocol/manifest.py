@@ -208,7 +208,7 @@ class Manifest:
     """Owners of each expert in the next round, in peer-id order."""
     entries: Mapping[Unit, Entry]
     lineage: Lineage = ()
-    """One (height, (number of members, generation)) per reform in the ancestry."""
+    """One (height, (members that were members before, generation)) per reform in the ancestry."""
     work: Mapping[PeerId, int] = field(default_factory=dict)
     """Tokens of each contributor: its weight in every mean of this round."""
     cursor: int = 0

@@ -72,9 +72,10 @@ def _reform_problem(
 ) -> str | None:
     if head.parent != before.digest or head.height != before.height:
         return "a reform follows from its parent alone"
-    expected = (*before.lineage, (head.height, (len(head.members), head.generation)))
+    electors = len(set(head.members).intersection(before.members))
+    expected = (*before.lineage, (head.height, (electors, head.generation)))
     if head.lineage != expected:
-        return "a reform's lineage ends with itself"
+        return f"a reform with {electors} members of its parent has another lineage"
     left = sorted(set(signers) & set(before.members))
     if not left:
         return "no member of its parent signed the reform"

@@ -25,12 +25,12 @@ from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
 from swarm.network.daemon import Address
 from swarm.network.envelope import Letter, open_sealed, seal
+from swarm.network.finding import check_run_id
 from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.identity import Identity, load_or_create_identity, verify
-from swarm.network.joining import check_run_id
 from swarm.network.relay import _addressed
 from swarm.network.signed_records import SignedRecords, owner_of
-from swarm.protocol import wire
+from swarm.protocol import recording
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Received, Record, Tick
@@ -200,7 +200,9 @@ DECODERS: dict[str, Decoder] = {
     "beside": Decoder(hear_content, (), (*BLOBS.values(),)),
     "offer": Decoder(decode_offer, HOSTILE, (encode_offer(OFFER),)),
     "manifest": Decoder(judge_manifest, HOSTILE, (TIP.encoded, NEXT.encoded)),
-    "record": Decoder(wire.decode_record, HOSTILE, (wire.encode_record(Record(NEXT, None, TIP)),)),
+    "record": Decoder(
+        recording.decode_record, HOSTILE, (recording.encode_record(Record(NEXT, None, TIP)),)
+    ),
     "run_record": Decoder(
         judge_run_record,
         (HostileInput, RunMismatch),

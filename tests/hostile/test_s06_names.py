@@ -15,7 +15,7 @@ import pytest
 from peers.state_directory import StateDirectory
 from swarm.config import RunConfig, parse_config
 from swarm.errors import BadManifest, BadRecord, ConfigError, StateError
-from swarm.network.joining import announced_runs, check_run_id
+from swarm.network.finding import announced_runs, check_run_id
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import run_id
 from swarm.protocol.records import RunRecord, RunState, decode_record, encode_record, runs_key
@@ -72,8 +72,11 @@ def test_no_manifest_and_no_configuration_has_such_a_name(name: str) -> None:
 def test_a_real_node_that_reads_the_announcement_refuses_and_counts_it(peers) -> None:
     reader, liar = peers.node(), peers.node()
     honest = record_named("demo")
-    reader.run(reader.store(runs_key(), encode_record(honest), 60), WAIT_S)
-    liar.run(liar.store(runs_key(), encode_record(record_named("../../../pwn/x")), 60), WAIT_S)
+    reader.run(reader.store(runs_key(reader.peer_id), encode_record(honest), 60), WAIT_S)
+    liar.run(
+        liar.store(runs_key(liar.peer_id), encode_record(record_named("../../../pwn/x")), 60),
+        WAIT_S,
+    )
     found_runs = reader.run(announced_runs(reader), WAIT_S)
     assert [announced.record for announced in found_runs] == [honest]
     assert reader.traffic.refused == {"record_schema": 1}

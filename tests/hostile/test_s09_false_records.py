@@ -138,7 +138,7 @@ def test_only_the_founder_says_that_its_run_has_begun(
 ) -> None:
     founder = lonely.node
     gathering = lonely.record(
-        run="gathering-1", state=RunState.GATHERING, founding="0" * 64, founding_bytes=0
+        run="gathering-" + "1" * 32, state=RunState.GATHERING, founding="0" * 64, founding_bytes=0
     )
     say(joiner, lonely, [(who, lonely.record()) for who in crowd[:2]])
     say(joiner, lonely, [(crowd[2], gathering)])

@@ -32,7 +32,8 @@ def test_without_peers_it_checks_this_machine_alone(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_a_fault_and_status_1(tmp_path: Path) -> None:
-    sizes = ["--set", "model.hidden_size=65536", "--set", "model.moe_intermediate_size=65536"]
+    sizes = ["--set", "model.hidden_size=32768", "--set", "model.moe_intermediate_size=32768"]
+    sizes += ["--set", "wire.part_bytes=1073741824"]
     code, out = run_program("--state-dir", tmp_path, "--run", RUN_FILE, *sizes)
     assert code == 1
     assert "memory: fault: " in out and "  do: " in out

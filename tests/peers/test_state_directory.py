@@ -30,11 +30,11 @@ def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> Non
 def test_port_run_and_known_peers_are_there_after_a_restart(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     assert (state.port, state.current_run, state.known_peers) == (None, None, ())
-    state.port, state.current_run = 4001, "run-1"
+    state.port, state.current_run = 4001, "run-0123456789abcdef"
     state.known_peers = [Remembered("a"), Remembered("b", 7.0), Remembered("a", 9.0)]
     state.close()
     again = StateDirectory(tmp_path)
-    assert (again.port, again.current_run) == (4001, "run-1")
+    assert (again.port, again.current_run) == (4001, "run-0123456789abcdef")
     assert again.known_peers == (("a", 9.0), ("b", 7.0)), "freshest first"
     again.close()
 

@@ -187,7 +187,8 @@ def test_the_largest_admissible_peer_record_fits() -> None:
 
 def test_the_largest_admissible_run_and_validation_records_fit_their_own_limits() -> None:
     run = RunRecord(
-        run="😀" * 128, name="😀" * 64, fingerprint=HEX, founder="😀" * 128, founding=HEX,
+        run="n" * 64 + "-" + "0" * 16, name="n" * 64, fingerprint=HEX,
+        founder="😀" * 128, founding=HEX,
         founding_bytes=2**63 - 1, config=HEX, config_bytes=2**63 - 1, state=RunState.GATHERING,
         wait_for_peers=2**63 - 1,
         text=Text("😀" * 64, "b" * 64, HEX, *[2**48] * 3),

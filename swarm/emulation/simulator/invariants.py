@@ -221,7 +221,8 @@ class Invariants:
                 raise Violation("I4", f"{short(manifest)}: {why}")
 
     def _check_reform(self, manifest: Manifest, parent: Manifest) -> None:
-        place = (manifest.height, (len(manifest.members), manifest.generation))
+        survivors = len(manifest.members.keys() & parent.members.keys())
+        places = [(manifest.height, (n, manifest.generation)) for n in (survivors, 0)]
         same = ("height", "round", "step", "tokens", "merged", "entries", "founding")
         for name in same:
             require(
@@ -229,7 +230,8 @@ class Invariants:
                 "I6",
                 f"{short(manifest)} changes {name} of {short(parent)}",
             )
-        require(manifest.lineage == (*parent.lineage, place), "I1", f"lineage of {short(manifest)}")
+        lineages = [(*parent.lineage, place) for place in places]
+        require(manifest.lineage in lineages, "I1", f"lineage of {short(manifest)}")
 
     def _check_merge(self, manifest: Manifest, parent: Manifest) -> None:
         counted = ("round", "step", "tokens", "work", "cursor", "holes", "dealt")

@@ -175,9 +175,11 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     """Why a manifest cannot be a reform; nobody but its author vouches for it."""
     if manifest.run != rules.run:
         return "it belongs to another run"
-    expected = (manifest.height, (len(manifest.members), manifest.generation))
-    if not manifest.lineage or manifest.lineage[-1] != expected:
+    height, (electors, generation) = manifest.lineage[-1] if manifest.lineage else (-1, (0, ""))
+    if (height, generation) != (manifest.height, manifest.generation):
         return "its lineage does not end with itself"
+    if not 0 <= electors <= len(manifest.members):
+        return f"{electors} of its {len(manifest.members)} members were members before"
     if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
         return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():

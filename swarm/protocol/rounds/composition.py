@@ -177,9 +177,19 @@ def compose_merge(
 
 
 def compose_reform(
-    tip: Manifest, members: Mapping[PeerId, Member], generation: str, rules: Rules
+    tip: Manifest,
+    members: Mapping[PeerId, Member],
+    generation: str,
+    rules: Rules,
+    *,
+    is_by_member: bool,
 ) -> Manifest:
-    """The manifest with which survivors leave a generation that lost its majority [F3]."""
+    """The manifest with which survivors leave a generation that lost its majority [F3].
+
+    One by a peer that was no member ranks below all others: nobody else believes it [L2], so it
+    gives way when a member comes back.
+    """
+    electors = len(members.keys() & tip.members.keys()) if is_by_member else 0
     members = {peer: _survivor(tip, peer, member) for peer, member in sorted(members.items())}
     contributors = tuple(peer for peer in tip.contributors if peer in members)
     assignment = assign(
@@ -209,7 +219,7 @@ def compose_reform(
         holes=book.holes,
         dealt=book.dealt,
         owners=assignment.owners,
-        lineage=(*tip.lineage, (tip.height, (len(members), generation))),
+        lineage=(*tip.lineage, (tip.height, (electors, generation))),
         seed=None,
         reasons=(
             f"{len(members)} survivors go on without {', '.join(lost) or 'anybody'}",

@@ -7,7 +7,7 @@ from math import inf
 
 from swarm.protocol.events import Discovered, Purpose, Topic
 from swarm.protocol.manifest import Manifest, Member, PeerId
-from swarm.protocol.messages import Commit, Header, Hello, Message
+from swarm.protocol.messages import Ballot, Certificate, Commit, Header, Hello, Message
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.composition import compose_reform, new_generation
 
@@ -187,13 +187,12 @@ class Forks(Adopter):
     def _reform_due(self) -> bool:
         """Whether to give up the lost majority; higher ranks wait a little longer [F3].
 
-        Only a member may: nobody would believe the reform of another [L2]. A peer that is still at its local steps loses nothing by waiting: there is nothing to
+        A peer that is still at its local steps loses nothing by waiting: there is nothing to
         average yet. By a reform it would lose them if its majority came back.
         """
         jitter_s = self._rank * self.timers.heartbeat_s
         return (
             self.timers.reform_s < inf
-            and self.is_member
             and not self._catch_up
             and not self.is_leaving
             and not self._is_at_work()
@@ -214,8 +213,10 @@ class Forks(Adopter):
         }
         nonce = self._random.getrandbits(128)
         generation = self._new_generation(nonce)
-        manifest = compose_reform(self.tip, members, generation, self.rules)
-        commit = Commit(manifest, None, self.tip)
+        manifest = compose_reform(
+            self.tip, members, generation, self.rules, is_by_member=self.is_member
+        )
+        commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self._with_own_signature(commit))
         self._synced.add(manifest.digest)
         # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
