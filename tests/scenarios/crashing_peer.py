@@ -23,7 +23,7 @@ from swarm.network.record_file import RecordFile
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.messages import Offer
+from swarm.protocol.messages import Link, Offer
 
 
 class Crash:
@@ -45,12 +45,12 @@ def arm(crash: Crash) -> None:
     """Puts the crash into the places where state becomes durable."""
     write, adopt = RecordFile.write, LiveModel.adopt
 
-    def crashing_write(self: RecordFile, record: Record) -> None:
+    def crashing_write(self: RecordFile, record: Record, links: Sequence[Link] = ()) -> None:
         before = self.read() if self.path.exists() else None
         is_new_tip = before is not None and before.tip.digest != record.tip.digest
         if is_new_tip and record.accepted is None:
             crash.at("applying", record.tip)
-        write(self, record)
+        write(self, record, links)
         if record.accepted is not None:
             crash.at("accepted", record.accepted.manifest)
         elif is_new_tip:

@@ -35,6 +35,7 @@ from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
 from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.wire import attachments_of
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""
@@ -124,9 +125,10 @@ def lie_about_decisions() -> None:
             height=tip.height + 100,
             parent=tip.digest,
         )
-        self.store.pin([forged.digest])  # else it is collected before anybody has fetched it
         header = Header(forged.code, forged.digest, forged.generation)
         payload = self.outbound.encode(header, Commit(forged, None, tip))
+        # Else they are collected before anybody has fetched them.
+        self.store.pin([digest for digest, _ in attachments_of(payload)])
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
             self._work.spawn(self._post(peer, payload))
 
