@@ -16,6 +16,7 @@ from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
+from tests.protocol import round_pump, test_rounds_takeover
 
 SEEDS = dict.fromkeys(EXTENDED, 50) | {"G": 25, "M": 25}
 """Schedules of each class; those of many peers are dear."""
@@ -36,7 +37,6 @@ CAUGHT = {
     "lost_record_votes": "F:120",
     "failed_sync_awaited": "F:0",
     "four_are_a_quorum": "G:35",
-    "unheard_goes_first": "M:7901545",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
@@ -67,8 +67,19 @@ def test_a_removed_rule_of_the_extended_model_breaks_an_invariant(name):
     assert run_schedule(fault_class, int(seed), mix=mutant.mix).violation is None
 
 
+def test_an_unheard_convener_that_goes_first_fails_its_directed_test(monkeypatch):
+    check = (
+        test_rounds_takeover.test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first
+    )
+    check()
+    mutant = ALL_MUTANTS["unheard_goes_first"].cast.machine
+    monkeypatch.setattr(round_pump, "RoundMachine", mutant)
+    with pytest.raises(AssertionError):
+        check()
+
+
 def test_every_extended_mutant_is_caught_by_something():
-    by_scenario = {"abstains_for_two_heights", "lone_abstainer_votes"}
+    by_scenario = {"abstains_for_two_heights", "lone_abstainer_votes", "unheard_goes_first"}
     assert CAUGHT.keys() | by_scenario >= EXTENDED_MUTANTS.keys()
 
 
@@ -200,7 +211,7 @@ def test_the_extended_schedules_hold_what_they_are_meant_to_try():
         ("F", (1,)),
         ("G", (0,)),
         ("H", (0,)),
-        ("K", (12, 28)),
+        ("K", (12, 28, 33)),
     ):
         for seed in seeds:
             run_schedule(fault_class, seed, trace=lines.append)
