@@ -9,8 +9,7 @@ from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Commit, Message, Propose, Ready, Roster
-from swarm.protocol.schemas import FrameSchema, parse
-from swarm.protocol.wire import attachments_of
+from swarm.protocol.wire import kind_and_attachments
 
 MAX_STRANGER_ATTACHMENT_BYTES = 2**20
 """One manifest of about a hundred peers. A swarm whose manifests are larger is entered by joining,
@@ -40,8 +39,7 @@ def claim_of(payload: Buffer) -> Claim:
     Raises:
         BadMessage: it is not of the schema, or an attachment is announced too large.
     """
-    kind = parse(FrameSchema, payload, "message").message.type
-    return Claim(kind, attachments_of(payload))
+    return Claim(*kind_and_attachments(payload))
 
 
 def outline_of(message: Message) -> Claim:

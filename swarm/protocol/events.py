@@ -35,7 +35,7 @@ class Record:
     certificate: Certificate | None
     """Of the tip; None for manifest 0."""
     parent: Manifest | None
-    """The tip's parent: lets others check the certificate, and is needed to redo a merge."""
+    """The tip's parent, which is needed to redo a merge."""
     promised: Ballot | None = None
     accepted: Accepted | None = None
     """Both refer to the height after the tip."""

@@ -15,6 +15,7 @@ from swarm.protocol.schemas import (
     IS_NAME,
     IS_PEER,
     IS_UNIT,
+    wrong_name,
 )
 
 MAX_COUNT = 2**62
@@ -30,17 +31,16 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         BadManifest: it is none, or something in it is no name, or its samples are in no order.
     """
     manifest = decode_manifest(encoded)
-    for pattern, names in (
+    wrong = wrong_name(
         (IS_DIGEST, _digests(manifest)),
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
         (IS_PEER, _peers(manifest)),
         (IS_BASE64, _signatures(manifest)),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
         (IS_NAME, [manifest.run] if manifest.run else []),
-    ):
-        for name in names:
-            if not pattern.fullmatch(name):
-                raise BadManifest("manifest_names", f"{name[:80]!r} is no name in a manifest")
+    )
+    if wrong is not None:
+        raise BadManifest("manifest_names", f"{wrong[:80]!r} is no name in a manifest")
     if not all(0 <= count <= MAX_COUNT for count in _counts(manifest)):
         raise BadManifest("manifest_counts", f"a count in a manifest is not 0 .. {MAX_COUNT}")
     amounts = [amount for member in manifest.members.values() for amount in _amounts(member)]

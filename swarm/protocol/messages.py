@@ -192,7 +192,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Commit:
-    """The manifest is decided, or is a reform. The parent lets anybody check the certificate."""
+    """The manifest is decided, or is a reform; certificate or path prove it to its receiver."""
 
     manifest: Manifest
     certificate: Certificate | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
@@ -141,17 +142,22 @@ class LinkSchema(Schema):
         return Link(self.head, certificate, self.parent)
 
 
+def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
+    """The first name that is not of its kind's pattern; None if all are."""
+    names = ((pattern, name) for pattern, names in kinds for name in names)
+    return next((name for pattern, name in names if not pattern.fullmatch(name)), None)
+
+
 def _require_names(head: Head) -> None:
     digests = [name for name in (head.parent, head.seed, head.body) if name is not None]
     generations = [head.generation, *(id_ for _, (_, id_) in head.lineage)]
-    for pattern, names in (
+    wrong = wrong_name(
         (IS_DIGEST, digests),
         (IS_GENERATION, generations),
         (IS_PEER, (head.founder, *head.members)),
-    ):
-        for name in names:
-            if not pattern.fullmatch(name):
-                raise BadMessage("head_names", f"{name[:80]!r} is no name in a head")
+    )
+    if wrong is not None:
+        raise BadMessage("head_names", f"{wrong[:80]!r} is no name in a head")
     if list(head.members) != sorted(set(head.members)):
         raise BadMessage("head_names", "a head's members are not in order")
 

@@ -91,7 +91,17 @@ def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
     Raises:
         BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    return tuple((blob.digest, blob.num_bytes) for blob in _attached(_frame(payload).message))
+    return kind_and_attachments(payload)[1]
+
+
+def kind_and_attachments(payload: Buffer) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """The type of a message, and what `attachments_of` says of it, from one look at it.
+
+    Raises:
+        BadMessage: the payload is not of the schema, or a blob is announced too large.
+    """
+    message = _frame(payload).message
+    return message.type, tuple((blob.digest, blob.num_bytes) for blob in _attached(message))
 
 
 def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:

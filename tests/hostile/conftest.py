@@ -1,5 +1,16 @@
-"""Real nodes on loopback, as the network's own tests make them."""
+"""Real nodes on loopback, as the network's own tests make them, and a run of one peer."""
 
-from tests.network.conftest import lasting_peers, peers
+import pytest
 
-__all__ = ["lasting_peers", "peers"]
+from tests.network.conftest import Peers, lasting_peers, peers
+from tests.network.test_observer import Lonely
+
+__all__ = ["lasting_peers", "lonely", "peers"]
+
+
+@pytest.fixture(scope="module")
+def lonely(lasting_peers: Peers) -> Lonely:
+    """A run of one peer, as far as others can see."""
+    one = Lonely()
+    one.start(lasting_peers)
+    return one

@@ -13,7 +13,7 @@ import pytest
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import Commit, Header, Link
-from tests.hostile.stranger import Stranger, stranger
+from tests.hostile.forger import Forger, forger
 from tests.scenarios.swarms import ROUND_S, finish, has_rounds, write_run
 
 pytestmark = pytest.mark.scenario
@@ -23,7 +23,7 @@ TRIES = 20
 """Of each of the five kinds."""
 
 
-def forgeries(liar: Stranger, tip: Manifest, number: int) -> list[Commit]:
+def forgeries(liar: Forger, tip: Manifest, number: int) -> list[Commit]:
     """One COMMIT of every kind."""
     far = {"height": tip.height + 100 + number, "round": tip.round + 100 + number}
     invented = liar.zeros(tip, height=far["height"] - 1, round=far["round"] - 1)
@@ -51,7 +51,7 @@ def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) ->
     with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
         swarm.start()
         swarm.wait_until(has_rounds(1), what="the first round", timeout_s=2 * ROUND_S)
-        with stranger([swarm.peers[0].join_address()]) as liar:
+        with forger([swarm.peers[0].join_address()]) as liar:
             heard, forged = 0, set()
             tip = liar.look()
             for number in range(TRIES):

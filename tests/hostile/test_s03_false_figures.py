@@ -6,7 +6,6 @@ What a tip must prove before it is believed is another matter, and not that of r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner
@@ -28,27 +27,13 @@ CROWD = 60
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    started = Peers(tmp_path_factory.mktemp("peers"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
 def crowd() -> list[Stranger]:
     return strangers(CROWD)
 
 
 @pytest.fixture(scope="module")
-def lonely(peers: Peers) -> Lonely:
-    one = Lonely()
-    one.start(peers)
-    return one
-
-
-@pytest.fixture(scope="module")
-def attacker(peers: Peers, lonely: Lonely) -> Node:
-    return peers.node()
+def attacker(lasting_peers: Peers, lonely: Lonely) -> Node:
+    return lasting_peers.node()
 
 
 @pytest.fixture

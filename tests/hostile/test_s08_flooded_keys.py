@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner
@@ -36,37 +35,28 @@ LARGEST = 21_500
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    started = Peers(tmp_path_factory.mktemp("peers"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
 def crowd() -> list[Stranger]:
     return strangers(FLOOD)
 
 
 @pytest.fixture(scope="module")
-def lonely(peers: Peers) -> Lonely:
-    one = Lonely()
-    one.start(peers)
-    one.announce()
-    return one
+def lonely(lonely: Lonely) -> Lonely:
+    lonely.announce()
+    return lonely
 
 
 @pytest.fixture(scope="module")
-def honest(peers: Peers, lonely: Lonely) -> Node:
+def honest(lasting_peers: Peers, lonely: Lonely) -> Node:
     """A peer that is no member yet."""
-    node = peers.node()
+    node = lasting_peers.node()
     node.run(publish_peer(node, lonely.id, peer_record(node.peer_id)), WAIT_S)
     return node
 
 
 @pytest.fixture(scope="module")
-def attacker(peers: Peers, honest: Node) -> Node:
+def attacker(lasting_peers: Peers, honest: Node) -> Node:
     """Holds nothing itself, so what it reads comes from the two that are flooded."""
-    return peers.node(network=NetworkSection(client_mode=True))
+    return lasting_peers.node(network=NetworkSection(client_mode=True))
 
 
 def run_program(lonely: Lonely) -> dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,27 +24,13 @@ FALSE = "f" * 64
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    started = Peers(tmp_path_factory.mktemp("peers"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
 def crowd() -> list[Stranger]:
     return strangers(40)
 
 
 @pytest.fixture(scope="module")
-def lonely(peers: Peers) -> Lonely:
-    one = Lonely()
-    one.start(peers)
-    return one
-
-
-@pytest.fixture(scope="module")
-def joiner(peers: Peers, lonely: Lonely) -> Node:
-    return peers.node()
+def joiner(lasting_peers: Peers, lonely: Lonely) -> Node:
+    return lasting_peers.node()
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +107,11 @@ def test_the_peer_at_the_address_is_believed_before_any_number_of_records(
 
 
 def test_two_true_runs_are_still_a_mismatch_until_one_is_named(
-    peers: Peers, joiner: Node, lonely: Lonely, monkeypatch: pytest.MonkeyPatch
+    lasting_peers: Peers, joiner: Node, lonely: Lonely, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm.network.finding.OPEN_S", 3.0)  # strangers' records are still there
     second = Lonely()
-    second.start(peers)
+    second.start(lasting_peers)
     second.announce()
     with pytest.raises(RunMismatch, match="several runs are announced here"):
         find(joiner)
@@ -134,7 +119,7 @@ def test_two_true_runs_are_still_a_mismatch_until_one_is_named(
 
 
 def test_only_the_founder_says_that_its_run_has_begun(
-    peers: Peers, joiner: Node, lonely: Lonely, crowd: list[Stranger]
+    lasting_peers: Peers, joiner: Node, lonely: Lonely, crowd: list[Stranger]
 ) -> None:
     founder = lonely.node
     gathering = lonely.record(

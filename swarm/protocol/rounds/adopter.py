@@ -9,7 +9,6 @@ from swarm.protocol.abstaining import abstain_until
 from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Record, Topic
 from swarm.protocol.manifest import Code, Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import (
-    Ballot,
     Certificate,
     Commit,
     Hello,
@@ -167,13 +166,13 @@ class Adopter(Fetching):
     def _with_own_signature(self, commit: Commit) -> Certificate | None:
         """A reform's certificate with this peer among those that have left for it [L2]."""
         manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
-        if manifest.kind is not Kind.REFORM or parent is None or self.me not in parent.members:
+        if manifest.kind is not Kind.REFORM or certificate is None:
             return certificate
-        ballot = certificate.ballot if certificate else Ballot(0, self.me)
-        statement = accept_statement(self.rules.run, ballot, manifest.digest)
-        signatures = dict(certificate.signatures) if certificate else {}
-        signatures[self.me] = self._sign(statement)
-        return Certificate(ballot, signatures)
+        if parent is None or self.me not in parent.members:
+            return certificate
+        statement = accept_statement(self.rules.run, certificate.ballot, manifest.digest)
+        signatures = {**certificate.signatures, self.me: self._sign(statement)}
+        return replace(certificate, signatures=signatures)
 
     def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
         """Puts the new tip's head, and what led to it, on the chain; returns what is new there."""

@@ -1,12 +1,16 @@
-"""A stranger: a node with a key of its own that is in no run, but serves what it likes."""
+"""A forger: a node with a key of its own that is in no run, but says and serves what it likes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from swarm.config import NetworkSection
+from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -30,10 +34,13 @@ from swarm.protocol.records import RunRecord
 from swarm.protocol.wire import encode
 
 WAIT_S = 20.0
+AGAIN_S = 0.25
+
+Result = TypeVar("Result")
 
 
 @dataclass
-class Stranger:
+class Forger:
     """See the module; what it says is made with the project's own functions."""
 
     node: Node
@@ -48,8 +55,12 @@ class Stranger:
         present = self.node.run(present_peers(self.node, self.run.run), WAIT_S)
         self.members = sorted(present)
         downloads = Downloads(self.node, self.store)
-        asked = newest_tip(self.node, downloads, self.run, self.members)
-        return self.node.run(asked, WAIT_S).record.tip
+
+        def ask() -> Manifest:
+            question = newest_tip(self.node, downloads, self.run, self.members)
+            return self.node.run(question, WAIT_S).record.tip
+
+        return self._patiently(ask)
 
     def sign(self, manifest: Manifest) -> Certificate:
         """A certificate with the only signature that it can make."""
@@ -64,14 +75,23 @@ class Stranger:
         for digest, blob in attachments.items():
             self.store.put(blob, digest)
             self.store.pin([digest])
-        taken = 0
-        for peer in self.members:
+        posts = [partial(self._post, peer, payload) for peer in self.members]
+        return sum(self._patiently(post) for post in posts)
+
+    def _post(self, peer: PeerId, payload: bytes) -> bool:
+        self.node.run(self.node.post(peer, payload, timeout_s=5.0), WAIT_S)
+        return True
+
+    def _patiently(self, call: Callable[[], Result]) -> Result:
+        """Calls again while the answer is that it asks too often, as strangers soon do."""
+        end_s = time.monotonic() + WAIT_S
+        while True:
             try:
-                self.node.run(self.node.post(peer, payload, timeout_s=5.0), WAIT_S)
-                taken += 1
-            except Unreachable:
-                pass
-        return taken
+                return call()
+            except (Unreachable, NobodyReachable):
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(AGAIN_S)
 
     def zeros(self, tip: Manifest, **changes: object) -> Manifest:
         """A manifest whose values are all zero and whose only member is this stranger."""
@@ -97,7 +117,7 @@ class Stranger:
 
 
 @contextmanager
-def stranger(addresses: Sequence[str]) -> Iterator[Stranger]:
+def forger(addresses: Sequence[str]) -> Iterator[Forger]:
     """Enters the network by these addresses."""
     store, server = BlobStore(None), BlobServer()
     server.attach(store)
@@ -108,6 +128,6 @@ def stranger(addresses: Sequence[str]) -> Iterator[Stranger]:
         handlers=Handlers(streams={PROTOCOL: server.serve}),
     )
     try:
-        yield Stranger(node, store)
+        yield Forger(node, store)
     finally:
         node.stop(5.0)
