@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from swarm import durable
 from swarm.config import RunConfig
 from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered, freshest
@@ -89,8 +90,8 @@ class RunDirectory:
 
     def write_config(self, run: RunConfig) -> None:
         """Keeps the run's configuration, as every peer derives it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.config_path, run.canonical_json())
+        durable.make_folder(self.path)
+        durable.write_file(self.config_path, run.canonical_json())
 
     def read_founding(self) -> Manifest:
         """Manifest 0.
@@ -105,7 +106,7 @@ class RunDirectory:
 
     def write_founding(self, manifest: Manifest) -> None:
         """Keeps manifest 0, which the run id is made of."""
-        write_whole(self.path / "founding", manifest.encoded)
+        durable.write_file(self.path / "founding", manifest.encoded)
 
     def read_text_folder(self) -> str | None:
         """The absolute path of the folder that the run's text comes from; None if it has none."""
@@ -116,7 +117,7 @@ class RunDirectory:
 
     def write_text_folder(self, folder: str | None) -> None:
         """Keeps where the run's text comes from."""
-        write_whole(self.path / "text", os.fsencode(folder or ""))
+        durable.write_file(self.path / "text", os.fsencode(folder or ""))
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""
@@ -138,7 +139,7 @@ class StateDirectory:
         """
         self.path = path.expanduser()
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            durable.make_folder(self.path, mode=0o700)
             self._lock: IO[str] = (self.path / "lock").open("a+")
         except OSError as error:
             raise StateError(f"--state-dir {self.path}: {error.strerror}") from error
@@ -173,7 +174,7 @@ class StateDirectory:
 
     @port.setter
     def port(self, port: int) -> None:
-        write_whole(self.path / "port", f"{port}\n".encode())
+        durable.write_file(self.path / "port", f"{port}\n".encode())
 
     @property
     def known_peers(self) -> tuple[Remembered, ...]:
@@ -189,7 +190,7 @@ class StateDirectory:
     def known_peers(self, addresses: Iterable[Remembered]) -> None:
         kept = freshest(addresses, limit=MAX_KNOWN_PEERS)
         lines = (f"{text} {answered_at:.0f}\n" for text, answered_at in kept)
-        write_whole(self.path / "known_peers", "".join(lines).encode())
+        durable.write_file(self.path / "known_peers", "".join(lines).encode())
 
     @property
     def current_run(self) -> str | None:
@@ -199,7 +200,7 @@ class StateDirectory:
 
     @current_run.setter
     def current_run(self, run_id: str) -> None:
-        write_whole(self.path / "current_run", f"{run_id}\n".encode())
+        durable.write_file(self.path / "current_run", f"{run_id}\n".encode())
 
     def run(self, run_id: str) -> RunDirectory:
         """The directory of one run.
@@ -213,16 +214,6 @@ class StateDirectory:
                 hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
             )
         return RunDirectory(self.path / "runs" / run_id)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: a reader sees the old or the new content, never a mixture."""
-    beside = path.with_name(path.name + ".writing")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def _last_byte(file: IO[bytes]) -> bytes:

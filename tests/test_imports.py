@@ -26,17 +26,19 @@ MAX_LONG_FUNCTIONS = 5
 
 # Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
 BASE = frozenset({"swarm.config", "swarm.errors", "swarm.experts"})
+DURABLE = frozenset({"swarm.durable"})
 PROTOCOL = BASE | {"swarm.protocol"}
 MAY_IMPORT = {
     "swarm.config": BASE,
+    "swarm.durable": frozenset[str](),
     "swarm.errors": frozenset[str](),
     "swarm.experts": BASE,
     "swarm.protocol": BASE,
     "swarm.codecs": BASE,
-    "swarm.model": BASE,
+    "swarm.model": BASE | DURABLE,
     "swarm.data": BASE,
-    "swarm.train": BASE | {"swarm.model", "swarm.data"},
-    "swarm.network": PROTOCOL | {"swarm.codecs"},
+    "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
+    "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs"},
     "swarm.monitor": PROTOCOL,
     "swarm.emulation": PROTOCOL,
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swarm import durable
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_shapes, exported, shared_shapes
@@ -160,7 +160,9 @@ def save_model(
     _check_names([name for content in contents for name in content], run, parts)
     files = _name_files(len(parts))
     for part, file in zip(parts, files, strict=True):
-        _put(part, folder / file)
+        durable.sync_file(part)
+        part.replace(durable.beside(folder / file))
+        durable.put_in_place(folder / file)
     written = [folder / file for file in files]
     if len(files) > 1:
         written.append(_write_json(folder / INDEX_FILE, _index(files, contents)))
@@ -217,19 +219,8 @@ def _check_names(names: list[str], run: RunConfig, parts: list[Path]) -> None:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> Path:
-    part = path.with_name(f"{path.name}.partial")
-    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _put(part, path)
+    durable.write_file(path, (json.dumps(values, indent=2) + "\n").encode())
     return path
-
-
-def _put(part: Path, path: Path) -> None:
-    descriptor = os.open(part, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    part.replace(path)
 
 
 def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:

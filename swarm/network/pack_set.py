@@ -10,6 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from swarm import durable
 from swarm.errors import CorruptState, MissingBlobs, StateError
 from swarm.network.packs import (
     FilePack,
@@ -17,7 +18,6 @@ from swarm.network.packs import (
     Pack,
     index_path,
     read_index,
-    sync_folder,
 )
 from swarm.protocol.digests import PIECE_BYTES, digest_of_index
 
@@ -87,8 +87,7 @@ class PackSet:
 
     def _load(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder.parent)
+            durable.make_folder(folder)
             for path in sorted(folder.iterdir()):
                 if path.suffix == ".pack":
                     self._load_pack(path)

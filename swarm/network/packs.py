@@ -18,6 +18,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from swarm import durable
 from swarm.errors import CorruptState, StateError
 from swarm.network.patience import MENDED_BY
 
@@ -184,7 +185,7 @@ class FilePack:
             self.is_doubtful = True
             raise _state_error(self.path, error) from error
         try:
-            write_atomically(index_path(self.path), _index_bytes(placed))
+            durable.write_file(index_path(self.path), _index_bytes(placed))
         except OSError as error:
             raise _state_error(self.path, error) from error
 
@@ -210,26 +211,6 @@ def _begin_writeback(descriptor: int) -> None:
 def index_path(pack: Path) -> Path:
     """Where the index of a pack file lies."""
     return pack.with_suffix(".index")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside, fsyncs, renames and fsyncs the folder; raises OSError."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names in the folder durable; raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _index_bytes(placed: Iterable[Placed]) -> bytes:

@@ -8,13 +8,13 @@ votes that it might already have cast [P5].
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
 
+from swarm import durable
 from swarm.errors import BadManifest, BadMessage, CorruptState
 from swarm.network.chain_file import ChainFile
 from swarm.protocol import abstaining
@@ -49,17 +49,8 @@ class RecordFile:
         """
         self.chain.append(links)
         body = encode_record(record)
-        beside = self.path.with_suffix(".writing")
-        with beside.open("wb") as file:
-            file.write(blake3(body).hexdigest().encode() + b"\n" + body)
-            file.flush()
-            os.fsync(file.fileno())
-        if self.path.exists():
-            # A link, not a rename: at no moment is there no newest record.
-            self.previous.unlink(missing_ok=True)
-            os.link(self.path, self.previous)
-        os.replace(beside, self.path)
-        _sync_folder(self.path.parent)
+        content = blake3(body).hexdigest().encode() + b"\n" + body
+        durable.write_file(self.path, content, previous=self.previous)
 
     def read(self) -> Record | None:
         """The newest intact record, or None when this peer never had one.
@@ -133,11 +124,3 @@ def _read(path: Path) -> Record:
             repaired.abstain_until_height,
         )
     return repaired or record
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

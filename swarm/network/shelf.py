@@ -7,10 +7,10 @@ holds for others survive its restart.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 
+from swarm import durable
 from swarm.errors import BadMessage, StateError
 from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Digest
@@ -71,13 +71,8 @@ class Shelf:
     def _write(self) -> None:
         if self._path is None:
             return
-        beside = self._path.with_suffix(".writing")
         try:
-            with beside.open("wb") as file:
-                file.write(encode_answer(self.all()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self._path)
+            durable.write_file(self._path, encode_answer(self.all()))
         except OSError as error:
             raise StateError(f"{self._path}: cannot be written: {error}") from error
 

@@ -30,6 +30,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from swarm import durable
 from swarm.errors import CorruptState, StateError
 from swarm.train.engine import EngineState
 from swarm.train.guard import LossScale
@@ -161,7 +162,7 @@ class Saving:
             file.write(self._digest.digest())
             file.flush()
             os.fsync(file.fileno())
-        _put_in_place(self.path)
+        durable.put_in_place(self.path, previous=previous_path(self.path))
 
     def _hash(self) -> None:
         try:
@@ -176,8 +177,8 @@ class Saving:
 
     def _write(self) -> BinaryIO:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = _beside(self.path).open("wb")
+            durable.make_folder(self.path.parent)
+            file = durable.beside(self.path).open("wb")
             try:
                 self._write_chunks(file)
             except BaseException:
@@ -220,21 +221,6 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
                 saving.finish(state)
     except OSError as error:
         raise StateError(f"{path}: cannot be written: {error}") from error
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
-
-
-def _put_in_place(path: Path) -> None:
-    if path.exists():
-        # A link first: `path` itself must at no moment be missing.
-        linked = path.with_name(f"{path.name}.link")
-        linked.unlink(missing_ok=True)
-        os.link(path, linked)
-        linked.replace(previous_path(path))
-    _beside(path).replace(path)
-    _sync_folder(path.parent)
 
 
 def load_private(path: Path) -> PrivateState:
@@ -372,11 +358,3 @@ def _decode(meta: dict[str, Any], file: OpenFile, places: Mapping[str, Place]) -
     )
     bases = {int(expert): digest for expert, digest in meta.pop("expert_bases")}
     return PrivateState(engine=engine, expert_bases=bases, rng=rng, **meta)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -104,7 +104,7 @@ def test_a_record_is_durable_before_it_gets_its_name(written: RecordFile, monkey
         real = getattr(os, call)
         monkeypatch.setattr(os, call, lambda *a, r=real, c=call: (calls.append(c), r(*a))[1])
     written.write(FIRST)
-    assert calls == ["fsync", "replace", "fsync"], "contents, name, folder"
+    assert calls == ["fsync", "replace", "replace", "fsync"], "content, names, folder"
 
 
 def test_going_back_before_a_lost_state_forgets_the_votes_on_it(written: RecordFile) -> None:

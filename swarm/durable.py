@@ -1,0 +1,85 @@
+"""Files that are replaced as a whole, and that a power cut does not take back.
+
+POSIX promises neither by itself: a file written in place may be seen half written, and a name is on
+disk only once the folder that holds it was synced, the folder's own name once its parent was.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def beside(path: Path) -> Path:
+    """Where the next content of a file is written, in the same folder."""
+    return path.with_name(f"{path.name}.new")
+
+
+def write_file(
+    path: Path, content: bytes, *, mode: int = 0o666, previous: Path | None = None
+) -> None:
+    """Replaces a file; when this returns, its content survives a kill and a power cut.
+
+    Args:
+        path: the file; killed at any moment, the old or the new content is there as a whole.
+        content: all of it.
+        mode: permissions, less the process's mask.
+        previous: a name under which the content before is kept.
+
+    Raises:
+        OSError: the disk refused; the old content is there.
+    """
+    new = beside(path)
+    new.unlink(missing_ok=True)  # one that was left behind may have other permissions
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    put_in_place(path, previous=previous)
+
+
+def put_in_place(path: Path, *, previous: Path | None = None) -> None:
+    """Gives what lies `beside` a file, and was synced, the file's name.
+
+    Args:
+        path: the file.
+        previous: a name under which the content before is kept.
+
+    Raises:
+        OSError: the disk refused; the old content is there.
+    """
+    if previous is not None and path.exists():
+        # Links, not renames: at no moment is there no file at `path`, or none at `previous`.
+        linked = previous.with_name(f"{previous.name}.link")
+        linked.unlink(missing_ok=True)
+        os.link(path, linked)
+        linked.replace(previous)
+    beside(path).replace(path)
+    sync_folder(path.parent)
+
+
+def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Makes a folder, and those above it that are missing, durably; raises OSError."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True, mode=mode)
+    sync_folder(folder.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable that others have written; raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable; raises OSError."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
