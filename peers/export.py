@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from peers.state_directory import StateDirectory
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
 from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
-from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
+from swarm.errors import BadBlob, ConfigError, CorruptState, StateError, StateLocked
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
@@ -52,6 +53,7 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
     With --initial-peers it is fetched from the run's peers, else taken from --state-dir, whose
     peer must not be running.
     """
+    require_folder(out)
     if not given.initial_peers:
         _from_disk(given.state_dir, run_id, out)
         return
@@ -64,6 +66,18 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
             export(_from_peers(observer, store, run_id), out)
         finally:
             observer.stop()
+
+
+def require_folder(out: Path) -> None:
+    """Makes sure, before any work, that an export can be written.
+
+    Raises:
+        ConfigError: it is a file, or cannot be written to.
+    """
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    why = f"{place} is a file" if not place.is_dir() else f"{place} is not writable"
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError(f"cannot export to {out}: {why}", hint="name another folder")
 
 
 def export(found: Found, out: Path) -> None:

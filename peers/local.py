@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from peers.export import require_folder
 from peers.option_values import read_text
 from peers.options import Options, option, options, program
 from peers.run_text import corpus_of
@@ -115,6 +116,8 @@ def main(
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"
+    if export_to:
+        require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
     corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins

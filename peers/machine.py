@@ -62,9 +62,20 @@ def machine_size(flag: str, text: str) -> float:
 
 
 def device_of(asked: str) -> str:
-    """The device that "auto", "cpu" or "cuda" means here."""
+    """The device that "auto", "cpu" or "cuda" means here.
+
+    Raises:
+        ConfigError: "cuda", and PyTorch finds none here.
+    """
+    has_gpu = torch.cuda.is_available()
     if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_gpu else "cpu"
+    if asked == "cuda" and not has_gpu:
+        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(
+            f"compute.device (--device) = cuda: PyTorch {torch.__version__} {why} on this machine",
+            hint="use --device cpu, or install a driver and a PyTorch with CUDA",
+        )
     return asked
 
 

@@ -352,6 +352,7 @@ def main(options: Options) -> None:
     if options.print_config:
         click.echo(as_toml(*([wanted] if wanted else []), config))
         return
+    device_of(config.compute.device)  # a missing GPU ends it before it begins
     start_threads(config.compute)
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from swarm.config import RunConfig
 from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered, freshest
 from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
+
+logger = logging.getLogger(__name__)
 
 MAX_KNOWN_PEERS = 64
 
@@ -168,9 +172,13 @@ class StateDirectory:
 
     @property
     def port(self) -> int | None:
-        """The port that was used first."""
+        """The port that was used first; None, with a warning, if the file has no such thing."""
         text = _read_text(self.path / "port").strip()
-        return int(text) if text.isdigit() else None
+        if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 2**16:
+            return int(text)
+        if text:
+            logger.warning("%s holds no port: taking a free one", self.path / "port")
+        return None
 
     @port.setter
     def port(self, port: int) -> None:

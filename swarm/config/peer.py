@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Address, IPv6Address
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from swarm.config.section import NonNegative, Positive, PositiveReal, Section
 
@@ -24,12 +26,48 @@ class PeerSection(Section):
     """A peer that is asked to leave may finish its round and hand its experts over for so long."""
 
 
+def _checked_address(text: str, first_port: int, example: str) -> str:
+    """The text if it is `/ip4/A.B.C.D/tcp/PORT`, or the same with ip6 or a name.
+
+    Raises:
+        PydanticCustomError: it is something else.
+    """
+    problem = _address_problem(text.split("/"), first_port)
+    if problem:
+        raise PydanticCustomError("address", f"{problem}; an address looks like {example}")
+    return text
+
+
+def _address_problem(parts: list[str], first_port: int) -> str | None:
+    if len(parts) != 5 or parts[0] or parts[1] not in HOST_KINDS or parts[3] != "tcp":
+        return "it is no address for TCP"
+    _, kind, host, _, port = parts
+    if not (port.isascii() and port.isdigit() and first_port <= int(port[:6]) < 2**16):
+        return f"its port is no number from {first_port} to {2**16 - 1}"
+    try:
+        if kind in ("ip4", "ip6"):
+            (IPv4Address if kind == "ip4" else IPv6Address)(host)
+    except ValueError:
+        return f"its host is no {kind} address"
+    return None if host else "it names no host"
+
+
+HOST_KINDS = ("ip4", "ip6", "dns4", "dns6", "dns")
+Listening = Annotated[
+    str, AfterValidator(lambda text: _checked_address(text, 0, "/ip4/0.0.0.0/tcp/31330"))
+]
+"""Where to listen; port 0 takes a free one."""
+Announced = Annotated[
+    str, AfterValidator(lambda text: _checked_address(text, 1, "/ip4/203.0.113.7/tcp/31330"))
+]
+
+
 class NetworkSection(Section):
     """How this peer is reached."""
 
     initial_peers: tuple[str, ...] = ()
-    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
+    host_maddrs: tuple[Listening, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[Announced, ...] = ()
     identity_path: str | None = None
     client_mode: bool = False
     """Only dials out: for machines that others cannot dial."""

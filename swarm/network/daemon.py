@@ -23,7 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from swarm.config import NetworkSection
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, NetworkDown
 
 logger = logging.getLogger(__name__)
 
@@ -95,27 +95,49 @@ async def probe(address: Address, timeout_s: float) -> str | None:
 def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ...]:
     """The addresses to listen on: those of the configuration, port 0 replaced by `port`.
 
-    A port that somebody holds is given up for a free one, with a warning.
+    Of the two, a port that was used before and that somebody holds by now is given up for a free
+    one, with a warning.
+
+    Raises:
+        NetworkDown: a port of the configuration is in use, or cannot be listened on.
     """
-    if port is None:
-        return network.host_maddrs
     return tuple(_with_port(text, port) for text in network.host_maddrs)
 
 
-def _with_port(text: str, port: int) -> str:
-    protocol, host, kind, number = (text.strip("/").split("/") + [""] * 4)[:4]
-    if kind != "tcp" or number != "0":
+def _with_port(text: str, port: int | None) -> str:
+    _, protocol, host, _, number = text.split("/")
+    if number != "0":
+        fault = _listening_fault(protocol, host, int(number))
+        if fault:
+            raise NetworkDown(
+                f"cannot listen on {text}: {fault}",
+                hint="end what listens there, or choose another --host-maddrs",
+            )
         return text
-    family = socket.AF_INET6 if protocol == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            # p2pd itself would share the port with another p2pd (SO_REUSEPORT) without a word.
-            trial.bind((host, port))
-        except OSError as error:
-            logger.warning("port %d on %s: %s; taking a free one", port, host, error.strerror)
-            return text
+    if port is None:
+        return text
+    fault = _listening_fault(protocol, host, port)
+    if fault:
+        logger.warning("port %d on %s: %s; taking a free one", port, host, fault)
+        return text
     return f"/{protocol}/{host}/tcp/{port}"
+
+
+def _listening_fault(protocol: str, host: str, port: int) -> str | None:
+    """Why nobody can listen there; p2pd itself would share the port with another p2pd silently.
+
+    Both ask the system to (SO_REUSEPORT), and then either may get a call. Names are left to p2pd.
+    """
+    if protocol not in ("ip4", "ip6"):
+        return None
+    family = socket.AF_INET6 if protocol == "ip6" else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def dialable(visible: Sequence[str]) -> tuple[str, ...]:

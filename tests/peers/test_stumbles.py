@@ -1,0 +1,90 @@
+"""What people get wrong when they start a program: one line, the remedy, an exit code, at once."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from peers import export, local, peer
+from peers.options import Program
+from peers.state_directory import StateDirectory
+
+DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
+
+
+def stumble(program: Program, *arguments: object) -> tuple[int, str]:
+    """Exit code, and the only line that is said."""
+    result = CliRunner().invoke(program, [str(argument) for argument in arguments])
+    assert "Traceback" not in result.output
+    return result.exit_code, result.output.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "address", "said"),
+    [
+        ("announce", "foo", "it is no address for TCP"),
+        ("announce", "/ip4/203.0.113.7/udp/9", "it is no address for TCP"),
+        ("announce", "/ip4/203.0.113.7/tcp/0", "no number from 1 to 65535"),
+        ("announce", "/ip4/203.0.113/tcp/9", "its host is no ip4 address"),
+        ("host", "/ip6/1.2.3.4/tcp/9", "its host is no ip6 address"),
+        ("host", "/dns4//tcp/9", "it names no host"),
+        ("host", "/ip4/127.0.0.1/tcp/70000", "no number from 0 to 65535"),
+        ("host", "/ip4/127.0.0.1/tcp/²", "no number from 0 to 65535"),
+    ],
+)
+def test_an_address_that_is_none(tmp_path: Path, option: str, address: str, said: str) -> None:
+    given = ("--run", DEMO, "--state-dir", tmp_path / "state", f"--{option}-maddrs", address)
+    code, line = stumble(peer.main, *given)
+    assert code == 2
+    assert said in line
+    assert "/tcp/31330" in line, "an example"
+    assert not (tmp_path / "state").exists(), "before any work"
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = ("--run", DEMO, "--state-dir", tmp_path / "state", "--device", "cuda")
+    code, line = stumble(peer.main, *given)
+    assert code == 2
+    assert "--device cpu" in line
+    assert not (tmp_path / "state").exists(), "before any work"
+
+
+def test_a_port_that_is_in_use(tmp_path: Path) -> None:
+    """As p2pd does: it shares the port with others that want to share it."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
+        given = ("--run", DEMO, "--state-dir", tmp_path / "state", "--host-maddrs", address)
+        code, line = stumble(peer.main, *given)
+    assert code == 9
+    assert address in line
+    assert "another --host-maddrs" in line
+
+
+def test_a_file_where_an_export_should_go(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("of somebody")
+    code, line = stumble(export.main, "--state-dir", tmp_path / "no", "--out", tmp_path / "file")
+    assert (code, "is a file" in line) == (2, True)
+    given = ("--run", DEMO, "--state-dir", tmp_path / "swarm", "--export", tmp_path / "file")
+    code, line = stumble(local.main, *given)
+    assert (code, "is a file" in line) == (2, True)
+    assert not (tmp_path / "swarm").exists(), "before any training"
+
+
+def test_a_state_directory_that_cannot_be_made() -> None:
+    code, line = stumble(peer.main, "--run", DEMO, "--state-dir", "/proc/x")
+    assert code == 6
+    assert "/proc/x" in line
+
+
+@pytest.mark.parametrize("content", ["", "70000", "0", "²", "9" * 5000, "four"])
+def test_a_damaged_port_file_gives_a_free_port(tmp_path: Path, content: str) -> None:
+    with_port = StateDirectory(tmp_path)
+    (tmp_path / "port").write_text(content)
+    assert with_port.port is None
+    with_port.close()
