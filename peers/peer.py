@@ -53,7 +53,6 @@ from swarm.network.steady_clock import passed_s
 from swarm.network.tips import asked_tip
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState, RunRecord, encode_record
 from swarm.protocol.rounds import RoundMachine, Rules
 
@@ -292,14 +291,10 @@ class Peer:
             stored=started.store.digests(),
             now=passed_s(),
             random=random.Random(),
-            sign=self._sign,
+            sign=self.node.identity.sign,
             is_dialable=self.is_dialable,
             chain=RecordFile(started.directory.record_path).read_chain(started.record),
         )
-
-    def _sign(self, statement: bytes) -> Signature:
-        identity = self.node.identity
-        return Signature(identity.public_key, identity.sign(statement))
 
     def _merge(
         self, tip: Manifest, run: RunConfig, agreed: Agreed, publisher: Publisher

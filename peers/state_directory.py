@@ -1,7 +1,7 @@
 """What a peer keeps on this machine, and where.
 
 STATE_DIR/
-├── identity.key        the RSA key that is this peer's id (mode 0600)
+├── identity.key        the Ed25519 key that is this peer's id (mode 0600)
 ├── lock                held while a process uses the directory
 ├── port                the port chosen first, used again
 ├── known_peers         addresses of peers, and when they last answered, freshest first

@@ -31,7 +31,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, UnitLayout, layout_of
 from swarm.protocol.manifest import Founding, Manifest, run_id
-from swarm.protocol.messages import Offer, OfferedUnit, Signature
+from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import RoundMachine, Rules
 
 HIDDEN = 128
@@ -133,7 +133,7 @@ class OurPeer:
             stored=self.store.digests(),
             now=time.monotonic(),
             random=random.Random(self.index),
-            sign=self._sign,
+            sign=self.node.identity.sign,
         )
         self.driver = RoundDriver(
             self.node,
@@ -146,9 +146,6 @@ class OurPeer:
         )
         self.driver.start()
         self.tip = manifest
-
-    def _sign(self, statement: bytes) -> Signature:
-        return Signature(self.node.identity.public_key, self.node.identity.sign(statement))
 
     def _manifest_zero(self) -> Manifest:
         config, validation = self.run.canonical_json(), b"none"

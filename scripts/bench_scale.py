@@ -24,12 +24,21 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from swarm.config import MergingConfig, RunConfig, parse_config
 from swarm.emulation.simulator.cast import Cast, Character, Setup
 from swarm.emulation.simulator.surroundings import Packet, Payload
 from swarm.emulation.simulator.world import World
 from swarm.experts import expert_unit, shared_unit
-from swarm.network.identity import Identity, load_or_create_identity, verify
+from swarm.network.identity import (
+    KEY_BYTES,
+    SIGNATURE_BYTES,
+    Identity,
+    load_or_create_identity,
+    peer_id_of,
+    verify,
+)
 from swarm.network.inbound import LARGE_BYTES, MANY
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
@@ -90,7 +99,7 @@ ROUND_S = 60.0
 ROUNDS = 3
 REPLICAS = 5
 """Peers at which hivemind stores a value, if it is not told otherwise."""
-SIGNED_BYTES = 800
+SIGNED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 """Public key and signature beside each record."""
 OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued")
 """What runs in another thread, or in slices."""
@@ -195,7 +204,7 @@ class Swarm:
     def signature(self) -> Signature:
         """A real signature; all are of one key, the bench has no other."""
         statement = accept_statement(self.rules.run, self.ballot, self.manifest.digest)
-        return Signature(self.identity.public_key, self.identity.sign(statement))
+        return self.identity.sign(statement)
 
     def messages(self) -> Iterator[Message]:
         """One of each kind, as large as it gets in a round without faults."""
@@ -232,8 +241,11 @@ def run_of(num_peers: int) -> RunConfig:
 
 
 def _peer_id(number: int) -> PeerId:
-    """As long as a real one, and in an order of its own."""
-    return "Qm" + _digest("peer", str(number))[:44]
+    """As real ones are, and in an order of its own."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(_digest("peer", str(number))))
+    peer_id = peer_id_of(key.public_key().public_bytes_raw())
+    assert peer_id is not None
+    return peer_id
 
 
 def _digest(*words: str) -> str:
@@ -304,7 +316,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
     """Milliseconds of what is decided on the event loop, in one go each."""
     rules, tip, plan, offers = swarm.rules, swarm.tip, swarm.plan, swarm.offers
     reducer = swarm.peers[-1]
-    statement = accept_statement(rules.run, swarm.ballot, tip.digest)
+    statement = accept_statement(rules.run, swarm.ballot, swarm.manifest.digest)
     signature = swarm.signature()
     shares = dict.fromkeys(swarm.peers, 1.0)
     lost = dict.fromkeys(swarm.peers[1::2], 1.0)
@@ -321,7 +333,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "assign, nobody lost": lambda: _assign(swarm, shares),
         "units due": lambda: due_units(reducer, tip, rules.experts_every),
         "certificate verified": lambda: [
-            verify(signature.public_key, statement, signature.signature)
+            verify(swarm.identity.peer_id, statement, signature)
             for _ in range(swarm.num_peers // 2 + 1)
         ],
     }

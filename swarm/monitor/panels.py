@@ -26,8 +26,8 @@ AGREEMENT_STYLES = {
     Agreement.DIFFERENT: "bold white on red",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-PEER_ID = re.compile(r"(\b(?:Qm|12D3Koo)[1-9A-HJ-NP-Za-km-z]{44,45}\b)")
-"""A libp2p peer id in base58, of an RSA or Ed25519 key."""
+PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
+"""A libp2p peer id in base58."""
 MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
 UNKNOWN_OWNER = "?"

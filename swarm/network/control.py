@@ -12,6 +12,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 
 from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
+from swarm.network.identity import public_key_of
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
@@ -22,8 +23,6 @@ MAX_ANSWER_BYTES = 1_000_000
 HANDLER_S = 60.0
 LOCATE_EVERY_S = 2.0
 """How often at most the daemon is asked from where strangers are connected."""
-PEER_ID_BYTES = range(34, 43)
-"""A multihash of SHA-256, or a short key as it is."""
 _MESSAGE = "swarm.message"
 _REQUEST = "swarm.request"
 
@@ -48,13 +47,9 @@ class _Payload:
 
 def peer_of(peer_id: str) -> PeerID:
     """libp2p's form of a base58 peer id; Unreachable if it is none."""
-    try:
-        peer = PeerID.from_base58(peer_id)
-    except ValueError as error:
-        raise Unreachable(f"{peer_id!r} is no peer id") from error
-    if len(peer.to_bytes()) not in PEER_ID_BYTES:
+    if public_key_of(peer_id) is None:
         raise Unreachable(f"{peer_id[:80]!r} is no peer id")
-    return peer
+    return PeerID.from_base58(peer_id)
 
 
 class Control:
@@ -199,7 +194,11 @@ class Control:
         if len(payload.data) > MAX_MESSAGE_BYTES:
             self.traffic.refuse("message_size")
             raise ValueError(f"refused: over {MAX_MESSAGE_BYTES} bytes")
-        return str(context.remote_id.to_base58())
+        source = str(context.remote_id.to_base58())
+        if public_key_of(source) is None:
+            self.traffic.refuse("peer_key")
+            raise ValueError("refused: a peer has an Ed25519 key")
+        return source
 
     async def _bounded(self, handled: Awaitable[Result]) -> Result:
         try:

@@ -24,6 +24,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkDown
+from swarm.network.identity import public_key_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,9 @@ class Address:
             named = {protocol.name: value for protocol, value in parts.items()}
             host_kind = next(kind for kind in _HOSTS if kind in named)
             host, port, peer_id = named[host_kind], int(named["tcp"]), named["p2p"]
-            PeerID.from_base58(peer_id)
         except (MultiaddrError, StopIteration, KeyError, ValueError, TypeError) as error:
             raise ConfigError(f"peer address {text[:200]!r}: expected the form {_FORM}") from error
-        if len(named) != 3 or not 0 < port < 65536:
+        if len(named) != 3 or not 0 < port < 65536 or public_key_of(peer_id) is None:
             raise ConfigError(f"peer address {text[:200]!r}: expected the form {_FORM}")
         return cls(text, f"/{host_kind}/{host}/tcp/{port}", host, port, peer_id)
 

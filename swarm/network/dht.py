@@ -23,8 +23,8 @@ from swarm.protocol.records import MAX_RUN_RECORD_BYTES, runs_keys
 
 MAX_VALUE_BYTES = 20_000
 MAX_RECORDS_PER_KEY = 1024
-SIGNATURE_BYTES = 1024
-"""Of a record in a holder: its subkey, which is its owner's key, its signature and the rest."""
+ROOM_BYTES = 256
+"""Of a record in a holder besides its value: the owner's key, the signature and the rest."""
 _CALL_S = 15.0
 _REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
 
@@ -52,8 +52,7 @@ class Dht:
         me: str = node.peer_id.to_base58()
         self._is_member: Callable[[str], bool] = lambda peer: peer == me or is_member(peer)
         limits = {
-            DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + SIGNATURE_BYTES
-            for key in runs_keys()
+            DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + ROOM_BYTES for key in runs_keys()
         }
         held = HeldRecords(self._is_member, traffic.refuse, limits)
         held.take_over(node.protocol.storage)  # since it was reached by others
@@ -74,7 +73,6 @@ class Dht:
     async def store(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Publishes one's own value; its expiration strictly grows, else holders keep the old."""
         assert len(value) <= MAX_VALUE_BYTES, f"record of {len(value)} bytes"
-        assert b"[signature:" not in value, "would be taken for the record's signature"
         expiration = max(dht_clock()() + ttl_s, self._expirations.get(key, 0.0) + 0.001)
         self._expirations[key] = expiration
         async with asyncio.timeout(_CALL_S):
@@ -82,7 +80,7 @@ class Dht:
                 key,
                 value,
                 expiration,
-                subkey=self._validator.local_public_key,
+                subkey=self._validator.subkey,
                 exclude_self=self._node.protocol.client_mode,
             )
         return bool(stored)

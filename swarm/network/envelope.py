@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from swarm.errors import BadMessage
-from swarm.network.identity import Identity, peer_id_of, verify
+from swarm.network.identity import (
+    KEY_BYTES,
+    SIGNATURE_BYTES,
+    Identity,
+    peer_id_of,
+    verify,
+)
 from swarm.protocol.digests import digest_of
 
-_SIZES = struct.Struct(">BHHH")
-MAX_KEY_BYTES = 1024
+_HEAD = struct.Struct(f">B{KEY_BYTES}s{SIGNATURE_BYTES}sB")
+"""Kind, the sender's key, its signature, the length of the destination."""
 
 
 class Letter(IntEnum):
@@ -35,36 +41,32 @@ class Envelope:
 def seal(identity: Identity, letter: Letter, destination: str, payload: bytes) -> bytes:
     """Signs a payload for one destination: a peer id, or for an answer the question's digest.
 
-    Costs about 1 ms and 560 bytes.
+    Costs about 0.1 ms and 150 bytes.
     """
     signature = identity.sign(_statement(letter, destination, payload))
-    key, to = identity.public_key, destination.encode()
-    sizes = _SIZES.pack(letter, len(key), len(signature), len(to))
-    return b"".join((sizes, key, signature, to, payload))
+    to = destination.encode()
+    return _HEAD.pack(letter, identity.public_key, signature, len(to)) + to + payload
 
 
 def open_sealed(sealed: bytes, destination: str) -> Envelope:
-    """The content of an envelope that was sealed for this destination; about 0.1 ms.
+    """The content of an envelope that was sealed for this destination; about 0.3 ms.
 
     Raises:
         BadMessage: malformed, for somebody else, or not signed by its sender.
     """
     try:
-        number, key_bytes, signature_bytes, to_bytes = _SIZES.unpack_from(sealed)
+        number, key, signature, to_bytes = _HEAD.unpack_from(sealed)
         letter = Letter(number)
     except (struct.error, ValueError) as error:
         raise BadMessage("envelope_schema", "no envelope") from error
-    body = memoryview(sealed)[_SIZES.size :]
-    if key_bytes > MAX_KEY_BYTES or len(body) < key_bytes + signature_bytes + to_bytes:
-        raise BadMessage("envelope_schema", "the envelope's sizes make no sense")
-    key, rest = bytes(body[:key_bytes]), body[key_bytes:]
-    signature, rest = bytes(rest[:signature_bytes]), rest[signature_bytes:]
-    to, payload = bytes(rest[:to_bytes]), bytes(rest[to_bytes:])
+    body = memoryview(sealed)[_HEAD.size :]
+    to, payload = bytes(body[:to_bytes]), bytes(body[to_bytes:])
     if to != destination.encode():
         raise BadMessage("envelope_destination", "the envelope is for somebody else")
-    if not verify(key, _statement(letter, destination, payload), signature):
+    source = peer_id_of(key)
+    if source is None or not verify(source, _statement(letter, destination, payload), signature):
         raise BadMessage("envelope_signature", "the envelope is not signed by its sender")
-    return Envelope(letter, peer_id_of(key), payload)
+    return Envelope(letter, source, payload)
 
 
 def _statement(letter: Letter, destination: str, payload: bytes) -> bytes:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
-from swarm.network.identity import peer_id_of, verify
+from swarm.network.identity import verify
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
@@ -291,16 +291,13 @@ def _wishes(
 
 def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:
     try:
-        key, signature = (b64decode(part) for part in (wish.public_key, wish.signature))
+        signature = b64decode(wish, validate=True)
     except ValueError:
         return False
-    return peer_id_of(key) == peer and verify(key, leave_statement(run, tip), signature)
+    return verify(peer, leave_statement(run, tip), signature)
 
 
 def _signed_by(
     peer: PeerId, signature: Signature, run: str, ballot: Ballot, digest: Digest
 ) -> bool:
-    statement = accept_statement(run, ballot, digest)
-    return peer_id_of(signature.public_key) == peer and verify(
-        signature.public_key, statement, signature.signature
-    )
+    return verify(peer, accept_statement(run, ballot, digest), signature)

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple, replace
 
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import DHTRecord
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.network.bounded_msgpack import is_bytes
-from swarm.network.identity import Identity, peer_id_of_ssh_key
+from swarm.network.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
 from swarm.network.steady_clock import dht_clock
 
-MAX_RECORD_BYTES = 22 * 1024
-"""With signature: the largest of our records, and a key and a signature."""
+MAX_RECORD_BYTES = 20 * 1024
+"""With signature: the largest of our records, and room."""
 MAX_TTL_S = 3600.0
 """What a reader refuses; holders keep nothing that lives nearly as long, see `holder.py`."""
+_PACKED = MSGPackSerializer.dumps(bytes(KEY_BYTES))[:-KEY_BYTES]
+"""What msgpack puts before a subkey."""
 
 
-class SignedRecords(RSASignatureValidator):
-    """Accepts a record only under the subkey that is exactly its owner's key.
+class SignedRecords(RecordValidatorBase):
+    """Accepts a record only under the subkey that is its owner's key, and signed by that key.
 
-    hivemind's own rule protects any subkey that *contains* a key, so that one owner could store any
-    number of records under one key, and lets records without owner pass.
+    A record's value ends with the signature, over the rest of the record. hivemind's own rule knows
+    RSA keys alone, and lets records without owner pass.
     """
 
     def __init__(self, identity: Identity, refuse: Callable[[str], None]) -> None:
-        key = RSAPrivateKey.__new__(RSAPrivateKey)
-        key._private_key = identity.private_key
-        super().__init__(key)
-        self._refuse = refuse
+        """Signs as `identity`, and tells `refuse` the reason of each record that it refuses."""
+        self._identity, self._refuse = identity, refuse
+
+    @property
+    def subkey(self) -> bytes:
+        """The subkey of this peer's own records: its public key, 32 bytes."""
+        return self._identity.public_key
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether the record is kept or read; a refusal is counted."""
@@ -38,6 +42,23 @@ class SignedRecords(RSASignatureValidator):
         if reason:
             self._refuse(reason)
         return reason is None
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """The value with this peer's signature behind it."""
+        return bytes(record.value + self._identity.sign(_statement(record)))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value without its signature."""
+        return bytes(record.value[:-SIGNATURE_BYTES])
+
+    @property
+    def priority(self) -> int:
+        """Before whatever looks into a value."""
+        return 10
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Two validators of signatures are as good as one."""
+        return isinstance(other, SignedRecords)
 
     def _fault(self, record: DHTRecord) -> str | None:
         # In a dictionary that came as a whole these may be anything.
@@ -48,20 +69,25 @@ class SignedRecords(RSASignatureValidator):
         # Written so that NaN is refused too.
         if not record.expiration_time <= dht_clock()() + MAX_TTL_S:
             return "record_expiration"
-        owners = self._PUBLIC_KEY_RE.findall(record.subkey)
-        if len(owners) != 1 or record.subkey != MSGPackSerializer.dumps(b"[owner:%b]" % owners[0]):
+        owner = _owner_of_packed(record.subkey)
+        if owner is None:
             return "record_owner"
-        if peer_id_of_ssh_key(owners[0]) is None:
-            return "record_owner"
-        if not super().validate(record):
+        value, signature = self.strip_value(record), record.value[-SIGNATURE_BYTES:]
+        if not verify(owner, _statement(replace(record, value=value)), signature):
             return "record_signature"
-        return None if is_bytes(self.strip_value(record)) else "record_nesting"
+        return None if is_bytes(value) else "record_nesting"
 
 
 def owner_of(subkey: object) -> str | None:
     """The peer id whose key a subkey is, or None."""
-    if not isinstance(subkey, bytes):
+    return peer_id_of(subkey) if isinstance(subkey, bytes) else None
+
+
+def _owner_of_packed(subkey: object) -> str | None:
+    if not (isinstance(subkey, bytes) and subkey.startswith(_PACKED)):
         return None
-    if not (subkey.startswith(b"[owner:") and subkey.endswith(b"]")):
-        return None
-    return peer_id_of_ssh_key(subkey[len(b"[owner:") : -1])
+    return peer_id_of(subkey[len(_PACKED) :])
+
+
+def _statement(record: DHTRecord) -> bytes:
+    return b"swarm record " + bytes(MSGPackSerializer.dumps(astuple(record)))

@@ -9,11 +9,11 @@ from swarm.errors import BadManifest
 from swarm.protocol.dealing import book_of, book_problem
 from swarm.protocol.manifest import Manifest, Member, decode_manifest
 from swarm.protocol.schemas import (
-    IS_BASE64,
     IS_DIGEST,
     IS_GENERATION,
     IS_NAME,
     IS_PEER,
+    IS_SIGNATURE,
     IS_UNIT,
     wrong_name,
 )
@@ -35,7 +35,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_DIGEST, _digests(manifest)),
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
         (IS_PEER, _peers(manifest)),
-        (IS_BASE64, _signatures(manifest)),
+        (IS_SIGNATURE, manifest.wishes.values()),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
         (IS_NAME, [manifest.run] if manifest.run else []),
     )
@@ -62,11 +62,6 @@ def _digests(manifest: Manifest) -> Iterator[str]:
         yield from (name for name in (entry.base, entry.delta) if name is not None)
     for values in manifest.sources.values():
         yield from (digest for _, digest in values)
-
-
-def _signatures(manifest: Manifest) -> Iterator[str]:
-    for wish in manifest.wishes.values():
-        yield from (wish.public_key, wish.signature)
 
 
 def _counts(manifest: Manifest) -> Iterator[int]:

@@ -24,6 +24,8 @@ from swarm.protocol.digests import Buffer, digest_of
 PeerId = str
 Digest = str
 Unit = str
+Wish = str
+"""A member's signature under its wish to leave the run after a manifest, in base64 [R1]."""
 Stretch = tuple[int, int]
 """Samples of the run's text: first, and the one after the last."""
 Lineage = tuple[tuple[int, tuple[int, str]], ...]
@@ -94,14 +96,6 @@ class Member:
     """Of its local steps in the last round that counted it; 0 until one has."""
     trial: int = 0
     """Rounds that have to count it before it may own more than the fair share [R4]."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A member's signature under its wish to leave the run after a manifest, in base64 [R1]."""
-
-    public_key: str
-    signature: str
 
 
 @dataclass(frozen=True)
@@ -291,7 +285,7 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Wish | Entry | Founding | Text) -> object:
+def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     return value.value if isinstance(value, Kind) else vars(value)
 

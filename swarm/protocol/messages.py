@@ -14,6 +14,8 @@ from typing import NamedTuple
 from swarm.experts import expert_of_unit
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
+Signature = bytes
+"""Ed25519, 64 bytes; the signer's key follows from its peer id."""
 MAX_ATTEMPT = 2**31
 """Nobody begins a later attempt, sends one or believes one [A5]."""
 
@@ -63,14 +65,6 @@ class Offer:
     def is_late(self) -> bool:
         """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
         return all(expert_of_unit(unit) is not None for unit in self.units)
-
-
-@dataclass(frozen=True)
-class Signature:
-    """A peer's signature over `accept_statement`, with the key that gives its peer id."""
-
-    public_key: bytes
-    signature: bytes
 
 
 @dataclass(frozen=True)

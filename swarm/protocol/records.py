@@ -21,6 +21,7 @@ from swarm.config import RunName
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import RUN_ID, Text
+from swarm.protocol.schemas import GENERATION, PEER
 
 MAX_RECORD_BYTES = 20_000
 """Of a `PeerRecord` and a `MergeRecord`; the others need less."""
@@ -40,7 +41,8 @@ MAX_REASON = 300
 
 # People see these texts on their terminals: no control characters.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-Id = Annotated[str, Field(min_length=1, max_length=128, pattern=PRINTABLE)]
+Id = Annotated[str, Field(pattern=PEER)]
+Generation = Annotated[str, Field(pattern=GENERATION)]
 Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -130,7 +132,7 @@ class PeerRecord:
     """Multiaddresses that others can dial; empty in client mode."""
     state: PeerState
     capacity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    generation: Id
+    generation: Generation
     height: Height
     round: Height
     rounds_total: Count
@@ -183,7 +185,7 @@ class MergeRecord:
 
     __pydantic_config__ = _STRICT
 
-    generation: Id
+    generation: Generation
     round: Height
     merged: Height
     step: Count

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import Head, Wish
+from swarm.protocol.manifest import Head
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
     Ballot,
     Certificate,
     Header,
     Link,
-    Signature,
 )
 
 MAX_REASON_CHARACTERS = 120
@@ -26,19 +26,21 @@ MAX_LINKS = 256
 """Of one proof; whoever needs more asks again from where it ended."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
-_PEER = r"^[A-Za-z0-9]{1,128}$"
+PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
+"""Base58, as long as an id of an Ed25519 key at most; who signs or is called has to be one."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
-_BASE64 = r"^[A-Za-z0-9+/]{0,1024}={0,2}$"
-_GENERATION = r"^[0-9a-f]{1,64}$"
-IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(_GENERATION)
-IS_PEER, IS_UNIT, IS_BASE64 = re.compile(_PEER), re.compile(_UNIT), re.compile(_BASE64)
+_SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
+GENERATION = r"^[0-9a-f]{1,64}$"
+IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(GENERATION)
+IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile(_SIGNATURE)
 IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
 
 DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
-PeerText = Annotated[str, Field(pattern=_PEER)]
+PeerText = Annotated[str, Field(pattern=PEER)]
+SignatureText = Annotated[str, Field(pattern=_SIGNATURE)]
 UnitText = Annotated[str, Field(pattern=_UNIT)]
-Generation = Annotated[str, Field(pattern=_GENERATION)]
+Generation = Annotated[str, Field(pattern=GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 # Sums over a run stay below the bound of counts.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
@@ -99,26 +101,15 @@ class AcceptedSchema(Schema):
     manifest: BlobSchema
 
 
-class SignatureSchema(Schema):
-    """A signature with its key, in base64."""
-
-    public_key: Annotated[Base64Bytes, Field(max_length=1024)]
-    signature: Annotated[Base64Bytes, Field(max_length=1024)]
-
-    def value(self) -> Signature:
-        """As the protocol knows it."""
-        return Signature(self.public_key, self.signature)
-
-
 class CertificateSchema(Schema):
     """A certificate."""
 
     ballot: BallotSchema
-    signatures: dict[PeerText, SignatureSchema]
+    signatures: dict[PeerText, SignatureText]
 
     def value(self) -> Certificate:
         """As the protocol knows it."""
-        signatures = {peer: signed.value() for peer, signed in sorted(self.signatures.items())}
+        signatures = {peer: b64decode(signed) for peer, signed in sorted(self.signatures.items())}
         return Certificate(self.ballot.value(), signatures)
 
 
@@ -183,17 +174,6 @@ class PrepareSchema(Schema):
     ballot: BallotSchema
 
 
-class WishSchema(Schema):
-    """A member's signed wish to leave, as manifests have it."""
-
-    public_key: Annotated[str, Field(pattern=_BASE64)]
-    signature: Annotated[str, Field(pattern=_BASE64)]
-
-    def value(self) -> Wish:
-        """As the protocol knows it."""
-        return Wish(self.public_key, self.signature)
-
-
 class ReadySchema(Schema):
     """READY."""
 
@@ -206,7 +186,7 @@ class ReadySchema(Schema):
     dialable: bool
     remaining_s: Seconds | None
     worked_s: Seconds
-    wish: WishSchema | None
+    wish: SignatureText | None
 
 
 class RosterSchema(Schema):
@@ -244,7 +224,7 @@ class AcceptSchema(Schema):
     type: Literal["accept"]
     ballot: BallotSchema
     digest: DigestText
-    signature: SignatureSchema
+    signature: SignatureText
 
 
 class CommitSchema(Schema):

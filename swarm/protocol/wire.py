@@ -11,7 +11,7 @@ value: unknown keys, wrong types, names that could be file paths, sizes out of b
 from __future__ import annotations
 
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -171,7 +171,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "dialable": message.dialable,
                 "remaining_s": message.remaining_s,
                 "worked_s": message.worked_s,
-                "wish": vars(message.wish) if message.wish else None,
+                "wish": message.wish,
             }
         case Roster():
             body = {
@@ -210,11 +210,8 @@ def _vote(
     return {"ballot": accepted.ballot._asdict(), "manifest": attach(accepted.manifest)}
 
 
-def _signed(signature: Signature) -> dict[str, str]:
-    return {
-        "public_key": b64encode(signature.public_key).decode(),
-        "signature": b64encode(signature.signature).decode(),
-    }
+def _signed(signature: Signature) -> str:
+    return b64encode(signature).decode()
 
 
 def certified(certificate: Certificate | None) -> dict[str, Any] | None:
@@ -295,7 +292,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.dialable,
                 body.remaining_s,
                 body.worked_s,
-                body.wish.value() if body.wish else None,
+                body.wish,
             )
         case RosterSchema():
             offers = {
@@ -312,7 +309,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
             manifest = _manifest(body.manifest, blobs)
             return Propose(body.ballot.value(), manifest, tuple(body.holders))
         case AcceptSchema():
-            return Accept(body.ballot.value(), body.digest, body.signature.value())
+            return Accept(body.ballot.value(), body.digest, b64decode(body.signature))
         case CommitSchema():
             proof = parse(ProofSchema, blobs[body.proof.digest], "proof")
             return Commit(

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric import rsa
-from hivemind.dht.crypto import RSASignatureValidator
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm.network.identity import Identity
 from swarm.network.node import Node
-from swarm.network.signed_records import owner_of
+from swarm.network.signed_records import SignedRecords, owner_of
 
 WAIT_S = 60.0
 IN_ONE_CALL = 16
-EXPONENT = 65537
-
-
-def rsa_keys(count: int) -> list[rsa.RSAPrivateKey]:
-    """Keys that share primes: as good as any to whoever checks a signature, and made in no time."""
-    primes: list[int] = []
-    while len(primes) * (len(primes) - 1) // 2 < 2 * count:  # products may lack a bit
-        numbers = rsa.generate_private_key(EXPONENT, 2048).private_numbers()
-        primes += [numbers.p, numbers.q]
-    products = [(p, q) for p, q in combinations(primes, 2) if (p * q).bit_length() == 2048]
-    return [_key(p, q) for p, q in products[:count]]
-
-
-def _key(p: int, q: int) -> rsa.RSAPrivateKey:
-    d = pow(EXPONENT, -1, (p - 1) * (q - 1))
-    public = rsa.RSAPublicNumbers(EXPONENT, p * q)
-    parts = rsa.rsa_crt_dmp1(d, p), rsa.rsa_crt_dmq1(d, q), rsa.rsa_crt_iqmp(p, q)
-    numbers = rsa.RSAPrivateNumbers(p, q, d, *parts, public)
-    return numbers.private_key(unsafe_skip_rsa_key_validation=True)
 
 
 @dataclass
@@ -47,16 +27,15 @@ class Stranger:
         peer_id: whose records these are.
     """
 
-    key: rsa.RSAPrivateKey
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     peer_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Makes the subkey under which others find the records."""
-        wrapped = RSAPrivateKey.__new__(RSAPrivateKey)
-        wrapped._private_key = self.key
-        self._signer = RSASignatureValidator(wrapped)
-        self.subkey = self._signer.local_public_key
+        self.subkey = self.key.public_key().public_bytes_raw()
         self.peer_id = owner_of(self.subkey) or ""
+        identity = Identity(Path(), self.peer_id, self.subkey, self.key)
+        self._signer = SignedRecords(identity, lambda _: None)
 
     def signed(self, key: str, value: bytes, expiration: float) -> bytes:
         """The value as a holder gets it."""
@@ -68,7 +47,7 @@ class Stranger:
 
 def strangers(count: int) -> list[Stranger]:
     """So many identities, by peer id: the first come before most others in any sorted list."""
-    return sorted((Stranger(key) for key in rsa_keys(count)), key=lambda one: one.peer_id)
+    return sorted((Stranger() for _ in range(count)), key=lambda one: one.peer_id)
 
 
 def store(

@@ -27,7 +27,6 @@ from swarm.protocol.messages import (
     Header,
     Link,
     Message,
-    Signature,
     accept_statement,
 )
 from swarm.protocol.records import RunRecord
@@ -66,8 +65,7 @@ class Forger:
         """A certificate with the only signature that it can make."""
         ballot, identity = Ballot(0, self.node.peer_id), self.node.identity
         signed = identity.sign(accept_statement(self.run.run, ballot, manifest.digest))
-        signature = Signature(identity.public_key, signed)
-        return Certificate(ballot, {self.node.peer_id: signature})
+        return Certificate(ballot, {self.node.peer_id: signed})
 
     def say(self, header: Header, message: Message) -> int:
         """Sends a message to all members; returns how many took it."""

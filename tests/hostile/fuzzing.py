@@ -23,7 +23,7 @@ TEXTS = (
     b"", b"\x00", b"\xff", b"\x80", b"\xed\xa0\x80", b"{", b"}", b"[", b"\"", b",", b":", b"-",
     b"9" * 400, b"1e999", b"NaN", b"Infinity", b"null", b"[" * 3000, b'{"a":' * 1000, b"\\ud800",
     b"\xc1", b"\xd4\x40", b"\xdd\xff\xff\xff\xff", b"\xc7\xff\x50", b"\xdf\xff\xff\xff\xff",
-    b"[owner:", b"[signature:AA==]", b"ssh-rsa AAAA", b"= 1\n", b"[[phases]]\n", b"1979-05-27",
+    b"\xc4\x20", b"12D3KooW", b"swarm record ", b"= 1\n", b"[[phases]]\n", b"1979-05-27",
 )  # fmt: skip
 """Put anywhere into sound bytes."""
 

@@ -192,7 +192,7 @@ RUN_OF_CONFIG = RunRecord(
     wait_for_peers=1,
 )  # fmt: skip
 DICTIONARY = DictionaryDHTValue()
-DICTIONARY.store(b"[owner:ssh-rsa AAAA]", MSGPackSerializer.dumps(b"{}"), 2e9)
+DICTIONARY.store(identity().public_key, MSGPackSerializer.dumps(b"{}"), 2e9)
 LETTER = seal(identity(), Letter.REQUEST, "QmDestination", b"question")
 HOSTILE = (HostileInput,)
 DECODERS: dict[str, Decoder] = {
@@ -215,7 +215,9 @@ DECODERS: dict[str, Decoder] = {
     "validation_record": Decoder(
         lambda b: decode_record(ValidationRecord, b), HOSTILE, (encode_record(VALIDATION),)
     ),
-    "subkey": Decoder(judge_subkey, (), (b"[owner:ssh-rsa AAAA]", b"[owner:ssh-rsa " * 9)),
+    "subkey": Decoder(
+        judge_subkey, (), (MSGPackSerializer.dumps(identity().public_key), b"\xc4\x20" + bytes(32))
+    ),
     "msgpack": Decoder(
         judge_msgpack,
         HOSTILE,
@@ -230,7 +232,9 @@ DECODERS: dict[str, Decoder] = {
     "envelope": Decoder(open_letter, HOSTILE, (LETTER,)),
     "relayed": Decoder(_addressed, HOSTILE, (b"\x03QmAletter",)),
     "signature": Decoder(
-        lambda b: verify(b, b"data", b), (), (identity().public_key, identity().sign(b"data"))
+        lambda b: verify(b[:52].decode("latin-1"), b"data", b[52:]),
+        (),
+        (identity().peer_id.encode() + identity().sign(b"other data"),),
     ),
     "bulk": Decoder(read_bulk, (), (Ask("0" * 64, 1, 2, True).encode(), Head(1, 2, 3).encode())),
     "moments_question": Decoder(
@@ -242,7 +246,7 @@ DECODERS: dict[str, Decoder] = {
     "address": Decoder(
         lambda b: Address.parse(b.decode("utf-8", "replace")),
         (ConfigError,),
-        (b"/ip4/10.0.0.1/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",),
+        (b"/ip4/10.0.0.1/tcp/4001/p2p/12D3KooWBR76SzBMKcnnUrWNsp3AEcVYdWWm8J6mBzVDzwj4XJGU",),
     ),
     "text": Decoder(show, (), ("Zoë's 機械 \x1b[2J \u202e".encode(),)),
 }

@@ -141,8 +141,7 @@ def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
 
 
 def wish_of(signer: Identity, statement: bytes) -> Wish:
-    parts = (signer.public_key, signer.sign(statement))
-    return Wish(*(b64encode(part).decode() for part in parts))
+    return b64encode(signer.sign(statement)).decode()
 
 
 def pump_tip() -> Manifest:
@@ -156,5 +155,5 @@ def test_a_wish_of_somebody_that_stays_is_refused() -> None:
     pump.run_to_height(2)
     parent, tip = pump.nodes["A"].applied[:2]
     assert successor_problem(tip, parent, RULES, due=False) is None
-    wished = replace(tip, wishes={"B": Wish("", "")})
+    wished = replace(tip, wishes={"B": ""})
     assert successor_problem(wished, parent, RULES, due=False)

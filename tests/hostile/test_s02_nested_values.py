@@ -135,7 +135,7 @@ def test_a_value_that_is_no_byte_string_is_refused_though_its_owner_signed_it(
     victim, stranger, value: bytes
 ) -> None:
     protocol = stranger._dht._node.protocol
-    key_id, subkey = DHTID.generate(source=KEY), protocol.record_validator.local_public_key
+    key_id, subkey = DHTID.generate(source=KEY), protocol.record_validator.subkey
     expiration = get_dht_time() + 60
     subkey_bytes = MSGPackSerializer.dumps(subkey)
     record = DHTRecord(key_id.to_bytes(), subkey_bytes, value, expiration)

@@ -138,7 +138,7 @@ def test_markup_in_a_name_or_reason_is_shown_and_not_obeyed(
 def test_long_peer_ids_in_reasons_become_keys(
     make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
 ) -> None:
-    known, gone = "Qm" + "a" * 44, "Qm" + "b" * 38 + "cdefgh"
+    known, gone = "12D3KooW" + "a" * 44, "12D3KooW" + "b" * 38 + "cdefgh"
     reason = f"expert 7: {gone} left, adopted by {known}, load 3/4"
     found = snapshot_of(make_sighting(peers={known: make_peer(known, reason=reason)}))
     assert found

@@ -18,9 +18,9 @@ from swarm.network.daemon import Address
 DAY_S = 86_400.0
 WALL = 1.7e9
 IDS = [
-    "QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1",
-    "QmcEbsG1Pg5tQsfZk2NRDFJKGbBhJit15kZpFdKKm4xEXn",
-    "QmPj2thpmMN9wsWmcyguSB3xQhnDtu3T7v3U7pXdJknPTV",
+    "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf",
+    "12D3KooWLjnkCzkUbQjq55TtGGsT9dY5cknSpy1Qik5a8qLoDKUn",
+    "12D3KooWP1ZxhvKZd4QgU5dG4xq3mCj6SwFD3iEAppUqJqXXV9cx",
 ]
 
 

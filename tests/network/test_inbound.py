@@ -136,7 +136,7 @@ def successor(tip: Manifest) -> Manifest:
 
 def signed(identity: Identity, ballot: Ballot, digest: str, run: str = RUN) -> Signature:
     statement = accept_statement(run, ballot, digest)
-    return Signature(identity.public_key, identity.sign(statement))
+    return identity.sign(statement)
 
 
 # ---------------------------------------------------------------- what is in order
@@ -177,7 +177,8 @@ def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hol
 
 
 def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: Desk) -> None:
-    offers = {f"P{number}": make_offer(RULES, f"P{number}", TIP) for number in range(inbound.MANY)}
+    makers = [f"P{one}" for one in "123456789ACDEFGH"[: inbound.MANY]]
+    offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
     assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
     desk.downloads.asked.clear()
@@ -257,7 +258,8 @@ def test_a_flood_of_one_peer_is_cut_off_and_others_are_heard(desk: Desk, monkeyp
 
 
 def test_what_a_stranger_names_is_fetched_only_if_it_may_send_that(desk: Desk) -> None:
-    offers = {f"P{number}": make_offer(RULES, f"P{number}", TIP) for number in range(40)}
+    makers = ["P" + "x" * number for number in range(40)]
+    offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     for message in (
         Roster(Ballot(0, "S"), TIP.digest, offers, ("S",)),
         Propose(Ballot(0, "S"), TIP, ()),

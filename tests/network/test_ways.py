@@ -13,7 +13,7 @@ from swarm.network.control import Control
 from swarm.network.relay import Relay
 from swarm.network.ways import Ways
 
-PEER = "QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
 
 class Stage:

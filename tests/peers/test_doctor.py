@@ -12,7 +12,7 @@ from swarm.config import NetworkSection
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL, Prober
 
-DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 RUN_FILE = Path(__file__).parents[2] / "configs/runs/demo.toml"
 LISTEN = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 

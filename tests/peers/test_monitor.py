@@ -14,7 +14,7 @@ from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.records import PeerRecord, RunRecord, RunState, ValidationRecord
 from tests.peer_records import peer_record
 
-DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmUBge6fwpafbup2KbdTr4PAApu1QhfDPWTZx5YC6pRXY1"
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
 
 def manifest(round_: int) -> Manifest:

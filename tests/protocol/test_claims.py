@@ -29,7 +29,6 @@ from swarm.protocol.messages import (
     Ready,
     Reduced,
     Roster,
-    Signature,
 )
 from swarm.protocol.wire import encode
 from tests.protocol.round_pump import found, make_offer, make_rules
@@ -51,7 +50,7 @@ CASES: list[tuple[Message, int, str | None]] = [
     (Roster(BALLOT, TIP.digest, {}, ("A",)), 0, "roster_of_stranger"),
     (Reduced(BALLOT, TIP.digest, {}, {}), 0, "reduced_of_stranger"),
     (Propose(BALLOT, TIP, ()), 1, "propose_of_stranger"),
-    (Accept(BALLOT, TIP.digest, Signature(b"key", b"signed")), 0, "accept_of_stranger"),
+    (Accept(BALLOT, TIP.digest, bytes(64)), 0, "accept_of_stranger"),
     (Commit(TIP, None, None), 2, None),
     (Commit(replace(TIP, height=1), None, TIP), 3, None),
 ]

@@ -10,7 +10,7 @@ import swarm.protocol
 from swarm.errors import BadMessage
 from swarm.experts import expert_unit
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Member, Wish
+from swarm.protocol.manifest import Member
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.moments import (
     Moments,
@@ -49,7 +49,7 @@ def next_round(tip, rules, contributors, *, leaving=(), joiners=None):
     """The manifest of a round that these peers contributed to."""
     plan = plan_roster(tip, {peer: make_offer(rules, peer, tip) for peer in contributors}, rules)
     results = {unit: ReducedUnit(name("mean", unit, tip.digest), 100) for unit in plan.reducers}
-    attendance = Attendance(contributors, dict.fromkeys(leaving, Wish("", "")), joiners or {})
+    attendance = Attendance(contributors, dict.fromkeys(leaving, ""), joiners or {})
     return compose_round(tip, plan, results, attendance, rules)
 
 

@@ -27,7 +27,6 @@ from swarm.protocol.messages import (
     Reduced,
     ReducedUnit,
     Roster,
-    Signature,
 )
 from swarm.protocol.rounds.checks import commit_problem, reform_problem, successor_problem
 from swarm.protocol.rounds.rosters import assign_reducers, offer_problem, plan_roster, sources_of
@@ -46,7 +45,7 @@ def run_of_three() -> Pump:
 PUMP = run_of_three()
 PARENT, TIP = PUMP.nodes["A"].applied[1:3]
 RECORD = PUMP.nodes["A"].record
-SIGNED = Signature(b"key", b"signature")
+SIGNED = bytes(64)
 
 
 # ---------------------------------------------------------------- offers and rosters

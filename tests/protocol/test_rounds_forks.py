@@ -32,7 +32,6 @@ from swarm.protocol.messages import (
     Prepare,
     Propose,
     Ready,
-    Signature,
 )
 from swarm.protocol.rounds import Phase
 from swarm.protocol.rounds.deals import book_of_reform
@@ -137,7 +136,7 @@ def test_a_peer_that_hears_a_quorum_holds_a_reform_back_and_says_so() -> None:
     machine = pump.nodes["A"].machine
     reform = reform_of(machine.tip, ["D", "E"])
     header = Header(reform.code, reform.digest, reform.generation)
-    left = Certificate(Ballot(0, "D"), {"D": Signature(b"", b"")})
+    left = Certificate(Ballot(0, "D"), {"D": bytes(64)})
     effects = machine.handle(Received("D", header, Commit(reform, left, machine.tip)), pump.now)
     assert not any(isinstance(effect, Persist | Apply) for effect in effects)
     assert "held back" in machine.reason

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.protocol.manifest import Head, Kind, PeerId
-from swarm.protocol.messages import Ballot, Certificate, Link, Signature
+from swarm.protocol.messages import Ballot, Certificate, Link
 from swarm.protocol.trust import MAX_LINKS, Chain, proof_problem, step_problem
 
-SIGNED = Signature(b"key", b"signature")
+SIGNED = bytes(64)
 
 
 def head(members: Sequence[PeerId], height: int = 0, parent: Head | None = None, **more) -> Head:

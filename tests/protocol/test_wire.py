@@ -27,7 +27,6 @@ from swarm.protocol.messages import (
     Reduced,
     ReducedUnit,
     Roster,
-    Signature,
 )
 from swarm.protocol.recording import decode_record, encode_record
 from swarm.protocol.wire import (
@@ -55,7 +54,7 @@ NEXT = replace(
 OFFER = make_offer(RULES, "A", TIP)
 BALLOT = Ballot(3, "A")
 HEADER = Header(NEXT.code, NEXT.digest, NEXT.generation)
-SIGNATURE = Signature(b"k" * 294, b"s" * 256)
+SIGNATURE = b"s" * 64
 CERTIFICATE = Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE})
 MESSAGES: list[Message] = [
     Hello(ask=True),
@@ -176,8 +175,10 @@ def _changed(message: Message, path: list[object], value: object) -> bytes:
         (MESSAGES[3], ["message", "capacity"], float("inf")),
         (MESSAGES[2], ["message", "offer", "num_bytes"], 2**40),
         (MESSAGES[7], ["message", "manifest", "num_bytes"], 2**40),
-        (MESSAGES[8], ["message", "signature", "public_key"], "not base64!"),
-        (MESSAGES[8], ["message", "signature", "signature"], "QUJD" * 1000),
+        (MESSAGES[8], ["message", "signature"], "not base64!"),
+        (MESSAGES[8], ["message", "signature"], "QUJD" * 22),
+        (MESSAGES[8], ["message", "signature"], "A" * 85 + "B=="),
+        (MESSAGES[8], ["message", "signature"], "A" * 84 + "=="),
     ],
 )
 def test_a_wrong_field_is_refused_with_a_reason(

@@ -69,8 +69,7 @@ class Contributor(Adopter):
 
     def _wish(self) -> Wish:
         """Proves to all that this peer asked to leave: no convener can say so of another [R1]."""
-        signed = self._sign(leave_statement(self.rules.run, self.tip.digest))
-        return Wish(b64encode(signed.public_key).decode(), b64encode(signed.signature).decode())
+        return b64encode(self._sign(leave_statement(self.rules.run, self.tip.digest))).decode()
 
     def _worked_s(self) -> float:
         """How long this peer has worked on the tip; the wait for others does not count.
