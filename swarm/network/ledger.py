@@ -33,6 +33,7 @@ class Cost(StrEnum):
     MESSAGES = "messages"  # calls over the control path
     LETTERS = "letters"  # calls that bring what another peer has sealed
     BYTES = "bytes"  # attachments that are to be fetched
+    MANIFESTS = "manifests"  # bytes of manifests that a stranger has proved
     SECONDS = "seconds"  # processor time for parsing and decoding
     PENDING = "pending"  # messages that are being worked on
     STREAMS = "streams"  # streams that are served
@@ -71,8 +72,10 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
     # A relay carries the messages of many, and each is charged to its origin when it is opened.
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
-    # The offers of a roster are charged to its convener. A stranger needs one COMMIT now and then.
+    # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
+    # Two manifests of 8 MiB each go with a COMMIT; nobody proves one that this peer does not want.
+    Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
     # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.
     Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
     Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
