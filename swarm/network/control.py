@@ -96,7 +96,7 @@ class Control:
 
         async def answered(payload: _Payload, context: P2PContext) -> _Payload:
             source = self._receive(payload, context)
-            self._locate(p2p, source)
+            self.locate(p2p, source)
             data = await self._bounded(paid(source, payload.data))
             assert len(data) <= MAX_ANSWER_BYTES, f"answer of {len(data)} bytes"
             self.traffic.control_bytes_sent += len(data)
@@ -112,7 +112,7 @@ class Control:
         """
         self.ledger.take(source, cost, 1, time.monotonic())
 
-    def _locate(self, p2p: P2P, source: str) -> None:
+    def locate(self, p2p: P2P, source: str) -> None:
         """Has the networks of connected peers looked up, where that of a stranger is not known."""
         now_s = time.monotonic()
         if self.ledger.is_member(source) or self.ledger.is_located(source):

@@ -16,8 +16,10 @@ from swarm.errors import NobodyReachable, SwarmError
 from swarm.network.bounded_msgpack import BoundedSerializer, guard_hivemind
 from swarm.network.daemon import Address
 from swarm.network.holder import HeldRecords, NoCache
+from swarm.network.ledger import Ledger
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.network.steady_clock import dht_clock
+from swarm.network.stores import guard_stores
 from swarm.network.traffic import Traffic
 from swarm.protocol.records import MAX_RUN_RECORD_BYTES, runs_keys
 
@@ -44,17 +46,18 @@ class Dht:
         node: DHTNode,
         validator: SignedRecords,
         traffic: Traffic,
-        is_member: Callable[[str], bool],
+        ledger: Ledger,
+        locate: Callable[[str], None],
     ) -> None:
         self._node = node
         self._validator = validator
         self._traffic = traffic
         me: str = node.peer_id.to_base58()
-        self._is_member: Callable[[str], bool] = lambda peer: peer == me or is_member(peer)
+        self._is_member: Callable[[str], bool] = lambda peer: peer == me or ledger.is_member(peer)
         limits = {
             DHTID.generate(source=key): MAX_RUN_RECORD_BYTES + ROOM_BYTES for key in runs_keys()
         }
-        held = HeldRecords(self._is_member, traffic.refuse, limits)
+        held = HeldRecords(me, ledger, locate, traffic.refuse, limits)
         held.take_over(node.protocol.storage)  # since it was reached by others
         node.protocol.storage, node.protocol.cache = held, NoCache()
         self._expirations: dict[str, float] = {}
@@ -121,7 +124,8 @@ async def open_dht(
     p2p: P2P,
     validator: SignedRecords,
     traffic: Traffic,
-    is_member: Callable[[str], bool],
+    ledger: Ledger,
+    locate: Callable[[str], None],
     *,
     peers: Sequence[Address],
     client_mode: bool,
@@ -134,6 +138,7 @@ async def open_dht(
         SwarmError: this machine's clock differs too much from theirs, or they cannot dial back.
     """
     guard_hivemind()
+    guard_stores()
     try:
         node = await DHTNode.create(
             p2p=p2p,
@@ -154,4 +159,4 @@ async def open_dht(
         texts = ", ".join(address.text for address in peers)
         raise NobodyReachable(f"none of {texts} is a living peer") from error
     node.protocol.serializer = BoundedSerializer(traffic.refuse)
-    return Dht(node, validator, traffic, is_member)
+    return Dht(node, validator, traffic, ledger, locate)

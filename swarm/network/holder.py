@@ -6,15 +6,20 @@ out in one message, and all records at once to a node that it meets: more than 4
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from swarm.errors import TooCostly
+from swarm.network.ledger import Cost, Ledger
 from swarm.network.signed_records import owner_of
 from swarm.network.steady_clock import dht_clock
 
@@ -31,14 +36,21 @@ OVERHEAD_BYTES = 64
 """Of a record in a message, besides its subkey and its value."""
 SWEEP_S = 1.0
 
+OWN = "own"
+"""Network of what this peer stores itself."""
+
 Place = tuple[DHTID, bytes]
+Origin = tuple[str, str]
+"""The network from which something was stored, and its owner."""
+Name = TypeVar("Name", str, Origin)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A record, and when it came in the order of all."""
+    """A record, when it came in the order of all, and from which network it was stored."""
 
     owner: str
+    network: str
     value: bytes
     expiration: float
     num_bytes: int
@@ -48,28 +60,37 @@ class Held:
 class HeldRecords(DHTLocalStorage):
     """Takes the place of hivemind's storage.
 
-    Members of the run go first. Within each group whoever holds the most gives way to who holds
-    less, and between equals what was there first stays: to push out or to shut out an owner of
-    small records takes as many identities as there is room for.
+    Members of the run go first. Among strangers the network from which most was stored gives way to
+    those from which less was, and within it, as among members, the owner that has most; between
+    equals what was there first stays. So to push out or to shut out a stranger with small records
+    takes as many networks as there is room for, or as many identities of its own network.
     """
 
     def __init__(
         self,
-        is_member: Callable[[str], bool],
+        me: str,
+        ledger: Ledger,
+        locate: Callable[[str], None],
         refuse: Callable[[str], None],
         limits: Mapping[DHTID, int],
     ) -> None:
         """Begins empty.
 
         Args:
-            is_member: whether an owner's records go before those of strangers.
+            me: counts as a member.
+            ledger: says who is a member and from where, and what each sender may store.
+            locate: has it looked up from where a sender is connected.
             refuse: counts a refusal by its reason.
             limits: the largest record (bytes, signed) of keys that are known.
         """
         super().__init__()
-        self._is_member, self._refuse, self._limits = is_member, refuse, limits
+        self._me, self._ledger, self._locate = me, ledger, locate
+        self._refuse, self._limits = refuse, limits
         self._keys: dict[DHTID, dict[bytes, Held]] = {}
         self._used: Counter[str] = Counter()
+        self._used_from: Counter[Origin] = Counter()
+        """The same by network and owner."""
+        self._network = OWN
         self._arrivals = count()
         self._swept_s = 0.0
 
@@ -77,6 +98,25 @@ class HeldRecords(DHTLocalStorage):
     def num_bytes(self) -> int:
         """What all records take in a message."""
         return sum(self._used.values())
+
+    @contextmanager
+    def stored_by(self, sender: str, num_bytes: int) -> Iterator[bool]:
+        """Whether a sender may have so many bytes stored, which until the end are its doing.
+
+        hivemind stores what came in one call without waiting for anything in between.
+        """
+        self._locate(sender)
+        try:
+            self._ledger.take(sender, Cost.RECORDS, num_bytes, time.monotonic())
+        except TooCostly as error:
+            self._refuse(error.reason)
+            yield False
+            return
+        self._network = self._ledger.network_of(sender)
+        try:
+            yield True
+        finally:
+            self._network = OWN
 
     def take_over(self, storage: DHTLocalStorage) -> None:
         """Takes what hivemind's own storage holds, as if it came now."""
@@ -104,9 +144,11 @@ class HeldRecords(DHTLocalStorage):
         arrived = old.arrived if old else next(self._arrivals)
         self._drop((key, subkey))
         size = len(value) + len(subkey) + OVERHEAD_BYTES
-        held = Held(owner_of(subkey) or "", value, expiration_time, size, arrived)
+        owner = owner_of(subkey) or ""
+        held = Held(owner, self._network, value, expiration_time, size, arrived)
         self._keys.setdefault(key, {})[subkey] = held
-        self._used[held.owner] += size
+        self._used[owner] += size
+        self._used_from[held.network, owner] += size
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
@@ -138,35 +180,54 @@ class HeldRecords(DHTLocalStorage):
         has_room = self._used[owner] + growth <= MAX_OWNER_BYTES and self._make_room(owner, growth)
         return None if has_room else "record_room"
 
+    def _is_member(self, owner: str) -> bool:
+        return owner == self._me or self._ledger.is_member(owner)
+
     def _make_room(self, owner: str, growth: int) -> bool:
         """Drops what has to give way to `growth` bytes of an owner; False if nothing has to."""
-        is_member = self._is_member(owner)
-        mine = self._used[owner] + growth
-        while True:
-            total = self.num_bytes + growth
-            if total <= MAX_STRANGERS_BYTES:
-                return True
-            strangers = {one: used for one, used in self._used.items() if not self._is_member(one)}
-            is_over = total > MAX_HELD_BYTES
-            if not is_member:
-                is_over |= sum(strangers.values()) + growth > MAX_STRANGERS_BYTES
-            if not is_over:
-                return True
-            victims = strangers
-            if not (is_member and strangers):
-                group = self._used if is_member else strangers
-                victims = {one: used for one, used in group.items() if used > mine}
-            victims.pop(owner, None)
-            if not victims:
+        while self._is_full(owner, growth):
+            victim = self._victim(owner, growth)
+            if victim is None:
                 return False
-            self._drop_largest(max(reversed(victims), key=victims.__getitem__))
+            self._drop_largest(victim)
+        return True
 
-    def _drop_largest(self, owner: str) -> None:
+    def _is_full(self, owner: str, growth: int) -> bool:
+        total = self.num_bytes + growth
+        if total <= MAX_STRANGERS_BYTES or self._is_member(owner):
+            return total > MAX_HELD_BYTES
+        strangers = sum(used for one, used in self._used.items() if not self._is_member(one))
+        return total > MAX_HELD_BYTES or strangers + growth > MAX_STRANGERS_BYTES
+
+    def _victim(self, owner: str, growth: int) -> Origin | None:
+        """What gives way to so much more of an owner, if anything has to."""
+        mine, is_member = self._used[owner] + growth, self._is_member(owner)
+        strangers = {at: used for at, used in self._used_from.items() if not self._is_member(at[1])}
+        if is_member and not strangers:
+            origins = self._used_from.items()
+            return _largest({at: used for at, used in origins if self._used[at[1]] > mine})
+        totals: Counter[str] = Counter()
+        for (network, _), used in strangers.items():
+            totals[network] += used
+        largest = _largest(totals)
+        network = self._network if largest is None else largest
+        is_larger = is_member or totals[network] > totals[self._network] + growth
+        if not is_larger:
+            network = self._network
+        return _largest(
+            {
+                at: used
+                for at, used in strangers.items()
+                if at[0] == network and at[1] != owner and (is_larger or used > mine)
+            }
+        )
+
+    def _drop_largest(self, origin: Origin) -> None:
         places = (
             (held.num_bytes, held.arrived, (key, subkey))
             for key, records in self._keys.items()
             for subkey, held in records.items()
-            if held.owner == owner
+            if (held.network, held.owner) == origin
         )
         self._drop(max(places, key=lambda place: place[:2])[2])
 
@@ -178,6 +239,10 @@ class HeldRecords(DHTLocalStorage):
         self._used[held.owner] -= held.num_bytes
         if not self._used[held.owner]:
             del self._used[held.owner]
+        origin = held.network, held.owner
+        self._used_from[origin] -= held.num_bytes
+        if not self._used_from[origin]:
+            del self._used_from[origin]
         if not self._keys[key]:
             del self._keys[key]
 
@@ -194,6 +259,11 @@ class HeldRecords(DHTLocalStorage):
         ]
         for place in expired:
             self._drop(place)
+
+
+def _largest(used: Mapping[Name, int]) -> Name | None:
+    """Who has most; of equals the one that came last."""
+    return max(reversed(list(used)), key=used.__getitem__, default=None)
 
 
 class NoCache(DHTLocalStorage):

@@ -1,7 +1,7 @@
 """Control messages of other peers: judge, fetch what they refer to, decode, verify, hand on.
 
 What passes here is what its sender may send, has the right schema, all its attached blobs, and only
-signatures that hold. What strangers have fetched here is in memory only, until it is decoded.
+signatures that hold. The one message of strangers that names blobs is their COMMIT (`proving.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
+from swarm.network.costs import Costs
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import verify
 from swarm.network.ledger import Cost, Held, Ledger
+from swarm.network.proving import Proving
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol.claims import Standing, claim_of, refusal_of
@@ -38,20 +39,17 @@ from swarm.protocol.messages import (
     Signature,
     accept_statement,
 )
+from swarm.protocol.trust import Foothold
 from swarm.protocol.wire import attachments_of, decode, holders_of
 
 logger = logging.getLogger(__name__)
 
 ATTACHMENT_DEADLINE_S = 20.0
-LARGE_BYTES = 2**18
-"""Attachments of more are decoded in another thread: a roster of 256 peers takes a second."""
 MANY = 16
 """More blobs beside a message are asked of others first."""
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
-
-Result = TypeVar("Result")
 
 
 class Shown:
@@ -78,7 +76,12 @@ class Inbound:
     """Takes control messages off the network and hands those that are in order on as events."""
 
     def __init__(
-        self, transfers: Transfers, ledger: Ledger, run: str, deliver: Callable[[Event], None]
+        self,
+        transfers: Transfers,
+        ledger: Ledger,
+        run: str,
+        deliver: Callable[[Event], None],
+        foothold: Callable[[], Foothold],
     ) -> None:
         """Waits for messages.
 
@@ -87,8 +90,12 @@ class Inbound:
             ledger: says who is a member, and what each sender may cost.
             run: its id, which signatures bind.
             deliver: takes each message that is in order.
+            foothold: what this peer believes, and strangers may prove more from.
         """
-        self._downloads, self._aside = transfers.downloads, transfers.aside
+        self._downloads = transfers.downloads
+        self._proving = Proving(
+            transfers.aside, transfers.downloads.store, foothold, partial(_sound, run=run)
+        )
         self._ledger, self._run, self._deliver = ledger, run, deliver
         self.refused: Counter[str] = Counter()
         self._shown = Shown()
@@ -114,9 +121,8 @@ class Inbound:
         costs = Costs(source, self._ledger)
         try:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
-                opening = self._open if is_member else self._open_aside
+                opening = self._open if is_member else self._open_of_stranger
                 header, message = await opening(source, payload, costs)
-            message = await costs.parsing(partial(verified, header, message, source, self._run))
             self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
@@ -131,63 +137,32 @@ class Inbound:
 
     async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
         downloads, shown = self._downloads, self._shown
-        return await open_message(
+        header, message = await open_message(
             source, payload, downloads.store, downloads, shown=shown, costs=costs
         )
+        return header, await self._verified(header, message, source, costs)
 
-    async def _open_aside(
+    async def _open_of_stranger(
         self, source: PeerId, payload: bytes, costs: Costs
     ) -> tuple[Header, Message]:
         """Opens what a stranger sent, if it may; none of it comes to the peer's own store.
 
         Raises:
-            HostileInput: it may not, or it costs too much.
+            HostileInput: it may not, or it costs too much, or proves nothing.
         """
         claim = await costs.parsing(partial(claim_of, payload))
         refusal = refusal_of(claim, Standing.STRANGER)
         if refusal:
             raise BadMessage(refusal, f"a stranger may not send this {claim.kind.upper()}")
-        own, aside = self._downloads.store, self._aside.store
-        digests = [digest for digest, _ in claim.attachments]
-        aside.pin(digests)
-        try:
-            for digest in digests:
-                if (blob := own.get(digest)) is not None:
-                    aside.put(blob, digest)
-            return await open_message(source, payload, aside, self._aside, costs=costs)
-        finally:
-            aside.unpin(digests)
-            aside.collect(())
+        if claim.kind == "commit":
+            return await self._proving.open(source, payload, claim, costs)
+        header, message = await costs.parsing(partial(decode, payload, {}))
+        return header, await self._verified(header, message, source, costs)
 
-
-class Costs:
-    """What one message costs its sender."""
-
-    def __init__(self, source: PeerId, ledger: Ledger) -> None:
-        self._source, self._ledger = source, ledger
-
-    def fetching(self, num_bytes: int) -> None:
-        """Charges attachments that are not here; raises TooCostly."""
-        self._ledger.take(self._source, Cost.BYTES, num_bytes, time.monotonic())
-
-    async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
-        """Does some work, perhaps in another thread, and charges the processor time it took."""
-        spent_s: list[float] = []
-        try:
-            if off_loop:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(None, _timed, work, spent_s)
-            return _timed(work, spent_s)
-        finally:
-            self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())
-
-
-def _timed(work: Callable[[], Result], spent_s: list[float]) -> Result:
-    began_s = time.thread_time()
-    try:
-        return work()
-    finally:
-        spent_s.append(time.thread_time() - began_s)
+    async def _verified(
+        self, header: Header, message: Message, source: PeerId, costs: Costs
+    ) -> Message:
+        return await costs.parsing(partial(verified, header, message, source, self._run))
 
 
 async def open_message(
@@ -227,8 +202,8 @@ async def open_message(
             missing.append(Want(digest, size, tuple(dict.fromkeys(sources))))
         await downloads.fetch(missing, check=None, on_blob=_ignore, on_failure=_ignore)
     blobs = {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
-    is_large = sum(map(len, blobs.values())) > LARGE_BYTES
-    return await costs.parsing(partial(decode, payload, blobs), off_loop=is_large)
+    size = sum(map(len, blobs.values()))
+    return await costs.parsing(partial(decode, payload, blobs), num_bytes=size)
 
 
 def _ignore(*_: str) -> None:
@@ -251,18 +226,21 @@ def verified(header: Header, message: Message, source: PeerId, run: str) -> Mess
         raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
     if isinstance(message, Commit):
         path = tuple(
-            replace(link, certificate=_sound(link.certificate, link.head.digest, run))
+            replace(
+                link,
+                certificate=link.certificate and _sound(link.certificate, link.head.digest, run),
+            )
             for link in message.path
         )
-        certificate = _sound(message.certificate, message.manifest.digest, run)
+        certificate = message.certificate and _sound(
+            message.certificate, message.manifest.digest, run
+        )
         return replace(message, certificate=certificate, path=path)
     return message
 
 
-def _sound(certificate: Certificate | None, digest: Digest, run: str) -> Certificate | None:
+def _sound(certificate: Certificate, digest: Digest, run: str) -> Certificate:
     """The certificate with only those signatures that are right."""
-    if certificate is None:
-        return None
     ballot = certificate.ballot
     signatures = {
         peer: signature

@@ -33,6 +33,7 @@ class Cost(StrEnum):
     MESSAGES = "messages"  # calls over the control path
     LETTERS = "letters"  # calls that bring what another peer has sealed
     BYTES = "bytes"  # attachments that are to be fetched
+    MANIFESTS = "manifests"  # bytes of manifests that a stranger has proved
     SECONDS = "seconds"  # processor time for parsing and decoding
     PENDING = "pending"  # messages that are being worked on
     STREAMS = "streams"  # streams that are served
@@ -40,6 +41,7 @@ class Cost(StrEnum):
     FORWARDS = "forwards"  # messages that are being passed on for others
     RELAYED = "relayed"  # streams that are being passed on for others
     MEASURED = "measured"  # bytes that only measure a link
+    RECORDS = "records"  # bytes of records that are to be stored in this peer's part of the DHT
     DIALS = "dials"  # connections tried at somebody's wish
 
 
@@ -64,15 +66,17 @@ class Limit:
     stranger: Rate
 
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 LIMITS: Mapping[Cost, Limit] = {
     # 1,024 members that each answer a poll of 1.5 s send 683 a second to a convener. A stranger
     # that joins sends a READY and some HELLOs in 3 s, and a burst of questions before.
     Cost.MESSAGES: Limit(Rate(2048, 1024), Rate(512, 64), Rate(32, 8)),
     # A relay carries the messages of many, and each is charged to its origin when it is opened.
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
-    # The offers of a roster are charged to its convener. A stranger needs one COMMIT now and then.
+    # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
+    # Two manifests of 8 MiB each go with a COMMIT; nobody proves one that this peer does not want.
+    Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
     # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.
     Cost.SECONDS: Limit(Rate(8.0, 0.4), Rate(4.0, 0.1), Rate(0.5, 0.02)),
     Cost.PENDING: Limit(Rate(2048), Rate(32), Rate(4)),
@@ -83,6 +87,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
     # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.
     Cost.MEASURED: Limit(Rate(1024 * MIB, 16 * MIB), Rate(64 * MIB, MIB), Rate(32 * MIB, MIB / 2)),
+    # A peer has 52 kB of records at most and renews them every 8 s. Who meets another node gives it
+    # all that it holds, 3 MiB.
+    Cost.RECORDS: Limit(Rate(32 * MIB, MIB), Rate(8 * MIB, 128 * KIB), Rate(256 * KIB, 16 * KIB)),
     Cost.DIALS: Limit(Rate(512, 8), Rate(16, 0.5), Rate(8, 0.125)),
 }
 
@@ -139,6 +146,10 @@ class Ledger:
     def is_located(self, peer: PeerId) -> bool:
         """Whether a stranger's network is known."""
         return peer in self._prefixes
+
+    def network_of(self, peer: PeerId) -> str:
+        """The network of a stranger, empty where it is not known; a member is one of its own."""
+        return peer if self.is_member(peer) else self._prefixes.get(peer, "")
 
     def take(self, peer: PeerId, cost: Cost, amount: float, now_s: float) -> Held:
         """Takes something out of a peer's accounts, or nothing out of any.

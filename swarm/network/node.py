@@ -89,8 +89,9 @@ class Node:
             p2p=self._living_p2p,
         )
         self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self.neighbours)
-        is_member = self.ledger.is_member
-        self._opening = Opening(identity, network, self.traffic, self._register, is_member)
+        self._opening = Opening(
+            identity, network, self.traffic, self._register, self.ledger, self._control.locate
+        )
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False

@@ -105,10 +105,11 @@ class RoundDriver:
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings, self._expected_at = settings, 0.0
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
+        deliver = self._inbox.put_nowait
+        self.transfers = Transfers(node, store, layout, deliver)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait
+            self.transfers, node.ledger, machine.rules.run, deliver, machine.foothold
         )
         self.refused = self.inbound.refused
         node.ledger.admit(plausible_members(machine.record))
@@ -116,8 +117,7 @@ class RoundDriver:
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._actor = Tasks("the round driver", on_failure=self._fail)
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
-        self._tip_changed = threading.Condition()
-        self._base_timers = machine.timers
+        self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
         self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
         self._left: str | None = None

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -27,6 +28,7 @@ from swarm.network.daemon import (
 )
 from swarm.network.dht import Dht, open_dht
 from swarm.network.identity import Identity
+from swarm.network.ledger import Ledger
 from swarm.network.signed_records import SignedRecords
 from swarm.network.traffic import Traffic
 
@@ -48,14 +50,16 @@ class Opening:
         network: what the person decided.
         traffic: counters.
         register: makes this peer's handlers known to a new daemon, before the DHT is up.
-        is_member: whose records in the DHT go before those of strangers.
+        ledger: what others may store in the DHT, and whose records go before those of strangers.
+        locate: has it looked up from where a peer is connected.
     """
 
     identity: Identity
     network: NetworkSection
     traffic: Traffic
     register: Register
-    is_member: Callable[[str], bool]
+    ledger: Ledger
+    locate: Callable[[P2P, str], None]
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ async def open_substrate(
             p2p,
             SignedRecords(opening.identity, opening.traffic.refuse),
             opening.traffic,
-            opening.is_member,
+            opening.ledger,
+            partial(opening.locate, p2p),
             peers=entrances,
             client_mode=opening.network.client_mode,
             must_reach=must_reach,

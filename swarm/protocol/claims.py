@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swarm.protocol import wire
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.messages import Commit, Message, Propose, Ready, Roster
-from swarm.protocol.wire import kind_and_attachments
+from swarm.protocol.messages import Commit, Header, Message, Propose, Ready, Roster
 
-MAX_STRANGER_ATTACHMENT_BYTES = 2**20
-"""One manifest of about a hundred peers. A swarm whose manifests are larger is entered by joining,
-which asks for the tip instead of waiting to be told."""
+MAX_STRANGER_PROOF_BYTES = 2**20
+"""Of 16 links at 256 members: two heads of 14 kB each, and 129 signatures of 64 bytes, which take
+30 kB with their keys and names."""
 FROM_MEMBERS_ONLY = frozenset({"roster", "reduced", "propose", "accept"})
 """Steps of a round in which only members have a part."""
 
@@ -27,10 +27,17 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a message says that it is: its type as on the wire, digest and size of attachments."""
+    """What a message says that it is.
+
+    Attributes:
+        kind: its type as on the wire.
+        attachments: digest and size of each; of a COMMIT manifest, proof and perhaps the parent.
+        header: what its sender says of itself.
+    """
 
     kind: str
     attachments: tuple[tuple[Digest, int], ...]
+    header: Header | None = None
 
 
 def claim_of(payload: Buffer) -> Claim:
@@ -39,7 +46,8 @@ def claim_of(payload: Buffer) -> Claim:
     Raises:
         BadMessage: it is not of the schema, or an attachment is announced too large.
     """
-    return Claim(*kind_and_attachments(payload))
+    header, kind, attachments = wire.summary_of(payload)
+    return Claim(kind, attachments, header)
 
 
 def outline_of(message: Message) -> Claim:
@@ -52,7 +60,7 @@ def outline_of(message: Message) -> Claim:
     elif isinstance(message, Propose):
         named = [message.manifest]
     elif isinstance(message, Commit):
-        named = [message.manifest, message.parent, "proof"]
+        named = [message.manifest, "proof", message.parent]
     return Claim(type(message).__name__.lower(), tuple(("", 0) for one in named if one))
 
 
@@ -63,15 +71,15 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
     |---|---|
     | HELLO, PREPARE | taken: they name nothing, and tell who was away that others are ahead |
     | READY | taken without offer and vote, as a wish to join |
-    | COMMIT | taken with small manifests: it is judged by its certificate, not by its sender |
+    | COMMIT | taken with a small proof, which says whether its manifest is fetched at all |
     | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger has a part in a round |
     """
     if standing is Standing.MEMBER:
         return None
     if claim.kind in FROM_MEMBERS_ONLY or (claim.kind == "ready" and claim.attachments):
         return f"{claim.kind}_of_stranger"
-    if any(num_bytes > MAX_STRANGER_ATTACHMENT_BYTES for _, num_bytes in claim.attachments):
-        return "attachment_of_stranger"
+    if claim.kind == "commit" and claim.attachments[1][1] > MAX_STRANGER_PROOF_BYTES:
+        return "proof_of_stranger"
     return None
 
 

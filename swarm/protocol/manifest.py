@@ -334,7 +334,7 @@ def decode_manifest(encoded: Buffer) -> Manifest:
         manifest = _MANIFEST.validate_json(bytes(encoded))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in problem["loc"])
+        place = ".".join(str(part) for part in problem["loc"])[:120]
         raise BadManifest("manifest_schema", f"manifest field {place}: {problem['msg']}") from error
     if manifest.encoded != bytes(encoded):
         raise BadManifest("manifest_schema", "the manifest is not in canonical form")

@@ -21,13 +21,18 @@ nobody; it asks for the founder's signature, or for a head that a person vouches
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from swarm.errors import BadMessage
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Code, Digest, Head, Kind, is_ancestor
-from swarm.protocol.messages import Link
+from swarm.protocol.messages import Certificate, Link
 from swarm.protocol.schemas import MAX_LINKS
+
+Sound = Callable[[Certificate, Digest], Certificate]
 
 
 def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | None:
@@ -115,11 +120,75 @@ def proof_problem(
 
 
 @dataclass(frozen=True)
+class Foothold:
+    """From where a peer judges what a stranger says was decided.
+
+    Attributes:
+        chain: what it believes.
+        pursued: the body of the manifest that it is fetching already.
+    """
+
+    chain: Chain
+    pursued: Digest | None = None
+
+    def proved(
+        self, path: Sequence[Link], body: Digest, parent: Digest | None, sound: Sound
+    ) -> tuple[Link, ...] | None:
+        """The path with only sound signatures, if it proves a manifest that is better than the tip.
+
+        It is asked before a byte of the manifest is fetched, so what comes is what was decided.
+        Signatures of a link are looked at once all links before it hold.
+
+        Args:
+            path: of a COMMIT.
+            body: the blob that the COMMIT says is the manifest.
+            parent: the one that it says is the parent, if any.
+            sound: a certificate without the signatures that are wrong, for the head's digest.
+
+        Returns:
+            None if there is nothing to prove: the path begins elsewhere, or the manifest is not
+            better than the tip, or is being fetched already.
+
+        Raises:
+            BadMessage: reason `false_proof`: it does not prove what it is for.
+        """
+        if not path or path[0].head.digest not in self.chain.trusted or body == self.pursued:
+            return None
+        target = path[-1].head
+        if target.code <= self.chain.tip.code:
+            return None
+        if target.body != body:
+            raise BadMessage("false_proof", "the proof is of another manifest")
+        before = path[-1].parent or path[-2].head
+        if parent not in (None, before.body):
+            raise BadMessage("false_proof", "what comes with the manifest is not its parent")
+        checked = [Link(path[0].head)]
+        for link in path[1:]:
+            link = replace(link, certificate=link.certificate and sound(*_counted(link, checked)))
+            problem = step_problem(checked[-1].head, link)
+            if problem:
+                raise BadMessage("false_proof", problem)
+            checked.append(link)
+        return tuple(checked)
+
+
+def _counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
+    """A certificate with only those signatures that can count, so that no others cost time."""
+    assert link.certificate is not None
+    electors = {*before[-1].head.members, *(link.parent.members if link.parent else ())}
+    signatures = link.certificate.signatures
+    counted = {peer: signatures[peer] for peer in signatures if peer in electors}
+    return replace(link.certificate, signatures=counted), link.head.digest
+
+
+@dataclass(frozen=True)
 class Chain:
     """The heads behind a tip, oldest first, as far as this peer has them; the last is the tip's.
 
     Attributes:
-        links: the first has no certificate: the peer began with it.
+        links: the first has no certificate: the peer began with it. There may be ten thousands, so
+            they are looked up by their codes, which only grow, and gone through only once, at the
+            start.
     """
 
     links: tuple[Link, ...]
@@ -128,7 +197,8 @@ class Chain:
     def of(record: Record, links: Iterable[Link] = ()) -> Chain:
         """The chain that ends with a record's tip, of links that may go on or end before it."""
         tip, parent = record.tip.head, record.parent
-        kept = tuple(link for link in links if is_ancestor(link.head.code, tip.code))
+        behind = {_code(link): link for link in links if is_ancestor(_code(link), tip.code)}
+        kept = tuple(sorted(behind.values(), key=_code))
         if kept and kept[-1].head.digest == tip.digest:
             return Chain(kept)
         if record.certificate is None or parent is None:
@@ -142,26 +212,46 @@ class Chain:
         """The newest head."""
         return self.links[-1].head
 
-    @property
+    @cached_property
     def trusted(self) -> frozenset[Digest]:
         """Heads from which a proof may begin: the tip, and where reforms of its ancestry branched.
 
         At a reform's parent the old generation may have gone on, and come back as the better one.
         """
-        parents = (link.head.parent for link in self.links if link.head.kind is Kind.REFORM)
-        return frozenset([self.tip.digest, *(parent for parent in parents if parent)])
+        lineage, trusted = self.tip.lineage, {self.tip.digest}
+        for number, (height, _) in enumerate(lineage, 1):
+            at = self._place((*lineage[:number], (height, ())))
+            head = self.links[at].head if at < len(self.links) else self.tip
+            if head.kind is Kind.REFORM and head.parent:
+                trusted.add(head.parent)
+        return frozenset(trusted)
+
+    def _place(self, code: Code) -> int:
+        """How many links come before this place in the order of codes, which only grow."""
+        return bisect_left(self.links, code, key=_code)
 
     def grown(self, path: Iterable[Link]) -> Chain:
         """The chain with a new tip, which the path leads to; other branches are dropped."""
         new = [link for link in path if link.certificate]
-        code = new[-1].head.code if new else self.tip.code
+        if not new:
+            return self
         known = {link.head.digest for link in new}
-        kept = [
-            link
-            for link in self.links
-            if is_ancestor(link.head.code, code) and link.head.digest not in known
-        ]
-        return Chain((*kept, *_closed(kept, new)))
+        end = self._ancestors(new[-1].head.code)
+        begin = min(end, self._place(new[0].head.code))
+        between = [link for link in self.links[begin:end] if link.head.digest not in known]
+        kept = self.links[:begin]
+        return Chain((*kept, *_closed(kept, sorted([*between, *new], key=_code))))
+
+    def beyond(self, other: Chain) -> tuple[Link, ...]:
+        """The links whose heads another chain lacks, which this one has grown out of."""
+        shortest = range(min(len(self.links), len(other.links)))
+        first = bisect_left(shortest, True, key=lambda at: self.links[at] is not other.links[at])
+        known = {link.head.digest for link in other.links[first:]}
+        return tuple(link for link in self.links[first:] if link.head.digest not in known)
+
+    def _ancestors(self, code: Code) -> int:
+        """How many links are in the ancestry of a manifest of this code: the first so many."""
+        return bisect_right(self.links, False, key=lambda link: not is_ancestor(_code(link), code))
 
     def proof(self, since: Code | Digest | None = None) -> tuple[Link, ...]:
         """The shortest path found to the tip for a peer with another tip.
@@ -185,15 +275,12 @@ class Chain:
         return tuple(path)
 
     def _beginning(self, since: Code | Digest | None) -> int | None:
-        if since is None:
+        if since is None or since == self.links[0].head.digest:  # as newcomers ask
             return 0
-        for at in range(len(self.links) - 1, -1, -1):
-            head = self.links[at].head
-            if head.digest == since:
-                return at
-            if not isinstance(since, str) and is_ancestor(head.code, since):
-                return at
-        return None
+        if not isinstance(since, str):
+            return self._ancestors(since) - 1 if self._ancestors(since) else None
+        back = range(len(self.links) - 1, 0, -1)
+        return next((at for at in back if self.links[at].head.digest == since), None)
 
     def _furthest(self, at: int) -> int:
         """The furthest link that one step reaches, found by halving the distance."""
@@ -217,3 +304,7 @@ def _closed(kept: Sequence[Link], new: Sequence[Link]) -> list[Link]:
         closed.append(link)
         before = link.head
     return closed
+
+
+def _code(link: Link) -> Code:
+    return link.head.code

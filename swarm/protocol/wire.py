@@ -91,17 +91,18 @@ def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
     Raises:
         BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    return kind_and_attachments(payload)[1]
+    return summary_of(payload)[2]
 
 
-def kind_and_attachments(payload: Buffer) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """The type of a message, and what `attachments_of` says of it, from one look at it.
+def summary_of(payload: Buffer) -> tuple[Header, str, tuple[tuple[str, int], ...]]:
+    """Header and type of a message, and what `attachments_of` says of it, from one look at it.
 
     Raises:
         BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    message = _frame(payload).message
-    return message.type, tuple((blob.digest, blob.num_bytes) for blob in _attached(message))
+    frame = _frame(payload)
+    attached = tuple((blob.digest, blob.num_bytes) for blob in _attached(frame.message))
+    return frame.header.value(), frame.message.type, attached
 
 
 def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:
@@ -239,6 +240,17 @@ def linked(link: Link) -> dict[str, Any]:
     }
 
 
+def decode_proof(encoded: Buffer) -> tuple[Certificate | None, tuple[Link, ...]]:
+    """Certificate and path of a COMMIT, from bytes that are not trusted.
+
+    Raises:
+        BadMessage: not of the schema.
+    """
+    proof = parse(ProofSchema, encoded, "proof")
+    certificate = proof.certificate.value() if proof.certificate else None
+    return certificate, tuple(link.value() for link in proof.path)
+
+
 def _frame(payload: Buffer) -> FrameSchema:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise BadMessage("message_size", f"a message of {len(payload)} bytes is too large")
@@ -268,7 +280,7 @@ def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, int]]:
         yield from ((blob, MAX_OFFER_BYTES) for blob in message.offers.values())
     elif isinstance(message, ProposeSchema | CommitSchema):
         yield message.manifest, MAX_MANIFEST_BYTES
-        if isinstance(message, CommitSchema):
+        if isinstance(message, CommitSchema):  # in the order that `Claim` promises
             yield message.proof, MAX_PROOF_BYTES
             if message.parent:
                 yield message.parent, MAX_MANIFEST_BYTES
@@ -311,13 +323,9 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
         case AcceptSchema():
             return Accept(body.ballot.value(), body.digest, b64decode(body.signature))
         case CommitSchema():
-            proof = parse(ProofSchema, blobs[body.proof.digest], "proof")
-            return Commit(
-                _manifest(body.manifest, blobs),
-                proof.certificate.value() if proof.certificate else None,
-                _manifest(body.parent, blobs) if body.parent else None,
-                tuple(link.value() for link in proof.path),
-            )
+            certificate, path = decode_proof(blobs[body.proof.digest])
+            parent = _manifest(body.parent, blobs) if body.parent else None
+            return Commit(_manifest(body.manifest, blobs), certificate, parent, path)
 
 
 def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:

@@ -72,4 +72,4 @@ def test_nothing_that_a_stranger_says_was_decided_is_believed(tmp_path: Path) ->
         rounds = [event["round"] for event in applied(events, "quorum")]
         assert rounds == list(range(1, ROUNDS + 1))
         assert not {event["digest"] for event in events if "digest" in event} & forged
-    assert sum(events[-1]["refused"].get("bad_commit", 0) for events in histories) > 0
+    assert sum(events[-1]["refused"].get("false_proof", 0) for events in histories) > 0

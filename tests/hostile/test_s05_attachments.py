@@ -13,7 +13,7 @@ import pytest
 
 from swarm.network.blobs import BlobStore
 from swarm.network.ledger import LIMITS, Cost
-from swarm.protocol.claims import MAX_STRANGER_ATTACHMENT_BYTES
+from swarm.protocol.claims import MAX_STRANGER_PROOF_BYTES
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.messages import Ballot, Commit, Header, Message, Ready, Roster
@@ -44,7 +44,7 @@ def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -
     """A message in which each attachment is other bytes of this size, which the store has."""
     frame = json.loads(encode(header, message)[0])
     body = frame["message"]
-    for named in [*body.get("offers", {}).values(), body.get("manifest")]:
+    for named in [*body.get("offers", {}).values(), body.get("proof")]:
         if named:
             blob = random.Random(time.monotonic_ns()).randbytes(num_bytes)
             named |= {"digest": store.put(blob, digest_of(blob)), "num_bytes": num_bytes}
@@ -81,9 +81,7 @@ def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
     tip = replace(found(RULES, [victim.node.peer_id, member.peer_id]), run=RUN)
     began_s = time.monotonic()
     for _ in range(COMMITS):
-        commit = naming(
-            store, header_of(tip), Commit(tip, None, None), MAX_STRANGER_ATTACHMENT_BYTES
-        )
+        commit = naming(store, header_of(tip), Commit(tip, None, None), MAX_STRANGER_PROOF_BYTES)
         post(attacker, victim, commit)
     victim.settle()
     passed_s = time.monotonic() - began_s

@@ -13,6 +13,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.finding import announced_runs
 from swarm.network.holder import MAX_HELD_BYTES
 from swarm.network.joining import present_peers, publish_peer
+from swarm.network.ledger import LIMITS, Cost
 from swarm.network.node import Node
 from swarm.network.observer import Observer
 from swarm.protocol.records import (
@@ -23,7 +24,8 @@ from swarm.protocol.records import (
     runs_keys,
     shard_of,
 )
-from tests.hostile.false_records import WAIT_S, Stranger, store, strangers
+from tests.hostile.false_records import IN_ONE_CALL, WAIT_S, Stranger, store, strangers
+from tests.hostile.victim import wait_until
 from tests.network.conftest import Peers
 from tests.network.test_observer import Lonely
 from tests.peer_records import peer_record
@@ -84,6 +86,26 @@ def test_however_large_the_records_are_the_run_and_its_peers_are_seen(
     seen = run_program(lonely)
     assert seen["run_id"] == lonely.id and len(seen["peers"]) == 2
     assert lonely.node._dht._node.protocol.storage.num_bytes <= MAX_HELD_BYTES
+
+
+def test_whoever_stores_is_known_and_pays(
+    lonely: Lonely, lasting_peers: Peers, crowd: list[Stranger]
+) -> None:
+    """Over real nodes: however many keys it has made, one sender has a bound."""
+    sender = lasting_peers.node(network=NetworkSection(client_mode=True))
+    storage = lonely.node._dht._node.protocol.storage
+    before = lonely.node.traffic.refused["records_of_stranger"]
+    flood = [(who, b"x" * LARGEST) for who in crowd]
+    kept = store(sender, lonely.node, peers_key(lonely.id, 0), flood)
+    assert kept <= LIMITS[Cost.RECORDS].stranger.most // LARGEST + IN_ONE_CALL
+    assert lonely.node.traffic.refused["records_of_stranger"] > before
+    assert storage.num_bytes <= MAX_HELD_BYTES
+
+    def is_located() -> bool:  # networks are looked up every few seconds, when somebody stores
+        store(sender, lonely.node, peers_key(lonely.id, 0), flood[:1])
+        return lonely.node.ledger.is_located(sender.peer_id)
+
+    wait_until(is_located)
 
 
 def test_one_record_in_hivemind_s_cache_does_not_hide_the_others(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from swarm.network.blobs import BlobStore
@@ -14,9 +15,11 @@ from swarm.network.ledger import Ledger
 from swarm.network.node import Handlers, Node
 from swarm.network.serve import BlobServer
 from swarm.network.transfers import Transfers
-from swarm.protocol.events import Event, Received
+from swarm.protocol.events import Event, Received, Record
+from swarm.protocol.trust import Chain, Foothold
 from tests.network.conftest import Peers
 from tests.network.test_round_driver import LAYOUT
+from tests.protocol.round_pump import found, make_rules
 
 RUN = "run-1"
 WAIT_S = 20.0
@@ -42,7 +45,15 @@ class Victim:
             )
         )
         self.transfers = Transfers(self.node, self.store, LAYOUT, self.events.append)
-        self.inbound = Inbound(self.transfers, self.ledger, RUN, self.events.append)
+        tip = replace(found(make_rules(), [self.node.peer_id]), run=RUN)
+        self.chain = Chain.of(Record(tip, None, None))
+        self.inbound = Inbound(
+            self.transfers,
+            self.ledger,
+            RUN,
+            self.events.append,
+            lambda: Foothold(self.chain),
+        )
 
     async def _on_message(self, source: str, payload: bytes) -> None:
         self.heard += 1

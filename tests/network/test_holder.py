@@ -18,6 +18,7 @@ from swarm.network.holder import (
     OVERHEAD_BYTES,
     HeldRecords,
 )
+from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 
 KEY = DHTID.generate(source="a key")
 OTHER = DHTID.generate(source="another key")
@@ -33,14 +34,26 @@ def owners(monkeypatch: pytest.MonkeyPatch) -> None:
 class Holder:
     """A holder whose members' names begin with `m`."""
 
-    def __init__(self, limits: dict[DHTID, int] | None = None) -> None:
+    def __init__(
+        self, limits: dict[DHTID, int] | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.refused: Counter[str] = Counter()
         self.refuse = lambda reason: self.refused.update([reason])
-        self.held = HeldRecords(lambda owner: owner.startswith("m"), self.refuse, limits or {})
+        self.ledger = ledger or Ledger()
+        self.ledger.admit(["m", "m-before", "m-after", *[f"m{number}" for number in range(400)]])
+        self.located: list[str] = []
+        self.held = HeldRecords("me", self.ledger, self.located.append, self.refuse, limits or {})
 
     def store(self, owner: str, num_bytes: int, key: DHTID = KEY, life_s: float = 60.0) -> bool:
         value = bytes(num_bytes - len(owner) - OVERHEAD_BYTES)
         return self.held.store_subkey(key, owner.encode(), value, get_dht_time() + life_s)
+
+    def store_from(self, network: int, owner: str, num_bytes: int, life_s: float = 60.0) -> bool:
+        """As sent by a peer of that network, which has paid for it before anything is looked at."""
+        sender = f"sender{network}"
+        self.ledger.locate(sender, f"/ip4/10.{network // 256}.{network % 256}.1/tcp/1")
+        with self.held.stored_by(sender, num_bytes) as may_store:
+            return may_store and self.store(owner, num_bytes, life_s=life_s)
 
     def flood(self, name: str, num_bytes: int, times: int) -> int:
         return sum(self.store(f"{name}{number}", num_bytes) for number in range(times))
@@ -118,3 +131,57 @@ def test_what_hivemind_s_own_storage_took_before_is_taken_over() -> None:
     before.store_subkey(OTHER, b"m", b"y", get_dht_time() + 60)
     one.held.take_over(before)
     assert one.owners() == {"a"} and one.owners(OTHER) == {"m"}
+
+
+# ---------------------------------------------------------------- from where it came
+
+UNPAID = {**LIMITS, Cost.RECORDS: Limit(*[Rate(1e12)] * 3)}
+"""Limits under which rates do not stop a flood."""
+
+
+def test_a_flood_from_one_network_pushes_out_nothing_of_another() -> None:
+    one = Holder(ledger=Ledger(UNPAID))
+    assert one.store_from(1, "honest", LARGE)
+    for number in range(3_000):
+        one.store_from(2, f"s{number}", SMALL)
+    assert one.held.num_bytes > MAX_STRANGERS_BYTES - LARGE
+    assert "honest" in one.owners() and one.store_from(1, "honest", LARGE, life_s=90)
+    assert one.store_from(3, "late", LARGE), "the flood gives way"
+    assert {"honest", "late"} <= one.owners()
+
+
+def test_many_networks_have_to_flood_with_as_much_as_an_honest_one_has() -> None:
+    one = Holder(ledger=Ledger(UNPAID))
+    assert one.store_from(0, "honest", SMALL)
+    for number in range(4_000):
+        one.store_from(1 + number % 200, f"s{number}", SMALL)
+    assert one.store_from(201, "late", SMALL)
+    assert {"honest", "late"} <= one.owners()
+    assert one.held.num_bytes <= MAX_STRANGERS_BYTES
+
+
+def test_what_one_sender_and_its_network_may_store_is_bounded_whatever_keys_it_makes() -> None:
+    one = Holder()
+    limit = LIMITS[Cost.RECORDS]
+    kept = sum(one.store_from(1, f"s{number}", LARGE) for number in range(165))
+    assert kept == limit.stranger.most // LARGE
+    assert one.refused == {"records_of_stranger": 165 - kept}
+    senders = 100
+    for sender in range(senders):
+        name = f"other{sender}"
+        one.ledger.locate(name, "/ip4/10.0.1.9/tcp/1")
+        with one.held.stored_by(name, int(limit.stranger.most)) as may_store:
+            kept += may_store
+    assert one.refused["records_of_prefix"] > senders / 2
+    assert one.store_from(2, "honest", LARGE), "another network is heard"
+    with one.held.stored_by("m", 3 * 2**20) as may_store:
+        assert may_store, "a member that meets this node gives it all that it holds"
+
+
+def test_a_sender_from_nowhere_is_looked_up_and_counts_as_of_one_unknown_network() -> None:
+    one = Holder(ledger=Ledger(UNPAID))
+    for number in range(2_000):
+        with one.held.stored_by(f"unknown{number}", SMALL):
+            one.store(f"s{number}", SMALL)
+    assert one.located[0] == "unknown0"
+    assert one.store_from(1, "honest", LARGE)

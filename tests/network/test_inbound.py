@@ -19,10 +19,10 @@ from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Want
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import Inbound
-from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
+from swarm.network.ledger import LIMITS, Cost, Ledger
 from swarm.network.transfers import Transfers
 from swarm.protocol.digests import digest_of
-from swarm.protocol.events import Event, Received
+from swarm.protocol.events import Event, Received, Record
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import (
     Accept,
@@ -38,6 +38,7 @@ from swarm.protocol.messages import (
     Signature,
     accept_statement,
 )
+from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import encode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
@@ -66,7 +67,8 @@ class FakeDownloads:
 class Desk:
     """An inbound with fakes around it, in a loop of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, foothold: Foothold | None = None) -> None:
+        self.foothold = foothold or Foothold(Chain.of(Record(TIP, None, None)))
         self.store = BlobStore()
         self.downloads = FakeDownloads(self.store)
         self.aside = FakeDownloads(BlobStore())
@@ -76,7 +78,13 @@ class Desk:
 
     def inbound(self) -> Inbound:
         transfers = SimpleNamespace(downloads=self.downloads, aside=self.aside)
-        desk = Inbound(cast(Transfers, transfers), self.ledger, RUN, self.events.append)
+        desk = Inbound(
+            cast(Transfers, transfers),
+            self.ledger,
+            RUN,
+            self.events.append,
+            lambda: self.foothold,
+        )
         self.refused = desk.refused
         return desk
 
@@ -271,48 +279,6 @@ def test_what_a_stranger_names_is_fetched_only_if_it_may_send_that(desk: Desk) -
         desk.run(("S", payload))
         assert sum(desk.refused.values()) == 1
     assert desk.events == desk.downloads.asked == desk.aside.asked == []
-
-
-def test_a_strangers_commit_is_judged_and_none_of_it_is_kept(desk: Desk) -> None:
-    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
-    desk.aside.blobs |= attachments
-    desk.run(("S", payload))
-    (event,) = desk.events
-    assert isinstance(event, Received) and event.message == Commit(successor(TIP), None, TIP)
-    assert len(desk.aside.asked) == 3  # manifest, parent, proof
-    assert len(desk.store) == len(desk.aside.store) == 0
-
-
-def test_what_a_stranger_names_and_is_here_already_is_not_fetched(desk: Desk) -> None:
-    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
-    for digest, blob in attachments.items():
-        desk.store.put(blob, digest)
-    desk.run(("S", payload))
-    assert len(desk.events) == 1
-    assert desk.aside.asked == []
-
-
-def test_attachments_of_a_stranger_that_never_come_leave_nothing_behind(desk, monkeypatch) -> None:
-    monkeypatch.setattr(inbound, "ATTACHMENT_DEADLINE_S", 0.05)
-    payload, attachments = encode(HEADER, Commit(successor(TIP), None, TIP))
-    desk.aside.blobs |= dict(list(attachments.items())[:1])
-    desk.run(("S", payload))
-    assert (desk.events, len(desk.aside.store)) == ([], 0)
-
-
-def test_bytes_that_one_stranger_has_fetched_are_bounded_and_others_are_heard(desk: Desk) -> None:
-    """With an account that holds one and a half of such messages, and does not fill again."""
-    payload, attachments = encode(HEADER, Commit(successor(TIP), None, None))
-    size = sum(map(len, attachments.values()))
-    limit = Limit(Rate(16 * size), Rate(3 * size), Rate(1.5 * size))
-    desk.ledger = Ledger({**LIMITS, Cost.BYTES: limit})
-    desk.aside.blobs |= attachments
-    desk.run(("S", payload), ("S", payload))
-    assert len(desk.events) == 1
-    assert desk.refused == {"bytes_of_stranger": 1}
-    desk.events.clear()
-    desk.run(("S2", payload))
-    assert len(desk.events) == 1
 
 
 def test_a_sender_that_has_used_up_its_processor_time_is_not_listened_to(desk: Desk) -> None:

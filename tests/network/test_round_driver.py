@@ -68,7 +68,7 @@ from swarm.protocol.messages import (
     ReducedUnit,
 )
 from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.trust import Chain
+from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import attachments_of, decode
 from tests.protocol.round_pump import found, make_offer, make_rules
 
@@ -137,6 +137,9 @@ class FakeMachine:
     @property
     def tip(self) -> Manifest:
         return self.record.tip
+
+    def foothold(self) -> Foothold:
+        return Foothold(Chain.of(self.record))
 
     def start(self, now: float) -> list[Effect]:
         return self.first

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.protocol.claims import (
-    MAX_STRANGER_ATTACHMENT_BYTES,
+    MAX_STRANGER_PROOF_BYTES,
     Claim,
     Standing,
     claim_of,
@@ -16,6 +16,7 @@ from swarm.protocol.claims import (
     refusal_of,
 )
 from swarm.protocol.events import Record
+from swarm.protocol.manifest import MAX_MANIFEST_BYTES
 from swarm.protocol.messages import (
     Accept,
     Accepted,
@@ -63,6 +64,7 @@ def test_each_type_of_message_from_member_and_stranger(
     claim = claim_of(encode(HEADER, message)[0])
     assert claim.kind == type(message).__name__.lower()
     assert len(claim.attachments) == attachments
+    assert claim.header == HEADER
     outline = outline_of(message)
     assert (outline.kind, len(outline.attachments)) == (claim.kind, attachments)
     for judged in (claim, outline):
@@ -74,13 +76,13 @@ def test_all_types_of_messages_are_tried() -> None:
     assert {type(message) for message, *_ in CASES} == set(Message.__args__)
 
 
-def test_a_strangers_commit_may_name_small_manifests_only() -> None:
-    most = ("00" * 32, MAX_STRANGER_ATTACHMENT_BYTES)
-    more = ("11" * 32, MAX_STRANGER_ATTACHMENT_BYTES + 1)
-    assert refusal_of(Claim("commit", (most, most)), Standing.STRANGER) is None
-    for sizes in ((more,), (most, more)):
-        assert refusal_of(Claim("commit", sizes), Standing.STRANGER) == "attachment_of_stranger"
-        assert refusal_of(Claim("commit", sizes), Standing.MEMBER) is None
+def test_a_strangers_commit_may_have_any_manifest_and_a_small_proof() -> None:
+    manifest = ("00" * 32, MAX_MANIFEST_BYTES)
+    most, more = (("11" * 32, MAX_STRANGER_PROOF_BYTES + extra) for extra in (0, 1))
+    assert refusal_of(Claim("commit", (manifest, most, manifest)), Standing.STRANGER) is None
+    for attachments in ((manifest, more), (manifest, more, manifest)):
+        assert refusal_of(Claim("commit", attachments), Standing.STRANGER) == "proof_of_stranger"
+        assert refusal_of(Claim("commit", attachments), Standing.MEMBER) is None
 
 
 def test_plausible_are_members_of_the_tip_its_parent_and_what_was_voted_for() -> None:

@@ -208,3 +208,54 @@ def test_every_chain_proves_its_tip_from_each_of_its_heads(data: st.DataObject) 
         path = chain.proof(link.head.code)
         assert len(path) <= MAX_LINKS
         assert proof_problem(path, chain.tip, {link.head.digest}) is None
+
+
+class Counted(tuple):
+    """Links, and how many of them were looked at one by one."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        if isinstance(at, int):
+            Counted.looks += 1
+        return super().__getitem__(at)
+
+    def __iter__(self):
+        for link in super().__iter__():
+            Counted.looks += 1
+            yield link
+
+
+def test_a_chain_of_ten_thousand_heads_is_not_gone_through_for_each_message() -> None:
+    links = chain_of(["abcd"] * 5000)
+    gone_on = signed(reform(links[-1].head, "abc"), "a")
+    for height in range(5000, 10_000):
+        before = gone_on.head if height == 5000 else links[-1].head
+        links.append(gone_on if height == 5000 else signed(head("abc", height, before), *"abc"))
+    long = Chain(Counted(links))
+    Counted.looks = 0
+    assert long.trusted == {links[-1].head.digest, links[5000].head.parent}
+    for since in (links[0].head.digest, links[0].head.code, links[7000].head.code, None):
+        path = long.proof(since)
+        assert proof_problem(path, long.tip, {path[0].head.digest}) is None
+    longer = long.grown([signed(head("abc", 10_000, long.tip), *"abc")])
+    assert longer.tip.height == 10_000 and len(longer.links) == 10_001
+    assert longer.beyond(long) == longer.links[-1:]
+    assert Counted.looks < 500
+
+
+def test_what_a_path_passes_over_and_is_on_the_chain_stays_in_order() -> None:
+    """A proof from a reform's parent may jump over heads that this peer has."""
+    links = chain_of(["abcd"] * 3)
+    left = signed(reform(links[2].head, "abcd"), *"abcd")
+    chain = Chain((*links, left))
+    for height in range(3, 8):
+        chain = chain.grown([signed(head("abcd", height, chain.tip), *"abcd")])
+    target = signed(head("abcd", 8, chain.tip), *"abcd", parent=chain.tip)
+    grown = chain.grown((links[2], left, target))
+    heights = [link.head.height for link in grown.links]
+    assert heights == sorted(heights) and len(heights) == len(chain.links) + 1
+    assert grown.beyond(chain) == grown.links[-1:]
+    assert (
+        proof_problem(grown.proof(links[0].head.code), target.head, {links[0].head.digest}) is None
+    )

@@ -18,7 +18,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.fetching import Fetching
 from swarm.protocol.rounds.state import CatchUp, Exchanged
-from swarm.protocol.trust import proof_problem, step_problem
+from swarm.protocol.trust import Foothold, proof_problem, step_problem
 
 MAX_KNOWN_PEERS = 512
 RELIEF_ROUNDS = 4
@@ -43,6 +43,11 @@ class Adopter(Fetching):
             return
         self._remember_peers(manifest.members)
         self._consider_commit(source, commit)
+
+    def foothold(self) -> Foothold:
+        """From where the shell judges the proofs of strangers, before it fetches what they name."""
+        pursued = self._catch_up.manifest.blob if self._catch_up else None
+        return Foothold(self.chain, pursued)
 
     def _lacks_proof(self, commit: Commit) -> bool:
         """Whether a proof that begins with what this peer trusts is still to be asked for [L1].
@@ -177,10 +182,9 @@ class Adopter(Fetching):
     def _lengthen_chain(self, commit: Commit, certificate: Certificate | None) -> tuple[Link, ...]:
         """Puts the new tip's head, and what led to it, on the chain; returns what is new there."""
         parent = commit.parent.head if commit.parent else None
-        before = {link.head.digest for link in self.chain.links}
-        last = Link(commit.manifest.head, certificate, parent)
-        self.chain = self.chain.grown((*commit.path[:-1], last))
-        return tuple(link for link in self.chain.links if link.head.digest not in before)
+        last, before = Link(commit.manifest.head, certificate, parent), self.chain
+        self.chain = before.grown((*commit.path[:-1], last))
+        return self.chain.beyond(before)
 
     def _reset_height(self, old: Record) -> None:
         """Forgets everything that referred to the height after the old tip."""

@@ -1,0 +1,46 @@
+"""What one message costs its sender: bytes that are fetched for it, and processor time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from swarm.network.ledger import Cost, Ledger
+from swarm.protocol.manifest import PeerId
+
+LARGE_BYTES = 2**18
+"""More is decoded in another thread: a roster of 256 peers takes a second."""
+
+Result = TypeVar("Result")
+
+
+class Costs:
+    """Charges the sender of one message."""
+
+    def __init__(self, source: PeerId, ledger: Ledger) -> None:
+        self._source, self._ledger = source, ledger
+
+    def fetching(self, num_bytes: int, cost: Cost = Cost.BYTES) -> None:
+        """Charges attachments that are not here; raises TooCostly."""
+        self._ledger.take(self._source, cost, num_bytes, time.monotonic())
+
+    async def parsing(self, work: Callable[[], Result], *, num_bytes: int = 0) -> Result:
+        """Does some work, in another thread if it is large, and charges its processor time."""
+        spent_s: list[float] = []
+        try:
+            if num_bytes > LARGE_BYTES:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(None, _timed, work, spent_s)
+            return _timed(work, spent_s)
+        finally:
+            self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())
+
+
+def _timed(work: Callable[[], Result], spent_s: list[float]) -> Result:
+    began_s = time.thread_time()
+    try:
+        return work()
+    finally:
+        spent_s.append(time.thread_time() - began_s)
