@@ -23,7 +23,7 @@ from swarm.network.identity import peer_id_of, verify
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
-from swarm.protocol.claims import Standing, claim_of, refusal_of
+from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
@@ -131,6 +131,8 @@ class Inbound:
 
     async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
         downloads, shown = self._downloads, self._shown
+        if self._ledger.is_trainee(source):
+            await _require_claim(payload, Standing.TRAINEE, costs)
         return await open_message(
             source, payload, downloads.store, downloads, shown=shown, costs=costs
         )
@@ -143,10 +145,7 @@ class Inbound:
         Raises:
             HostileInput: it may not, or it costs too much.
         """
-        claim = await costs.parsing(partial(claim_of, payload))
-        refusal = refusal_of(claim, Standing.STRANGER)
-        if refusal:
-            raise BadMessage(refusal, f"a stranger may not send this {claim.kind.upper()}")
+        claim = await _require_claim(payload, Standing.STRANGER, costs)
         own, aside = self._downloads.store, self._aside.store
         digests = [digest for digest, _ in claim.attachments]
         aside.pin(digests)
@@ -180,6 +179,15 @@ class Costs:
             return _timed(work, spent_s)
         finally:
             self._ledger.charge(self._source, Cost.SECONDS, sum(spent_s), time.monotonic())
+
+
+async def _require_claim(payload: bytes, standing: Standing, costs: Costs) -> Claim:
+    """What a message claims to be, if its sender may send that; raises BadMessage."""
+    claim = await costs.parsing(partial(claim_of, payload))
+    refusal = refusal_of(claim, standing)
+    if refusal:
+        raise BadMessage(refusal, f"a {standing} may not send this {claim.kind.upper()}")
+    return claim
 
 
 def _timed(work: Callable[[], Result], spent_s: list[float]) -> Result:
