@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from base64 import b64decode
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -23,21 +21,11 @@ from swarm.network.identity import peer_id_of, verify
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
+from swarm.protocol import signatures
 from swarm.protocol.claims import Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
-from swarm.protocol.messages import (
-    Accept,
-    Ballot,
-    Certificate,
-    Commit,
-    Header,
-    Message,
-    Propose,
-    Ready,
-    Signature,
-    accept_statement,
-)
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import Accepted, Header, Message, Propose, Ready, Signature
 from swarm.protocol.wire import attachments_of, decode, holders_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +34,8 @@ ATTACHMENT_DEADLINE_S = 20.0
 LARGE_BYTES = 2**18
 """Attachments of more are decoded in another thread: a roster of 256 peers takes a second."""
 MANY = 16
-"""More blobs beside a message are asked of others first."""
+"""More blobs beside a message are asked of others first, and evidence of more peers is checked in
+another thread."""
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
@@ -78,7 +67,12 @@ class Inbound:
     """Takes control messages off the network and hands those that are in order on as events."""
 
     def __init__(
-        self, transfers: Transfers, ledger: Ledger, run: str, deliver: Callable[[Event], None]
+        self,
+        transfers: Transfers,
+        ledger: Ledger,
+        run: str,
+        deliver: Callable[[Event], None],
+        judge: Callable[[Message], object] = lambda _: None,
     ) -> None:
         """Waits for messages.
 
@@ -87,9 +81,12 @@ class Inbound:
             ledger: says who is a member, and what each sender may cost.
             run: its id, which signatures bind.
             deliver: takes each message that is in order.
+            judge: works out beforehand, in another thread if it is much, what will be asked of a
+                message when it is delivered.
         """
         self._downloads, self._aside = transfers.downloads, transfers.aside
         self._ledger, self._run, self._deliver = ledger, run, deliver
+        self._judge = judge
         self.refused: Counter[str] = Counter()
         self._shown = Shown()
         self._tasks = Tasks("the inbox")
@@ -116,7 +113,8 @@ class Inbound:
             async with asyncio.timeout(ATTACHMENT_DEADLINE_S):
                 opening = self._open if is_member else self._open_aside
                 header, message = await opening(source, payload, costs)
-            message = await costs.parsing(partial(verified, header, message, source, self._run))
+            check = partial(self._checked, header, message, source)
+            message = await costs.parsing(check, off_loop=_is_much(message))
             self._deliver(Received(source, header, message))
         except HostileInput as error:
             self.refused[error.reason] += 1
@@ -128,6 +126,11 @@ class Inbound:
             logger.error("from=%s dropped: %s", source[-6:], error)
         finally:
             self._ledger.give_back(held, time.monotonic())
+
+    def _checked(self, header: Header, message: Message, source: PeerId) -> Message:
+        message = verified(header, message, source, self._run)
+        self._judge(message)
+        return message
 
     async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
         downloads, shown = self._downloads, self._shown
@@ -231,76 +234,24 @@ async def open_message(
     return await costs.parsing(partial(decode, payload, blobs), off_loop=is_large)
 
 
+def _is_much(message: Message) -> bool:
+    """Whether to check a message in another thread: evidence has a signature of every peer."""
+    shown = message.accepted if isinstance(message, Ready) else message
+    evidence = shown.evidence if isinstance(shown, Propose | Accepted) else None
+    return evidence is not None and len(evidence.declared) > MANY
+
+
 def _ignore(*_: str) -> None:
     """Attachments are waited for as a whole, so single arrivals are no news."""
 
 
 def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:
-    """The message with only those signatures that are right.
-
-    Raises:
-        HostileInput: an ACCEPT that its sender did not sign, or a wish to leave that its peer
-            did not, be it in a READY or in a manifest that is to be voted for.
-    """
-    for peer, tip, wish in _wishes(message, source, header):
-        if not _wishes_to_leave(peer, tip, wish, run):
-            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
-    if isinstance(message, Accept) and not _signed_by(
-        source, message.signature, run, message.ballot, message.digest
-    ):
-        raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
-    if isinstance(message, Commit):
-        path = tuple(
-            replace(link, certificate=_sound(link.certificate, link.head.digest, run))
-            for link in message.path
-        )
-        certificate = _sound(message.certificate, message.manifest.digest, run)
-        return replace(message, certificate=certificate, path=path)
-    return message
+    """The message with only those signatures that are right; see `swarm.protocol.signatures`."""
+    return signatures.verified(header, message, source, run, signed_by)
 
 
-def _sound(certificate: Certificate | None, digest: Digest, run: str) -> Certificate | None:
-    """The certificate with only those signatures that are right."""
-    if certificate is None:
-        return None
-    ballot = certificate.ballot
-    signatures = {
-        peer: signature
-        for peer, signature in certificate.signatures.items()
-        if _signed_by(peer, signature, run, ballot, digest)
-    }
-    return Certificate(ballot, signatures)
-
-
-def _wishes(
-    message: Message, source: PeerId, header: Header
-) -> Iterator[tuple[PeerId, Digest, Wish]]:
-    """Whose wishes to leave a message holds, and after which manifest they want to."""
-    manifests = []
-    if isinstance(message, Ready):
-        if message.wish:
-            yield source, header.tip, message.wish
-        if message.accepted:
-            manifests.append(message.accepted.manifest)
-    elif isinstance(message, Propose):
-        manifests.append(message.manifest)
-    for manifest in manifests:
-        for peer, wish in manifest.wishes.items():
-            yield peer, manifest.parent or "", wish
-
-
-def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:
-    try:
-        key, signature = (b64decode(part) for part in (wish.public_key, wish.signature))
-    except ValueError:
-        return False
-    return peer_id_of(key) == peer and verify(key, leave_statement(run, tip), signature)
-
-
-def _signed_by(
-    peer: PeerId, signature: Signature, run: str, ballot: Ballot, digest: Digest
-) -> bool:
-    statement = accept_statement(run, ballot, digest)
+def signed_by(peer: PeerId, statement: bytes, signature: Signature) -> bool:
+    """Whether a peer has signed a statement."""
     return peer_id_of(signature.public_key) == peer and verify(
         signature.public_key, statement, signature.signature
     )

@@ -108,7 +108,7 @@ class RoundDriver:
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait
+            self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait, machine.foresee
         )
         self.refused = self.inbound.refused
         node.ledger.admit(plausible_members(machine.record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
@@ -97,6 +98,7 @@ class AcceptedSchema(Schema):
 
     ballot: BallotSchema
     manifest: BlobSchema
+    evidence: BlobSchema | None
 
 
 class SignatureSchema(Schema):
@@ -108,6 +110,14 @@ class SignatureSchema(Schema):
     def value(self) -> Signature:
         """As the protocol knows it."""
         return Signature(self.public_key, self.signature)
+
+
+def signature_json(signature: Signature) -> dict[str, str]:
+    """A signature as JSON."""
+    return {
+        "public_key": b64encode(signature.public_key).decode(),
+        "signature": b64encode(signature.signature).decode(),
+    }
 
 
 class CertificateSchema(Schema):
@@ -207,6 +217,7 @@ class ReadySchema(Schema):
     remaining_s: Seconds | None
     worked_s: Seconds
     wish: WishSchema | None
+    signature: SignatureSchema
 
 
 class RosterSchema(Schema):
@@ -227,6 +238,7 @@ class ReducedSchema(Schema):
     roster_id: DigestText
     results: dict[UnitText, BlobSchema]
     missing: dict[PeerText, Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]]
+    signature: SignatureSchema
 
 
 class ProposeSchema(Schema):
@@ -236,6 +248,7 @@ class ProposeSchema(Schema):
     ballot: BallotSchema
     manifest: BlobSchema
     holders: Peers
+    evidence: BlobSchema | None
 
 
 class AcceptSchema(Schema):
@@ -298,6 +311,7 @@ class RecordedVoteSchema(Schema):
 
     ballot: RecordedBallotSchema
     manifest: str
+    evidence: str | None
 
 
 class RecordSchema(Schema):
