@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.protocol.events import Topic
-from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
     Accept,
@@ -18,7 +18,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
-from swarm.protocol.rounds.evidence import compose_from, valid_results
+from swarm.protocol.rounds.evidence import compose_from, newest_results
 from swarm.protocol.rounds.state import Proposal
 from swarm.protocol.updates import REFUSALS
 
@@ -52,22 +52,12 @@ class Convener(Collector):
                 self._refuse(source, "REDUCED", f"{unit} has {result.num_bytes} bytes")
             else:
                 campaign.results[unit] = result
-        self._note_report(campaign, Report(source, reduced.results, reduced.signature))
+        report = Report(source, reduced.results, reduced.signature)
+        known = campaign.reports.get(source, ())
+        campaign.reports[source] = newest_results((report, *known), plan, self.rules)
         campaign.reported_at[source] = self._now
         campaign.missing[source] = dict(reduced.missing)
         self._advance_campaign()
-
-    def _note_report(self, campaign: Campaign, report: Report) -> None:
-        """Keeps the newest signed results, and of those before only what they lack [A6]."""
-        assert campaign.plan is not None
-        kept: list[Report] = []
-        covered: set[Unit] = set()
-        for each in (report, *campaign.reports.get(report.reducer, ())):
-            units = valid_results(each, campaign.plan, self.rules).keys()
-            if units - covered:
-                kept.append(each)
-                covered |= units
-        campaign.reports[report.reducer] = tuple(kept)
 
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
         """Whether a result belongs to the roster that is out: one roster per manifest [C3]."""

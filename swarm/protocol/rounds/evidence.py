@@ -125,6 +125,18 @@ def valid_results(report: Report, plan: Plan, rules: Rules) -> dict[Unit, Reduce
     }
 
 
+def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:
+    """Of a reducer's reports, the newest first, those that have what the ones before lack."""
+    kept: list[Report] = []
+    covered: set[Unit] = set()
+    for report in reports:
+        units = valid_results(report, plan, rules).keys()
+        if units - covered:
+            kept.append(report)
+            covered |= units
+    return tuple(kept)
+
+
 def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit, ReducedUnit]:
     """What the reducers found; of several results the first that is shown."""
     results: dict[Unit, ReducedUnit] = {}
@@ -145,9 +157,15 @@ def compose_from(
         wishes: what those have signed that leave.
         rules: the run's rules.
     """
+    results = results_of(evidence.reports, plan, rules)
+    return compose_round(tip, plan, results, attendance_of(evidence, wishes, tip), rules)
+
+
+def attendance_of(evidence: Evidence, wishes: Mapping[PeerId, Wish], tip: Manifest) -> Attendance:
+    """Who was there and what became of it, by what each has declared."""
     said = {peer: declared.declaration for peer, declared in evidence.declared.items()}
     members = {peer: each for peer, each in said.items() if peer in tip.members}
-    attendance = Attendance(
+    return Attendance(
         heard=members.keys(),
         leaving={peer: wishes.get(peer, NO_WISH) for peer, each in members.items() if each.leave},
         joiners={
@@ -157,8 +175,6 @@ def compose_from(
         },
         capacities={peer: each.capacity for peer, each in members.items()},
     )
-    results = results_of(evidence.reports, plan, rules)
-    return compose_round(tip, plan, results, attendance, rules)
 
 
 def _difference(manifest: Manifest, expected: Manifest) -> str:
