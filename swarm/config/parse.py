@@ -87,7 +87,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing{_contents(kind, path)}"
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
+    if problem["type"] == "value_error" and not isinstance(problem["input"], str):
         return f"{key}.{message}" if key else message
     return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 

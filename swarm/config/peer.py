@@ -6,7 +6,6 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
 from swarm.config.section import NonNegative, Positive, PositiveReal, Section
 
@@ -30,11 +29,11 @@ def _checked_address(text: str, first_port: int, example: str) -> str:
     """The text if it is `/ip4/A.B.C.D/tcp/PORT`, or the same with ip6 or a name.
 
     Raises:
-        PydanticCustomError: it is something else.
+        ValueError: it is something else.
     """
     problem = _address_problem(text.split("/"), first_port)
     if problem:
-        raise PydanticCustomError("address", f"{problem}; an address looks like {example}")
+        raise ValueError(f"{problem}; an address looks like {example}")
     return text
 
 

@@ -26,11 +26,11 @@ class Costs:
         """Charges attachments that are not here; raises TooCostly."""
         self._ledger.take(self._source, cost, num_bytes, time.monotonic())
 
-    async def parsing(self, work: Callable[[], Result], *, num_bytes: int = 0) -> Result:
-        """Does some work, in another thread if it is large, and charges its processor time."""
+    async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
+        """Does some work, in another thread if it is much, and charges its processor time."""
         spent_s: list[float] = []
         try:
-            if num_bytes > LARGE_BYTES:
+            if off_loop:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(None, _timed, work, spent_s)
             return _timed(work, spent_s)

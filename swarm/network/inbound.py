@@ -9,36 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from base64 import b64decode
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
-from swarm.network.costs import Costs
+from swarm.network.costs import LARGE_BYTES, Costs
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import verify
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.proving import Proving
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
+from swarm.protocol import signatures
 from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
-from swarm.protocol.messages import (
-    Accept,
-    Ballot,
-    Certificate,
-    Commit,
-    Header,
-    Message,
-    Propose,
-    Ready,
-    Signature,
-    accept_statement,
-)
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import Accepted, Header, Message, Propose, Ready
 from swarm.protocol.trust import Foothold
 from swarm.protocol.wire import attachments_of, decode, holders_of
 
@@ -46,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
-"""More blobs beside a message are asked of others first."""
+"""More blobs beside a message are asked of others first, and evidence of more peers is checked in
+another thread."""
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
@@ -81,7 +70,9 @@ class Inbound:
         ledger: Ledger,
         run: str,
         deliver: Callable[[Event], None],
+        *,
         foothold: Callable[[], Foothold],
+        judge: Callable[[Message], object] = lambda _: None,
     ) -> None:
         """Waits for messages.
 
@@ -91,12 +82,18 @@ class Inbound:
             run: its id, which signatures bind.
             deliver: takes each message that is in order.
             foothold: what this peer believes, and strangers may prove more from.
+            judge: works out beforehand, in another thread if it is much, what will be asked of a
+                message when it is delivered.
         """
         self._downloads = transfers.downloads
         self._proving = Proving(
-            transfers.aside, transfers.downloads.store, foothold, partial(_sound, run=run)
+            transfers.aside,
+            transfers.downloads.store,
+            foothold,
+            partial(signatures.sound, run=run, holds=verify),
         )
         self._ledger, self._run, self._deliver = ledger, run, deliver
+        self._judge = judge
         self.refused: Counter[str] = Counter()
         self._shown = Shown()
         self._tasks = Tasks("the inbox")
@@ -135,6 +132,11 @@ class Inbound:
         finally:
             self._ledger.give_back(held, time.monotonic())
 
+    def _checked(self, header: Header, message: Message, source: PeerId) -> Message:
+        message = verified(header, message, source, self._run)
+        self._judge(message)
+        return message
+
     async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
         downloads, shown = self._downloads, self._shown
         if self._ledger.is_trainee(source):
@@ -161,7 +163,8 @@ class Inbound:
     async def _verified(
         self, header: Header, message: Message, source: PeerId, costs: Costs
     ) -> Message:
-        return await costs.parsing(partial(verified, header, message, source, self._run))
+        check = partial(self._checked, header, message, source)
+        return await costs.parsing(check, off_loop=_is_much(message))
 
 
 async def _require_claim(payload: bytes, standing: Standing, costs: Costs) -> Claim:
@@ -211,7 +214,14 @@ async def open_message(
         await downloads.fetch(missing, check=None, on_blob=_ignore, on_failure=_ignore)
     blobs = {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
     size = sum(map(len, blobs.values()))
-    return await costs.parsing(partial(decode, payload, blobs), num_bytes=size)
+    return await costs.parsing(partial(decode, payload, blobs), off_loop=size > LARGE_BYTES)
+
+
+def _is_much(message: Message) -> bool:
+    """Whether to check a message in another thread: evidence has a signature of every peer."""
+    shown = message.accepted if isinstance(message, Ready) else message
+    evidence = shown.evidence if isinstance(shown, Propose | Accepted) else None
+    return evidence is not None and len(evidence.declared) > MANY
 
 
 def _ignore(*_: str) -> None:
@@ -219,71 +229,5 @@ def _ignore(*_: str) -> None:
 
 
 def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:
-    """The message with only those signatures that are right.
-
-    Raises:
-        HostileInput: an ACCEPT that its sender did not sign, or a wish to leave that its peer
-            did not, be it in a READY or in a manifest that is to be voted for.
-    """
-    for peer, tip, wish in _wishes(message, source, header):
-        if not _wishes_to_leave(peer, tip, wish, run):
-            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
-    if isinstance(message, Accept) and not _signed_by(
-        source, message.signature, run, message.ballot, message.digest
-    ):
-        raise HostileInput("bad_signature", "an ACCEPT is not signed by its sender")
-    if isinstance(message, Commit):
-        path = tuple(
-            replace(
-                link,
-                certificate=link.certificate and _sound(link.certificate, link.head.digest, run),
-            )
-            for link in message.path
-        )
-        certificate = message.certificate and _sound(
-            message.certificate, message.manifest.digest, run
-        )
-        return replace(message, certificate=certificate, path=path)
-    return message
-
-
-def _sound(certificate: Certificate, digest: Digest, run: str) -> Certificate:
-    """The certificate with only those signatures that are right."""
-    ballot = certificate.ballot
-    signatures = {
-        peer: signature
-        for peer, signature in certificate.signatures.items()
-        if _signed_by(peer, signature, run, ballot, digest)
-    }
-    return Certificate(ballot, signatures)
-
-
-def _wishes(
-    message: Message, source: PeerId, header: Header
-) -> Iterator[tuple[PeerId, Digest, Wish]]:
-    """Whose wishes to leave a message holds, and after which manifest they want to."""
-    manifests = []
-    if isinstance(message, Ready):
-        if message.wish:
-            yield source, header.tip, message.wish
-        if message.accepted:
-            manifests.append(message.accepted.manifest)
-    elif isinstance(message, Propose):
-        manifests.append(message.manifest)
-    for manifest in manifests:
-        for peer, wish in manifest.wishes.items():
-            yield peer, manifest.parent or "", wish
-
-
-def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:
-    try:
-        signature = b64decode(wish, validate=True)
-    except ValueError:
-        return False
-    return verify(peer, leave_statement(run, tip), signature)
-
-
-def _signed_by(
-    peer: PeerId, signature: Signature, run: str, ballot: Ballot, digest: Digest
-) -> bool:
-    return verify(peer, accept_statement(run, ballot, digest), signature)
+    """The message with only those signatures that are right; see `swarm.protocol.signatures`."""
+    return signatures.verified(header, message, source, run, verify)

@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm.errors import BadMessage
 from swarm.network.blobs import BlobStore
-from swarm.network.costs import Costs
+from swarm.network.costs import LARGE_BYTES, Costs
 from swarm.network.fetch import Downloads, Want
 from swarm.network.ledger import Cost
 from swarm.protocol.claims import Claim
@@ -57,14 +57,16 @@ class Proving:
         with self._pinned([digest for digest, _ in claim.attachments]):
             blob = await self._proof(source, proof, proof_bytes, costs)
             judge = partial(self._proved, blob, body, parent)
-            path = await costs.parsing(judge, num_bytes=proof_bytes)
+            path = await costs.parsing(judge, off_loop=proof_bytes > LARGE_BYTES)
             if path is None:
                 assert claim.header is not None
                 return claim.header, Hello(ask=False)
             await self._fetch(source, path, [(body, body_bytes), *more], costs)
             blobs = {digest: self._blob(digest) for digest, _ in claim.attachments}
             size = sum(map(len, blobs.values()))
-            header, commit = await costs.parsing(partial(decode, payload, blobs), num_bytes=size)
+            header, commit = await costs.parsing(
+                partial(decode, payload, blobs), off_loop=size > LARGE_BYTES
+            )
         assert isinstance(commit, Commit)
         if commit.manifest.digest != path[-1].head.digest:
             raise BadMessage("false_proof", "the manifest has another head than was proved")

@@ -109,7 +109,12 @@ class RoundDriver:
         self.transfers = Transfers(node, store, layout, deliver)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            self.transfers, node.ledger, machine.rules.run, deliver, machine.foothold
+            self.transfers,
+            node.ledger,
+            machine.rules.run,
+            deliver,
+            foothold=machine.foothold,
+            judge=machine.foresee,
         )
         self.refused = self.inbound.refused
         node.ledger.admit(*who_takes_part(machine.record))

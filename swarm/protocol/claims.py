@@ -57,11 +57,12 @@ def outline_of(message: Message) -> Claim:
     """What the claim of a decoded message says, but for what its attachments are called."""
     named: list[object] = []
     if isinstance(message, Ready):
-        named = [message.offer, message.accepted]
+        vote = message.accepted
+        named = [message.offer, vote and vote.manifest, vote and vote.evidence]
     elif isinstance(message, Roster):
         named = list(message.offers.values())
     elif isinstance(message, Propose):
-        named = [message.manifest]
+        named = [message.manifest, message.evidence]
     elif isinstance(message, Commit):
         named = [message.manifest, "proof", message.parent]
     return Claim(type(message).__name__.lower(), tuple(("", 0) for one in named if one))

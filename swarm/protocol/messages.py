@@ -12,10 +12,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
+from swarm.protocol.digests import canonical, digest_of
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
+SIGNATURE_BYTES = 64
 Signature = bytes
 """Ed25519, 64 bytes; the signer's key follows from its peer id."""
+UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
+"""For peers that trust each other, as in tests of the machine alone."""
 MAX_ATTEMPT = 2**31
 """Nobody begins a later attempt, sends one or believes one [A5]."""
 
@@ -66,6 +70,68 @@ class Offer:
         """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
         return all(expert_of_unit(unit) is not None for unit in self.units)
 
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON: the offer's blob."""
+        units = {unit: vars(offered) for unit, offered in self.units.items()}
+        return canonical(
+            {
+                "tip": self.tip,
+                "steps": self.steps,
+                "tokens": self.tokens,
+                "seconds": float(self.seconds),
+                "units": units,
+            }
+        )
+
+    @cached_property
+    def digest(self) -> Digest:
+        """Name of its blob."""
+        return digest_of(self.encoded)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a peer puts its name to with a READY: others see it behind a proposal [A6]."""
+
+    offer: Digest | None
+    """Of its offer's blob; None without an offer."""
+    seconds: float
+    """Of its offer."""
+    capacity: float
+    leave: bool
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A declaration, with its peer's signature over `ready_statement`."""
+
+    declaration: Declaration
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of a reducer, with its signature over `reduced_statement`."""
+
+    reducer: PeerId
+    results: Mapping[Unit, ReducedUnit]
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is behind the manifest of a round: who has signed what of it [A6]. Travels as a blob."""
+
+    declared: Mapping[PeerId, Declared]
+    """Of every member that the convener heard, and of the strangers that it takes in."""
+    able: tuple[PeerId, ...]
+    """Who was asked to reduce, in peer-id order."""
+    roster_id: Digest
+    """Under which the reducers signed."""
+    reports: tuple[Report, ...]
+    """What they found; the first of a reducer that has a unit counts."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -110,6 +176,8 @@ class Accepted:
 
     ballot: Ballot
     manifest: Manifest
+    evidence: Evidence | None = None
+    """None of a merge. Whoever has to propose the manifest again has to show it again [C2]."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +198,13 @@ class Ready:
     """What the sender's local steps have taken so far; with an offer, until it was made."""
     wish: Wish | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
+    signature: Signature = UNSIGNED
+    """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
+
+    @cached_property
+    def declared(self) -> Declared:
+        """What of it others may be shown."""
+        return Declared(declaration_of(self.offer, self.capacity, self.leave), self.signature)
 
 
 @dataclass(frozen=True)
@@ -162,6 +237,8 @@ class Reduced:
     results: Mapping[Unit, ReducedUnit]
     missing: Mapping[PeerId, str]
     """Contributors whose values could not be had, with the reason."""
+    signature: Signature = UNSIGNED
+    """Over `reduced_statement`; verified on receipt."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +249,8 @@ class Propose:
     manifest: Manifest
     holders: tuple[PeerId, ...]
     """Peers known to hold every blob of the manifest."""
+    evidence: Evidence | None = None
+    """None of a merge."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +280,21 @@ Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
 def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
     """The bytes that a peer signs when it accepts a manifest."""
     return f"swarm accept {run} {ballot.attempt} {ballot.convener} {digest}".encode()
+
+
+def declaration_of(offer: Offer | None, capacity: float, leave: bool) -> Declaration:
+    """What a peer declares with this offer."""
+    seconds = float(offer.seconds) if offer else 0.0
+    return Declaration(offer.digest if offer else None, seconds, float(capacity), leave)
+
+
+def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
+    """The bytes that a peer signs with a READY; once for all that say the same on a tip."""
+    what = f"{declared.offer or '-'} {declared.seconds!r} {declared.capacity!r} {declared.leave:d}"
+    return f"swarm ready {run} {tip} {what}".encode()
+
+
+def reduced_statement(run: str, roster_id: Digest, results: Mapping[Unit, ReducedUnit]) -> bytes:
+    """The bytes that a reducer signs with each message of its results."""
+    means = [[unit, mean.digest, mean.num_bytes] for unit, mean in sorted(results.items())]
+    return f"swarm reduced {run} {roster_id} {digest_of(canonical(means))}".encode()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer
+from swarm.protocol.digests import Buffer, canonical
 from swarm.protocol.events import Record
+from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from swarm.protocol.messages import Accepted, Link
-from swarm.protocol.schemas import LinkSchema, RecordSchema, parse
-from swarm.protocol.wire import canonical, certified, linked
+from swarm.protocol.schemas import LinkSchema, RecordedVoteSchema, RecordSchema, parse
+from swarm.protocol.wire import certified, linked
 
-MAX_RECORD_BYTES = 4 * MAX_MANIFEST_BYTES
+MAX_RECORD_BYTES = 5 * MAX_MANIFEST_BYTES
 
 
 def encode_record(record: Record) -> bytes:
@@ -26,6 +27,9 @@ def encode_record(record: Record) -> bytes:
             and {
                 "ballot": accepted.ballot._asdict(),
                 "manifest": accepted.manifest.encoded.decode(),
+                "evidence": encode_evidence(accepted.evidence).decode()
+                if accepted.evidence
+                else None,
             },
             "abstain_until_height": record.abstain_until_height,
         }
@@ -42,15 +46,19 @@ def decode_record(encoded: Buffer) -> Record:
     if len(encoded) > MAX_RECORD_BYTES:
         raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
     parsed = parse(RecordSchema, encoded, "record")
-    vote = parsed.accepted
     return Record(
         decode_manifest(parsed.tip.encode()),
         parsed.certificate.value() if parsed.certificate else None,
         decode_manifest(parsed.parent.encode()) if parsed.parent is not None else None,
         parsed.promised.value() if parsed.promised else None,
-        Accepted(vote.ballot.value(), decode_manifest(vote.manifest.encode())) if vote else None,
+        _vote(parsed.accepted) if parsed.accepted else None,
         parsed.abstain_until_height,
     )
+
+
+def _vote(vote: RecordedVoteSchema) -> Accepted:
+    evidence = None if vote.evidence is None else decode_evidence(vote.evidence.encode())
+    return Accepted(vote.ballot.value(), decode_manifest(vote.manifest.encode()), evidence)
 
 
 def encode_link(link: Link) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
@@ -19,6 +19,7 @@ from swarm.protocol.messages import (
     Certificate,
     Header,
     Link,
+    Signature,
 )
 
 MAX_REASON_CHARACTERS = 120
@@ -99,6 +100,12 @@ class AcceptedSchema(Schema):
 
     ballot: BallotSchema
     manifest: BlobSchema
+    evidence: BlobSchema | None
+
+
+def signature_text(signature: Signature) -> str:
+    """A signature in JSON."""
+    return b64encode(signature).decode()
 
 
 class CertificateSchema(Schema):
@@ -187,6 +194,7 @@ class ReadySchema(Schema):
     remaining_s: Seconds | None
     worked_s: Seconds
     wish: SignatureText | None
+    signature: SignatureText
 
 
 class RosterSchema(Schema):
@@ -207,6 +215,7 @@ class ReducedSchema(Schema):
     roster_id: DigestText
     results: dict[UnitText, BlobSchema]
     missing: dict[PeerText, Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]]
+    signature: SignatureText
 
 
 class ProposeSchema(Schema):
@@ -216,6 +225,7 @@ class ProposeSchema(Schema):
     ballot: BallotSchema
     manifest: BlobSchema
     holders: Peers
+    evidence: BlobSchema | None
 
 
 class AcceptSchema(Schema):
@@ -278,6 +288,7 @@ class RecordedVoteSchema(Schema):
 
     ballot: RecordedBallotSchema
     manifest: str
+    evidence: str | None
 
 
 class RecordSchema(Schema):

@@ -11,13 +11,14 @@ value: unknown keys, wrong types, names that could be file paths, sizes out of b
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer, digest_of
+from swarm.protocol.digests import Buffer, canonical, digest_of
+from swarm.protocol.evidence import MAX_EVIDENCE_BYTES, encode_evidence, known_evidence
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
@@ -25,6 +26,7 @@ from swarm.protocol.messages import (
     Accepted,
     Certificate,
     Commit,
+    Evidence,
     Header,
     Hello,
     Link,
@@ -37,10 +39,10 @@ from swarm.protocol.messages import (
     Reduced,
     ReducedUnit,
     Roster,
-    Signature,
 )
 from swarm.protocol.schemas import (
     MAX_REASON_CHARACTERS,
+    AcceptedSchema,
     AcceptSchema,
     AnyMessage,
     BlobSchema,
@@ -55,6 +57,7 @@ from swarm.protocol.schemas import (
     ReducedSchema,
     RosterSchema,
     parse,
+    signature_text,
 )
 
 MAX_MESSAGE_BYTES = 64 * 2**10
@@ -108,14 +111,16 @@ def summary_of(payload: Buffer) -> tuple[Header, str, tuple[tuple[str, int], ...
 def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:
     """Digest of what is beside a message -> peers that hold it, as far as the message tells.
 
-    Of a proposed manifest those that accepted it, of an offer in a roster the one that made it.
+    Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the one
+    that made it.
 
     Raises:
         BadMessage: the payload is not of the schema.
     """
     message = _frame(payload).message
     if isinstance(message, ProposeSchema):
-        return {message.manifest.digest: tuple(message.holders)}
+        blobs = [message.manifest, message.evidence]
+        return {blob.digest: tuple(message.holders) for blob in blobs if blob}
     if isinstance(message, RosterSchema):
         return {blob.digest: (peer,) for peer, blob in message.offers.items()}
     return {}
@@ -145,17 +150,18 @@ def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, M
 
 
 def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
-    """The message's own fields, with every offer and manifest moved to the attachments."""
+    """The message's own fields, with all that travels beside it moved to the attachments."""
 
-    def attach(content: Offer | Manifest | bytes | None) -> dict[str, Any] | None:
+    def attach(content: Offer | Manifest | Evidence | bytes | None) -> dict[str, Any] | None:
         if content is None:
             return None
         if isinstance(content, Manifest):
             digest, blob = content.blob, content.encoded
-        elif isinstance(content, bytes):
-            digest, blob = digest_of(content), content
+        elif isinstance(content, Offer):
+            digest, blob = content.digest, content.encoded
         else:
-            digest, blob = _offer_blob(content)
+            blob = encode_evidence(content) if isinstance(content, Evidence) else content
+            digest = digest_of(blob)
         attachments[digest] = blob
         return {"digest": digest, "num_bytes": len(blob)}
 
@@ -173,6 +179,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "remaining_s": message.remaining_s,
                 "worked_s": message.worked_s,
                 "wish": message.wish,
+                "signature": signature_text(message.signature),
             }
         case Roster():
             body = {
@@ -184,14 +191,19 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
             body = {
                 "roster_id": message.roster_id,
                 "results": {unit: vars(result) for unit, result in message.results.items()},
+                "signature": signature_text(message.signature),
                 "missing": {
                     peer: why[:MAX_REASON_CHARACTERS] for peer, why in message.missing.items()
                 },
             }
         case Propose():
-            body = {"manifest": attach(message.manifest), "holders": list(message.holders)}
+            body = {
+                "manifest": attach(message.manifest),
+                "holders": list(message.holders),
+                "evidence": attach(message.evidence),
+            }
         case Accept():
-            body = {"digest": message.digest, "signature": _signed(message.signature)}
+            body = {"digest": message.digest, "signature": signature_text(message.signature)}
         case Commit():
             return {
                 "manifest": attach(message.manifest),
@@ -204,15 +216,15 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _vote(
-    accepted: Accepted | None, attach: Callable[[Manifest], dict[str, Any] | None]
+    accepted: Accepted | None, attach: Callable[[Manifest | Evidence | None], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
     if accepted is None:
         return None
-    return {"ballot": accepted.ballot._asdict(), "manifest": attach(accepted.manifest)}
-
-
-def _signed(signature: Signature) -> str:
-    return b64encode(signature).decode()
+    return {
+        "ballot": accepted.ballot._asdict(),
+        "manifest": attach(accepted.manifest),
+        "evidence": attach(accepted.evidence),
+    }
 
 
 def certified(certificate: Certificate | None) -> dict[str, Any] | None:
@@ -221,7 +233,7 @@ def certified(certificate: Certificate | None) -> dict[str, Any] | None:
         return None
     return {
         "ballot": certificate.ballot._asdict(),
-        "signatures": {peer: _signed(s) for peer, s in certificate.signatures.items()},
+        "signatures": {peer: signature_text(s) for peer, s in certificate.signatures.items()},
     }
 
 
@@ -276,11 +288,16 @@ def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, int]]:
             yield message.offer, MAX_OFFER_BYTES
         if message.accepted:
             yield message.accepted.manifest, MAX_MANIFEST_BYTES
+            if message.accepted.evidence:
+                yield message.accepted.evidence, MAX_EVIDENCE_BYTES
     elif isinstance(message, RosterSchema):
         yield from ((blob, MAX_OFFER_BYTES) for blob in message.offers.values())
     elif isinstance(message, ProposeSchema | CommitSchema):
         yield message.manifest, MAX_MANIFEST_BYTES
-        if isinstance(message, CommitSchema):  # in the order that `Claim` promises
+        if isinstance(message, ProposeSchema):
+            if message.evidence:
+                yield message.evidence, MAX_EVIDENCE_BYTES
+        else:  # in the order that `Claim` promises
             yield message.proof, MAX_PROOF_BYTES
             if message.parent:
                 yield message.parent, MAX_MANIFEST_BYTES
@@ -294,17 +311,17 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
         case PrepareSchema():
             return Prepare(body.ballot.value())
         case ReadySchema():
-            vote = body.accepted
             return Ready(
                 body.ballot.value(),
                 _known_offer(blobs[body.offer.digest]) if body.offer else None,
-                Accepted(vote.ballot.value(), _manifest(vote.manifest, blobs)) if vote else None,
+                _accepted(body.accepted, blobs) if body.accepted else None,
                 body.capacity,
                 body.leave,
                 body.dialable,
                 body.remaining_s,
                 body.worked_s,
                 body.wish,
+                b64decode(body.signature),
             )
         case RosterSchema():
             offers = {
@@ -316,10 +333,17 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 unit: ReducedUnit(blob.digest, blob.num_bytes)
                 for unit, blob in sorted(body.results.items())
             }
-            return Reduced(body.ballot.value(), body.roster_id, results, body.missing)
+            return Reduced(
+                body.ballot.value(),
+                body.roster_id,
+                results,
+                body.missing,
+                b64decode(body.signature),
+            )
         case ProposeSchema():
             manifest = _manifest(body.manifest, blobs)
-            return Propose(body.ballot.value(), manifest, tuple(body.holders))
+            evidence = _evidence(body.evidence, blobs)
+            return Propose(body.ballot.value(), manifest, tuple(body.holders), evidence)
         case AcceptSchema():
             return Accept(body.ballot.value(), body.digest, b64decode(body.signature))
         case CommitSchema():
@@ -332,37 +356,23 @@ def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
     return foreign_manifest(blobs[blob.digest])
 
 
+def _evidence(blob: BlobSchema | None, blobs: Mapping[str, bytes]) -> Evidence | None:
+    return known_evidence(blobs[blob.digest]) if blob else None
+
+
+def _accepted(vote: AcceptedSchema, blobs: Mapping[str, bytes]) -> Accepted:
+    manifest = _manifest(vote.manifest, blobs)
+    return Accepted(vote.ballot.value(), manifest, _evidence(vote.evidence, blobs))
+
+
 # ---------------------------------------------------------------- offers
-
-
-def encode_offer(offer: Offer) -> bytes:
-    """An offer's blob."""
-    units = {unit: vars(offered) for unit, offered in offer.units.items()}
-    return canonical(
-        {
-            "tip": offer.tip,
-            "steps": offer.steps,
-            "tokens": offer.tokens,
-            "seconds": float(offer.seconds),
-            "units": units,
-        }
-    )
-
-
-def _offer_blob(offer: Offer) -> tuple[str, bytes]:
-    """Digest and bytes of an offer, made once: it is repeated with every answer to a poll."""
-    known = vars(offer)  # where `cached_property` keeps things too
-    if "blob" not in known:
-        blob = encode_offer(offer)
-        known["blob"] = (digest_of(blob), blob)
-    return known["blob"]  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=MAX_OFFERS)
 def _known_offer(encoded: bytes) -> Offer:
     """An offer that may have come before: with every answer to a poll, and in rosters."""
     offer = decode_offer(encoded)
-    vars(offer)["blob"] = (digest_of(encoded), encoded)
+    vars(offer).update(encoded=encoded, digest=digest_of(encoded))  # as its properties keep them
     return offer
 
 
@@ -385,11 +395,6 @@ def decode_offer(encoded: Buffer) -> Offer:
         },
         parsed.seconds,
     )
-    if encode_offer(offer) != bytes(encoded):
+    if offer.encoded != bytes(encoded):
         raise BadMessage("offer_schema", "the offer is not in canonical form")
     return offer
-
-
-def canonical(value: object) -> bytes:
-    """Canonical JSON."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -28,14 +28,17 @@ from swarm.network.envelope import Letter, open_sealed, seal
 from swarm.network.finding import check_run_id
 from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.identity import Identity, load_or_create_identity, verify
+from swarm.network.inbound import verified
 from swarm.network.relay import _addressed
 from swarm.network.signed_records import SignedRecords, owner_of
 from swarm.protocol import recording
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Received, Record, Tick
+from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.layout import layout_of
+from swarm.protocol.messages import Ballot, Header, Propose
 from swarm.protocol.moments import (
     Moments,
     Question,
@@ -54,18 +57,19 @@ from swarm.protocol.records import (
     encode_record,
 )
 from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.checks import proposal_problem, successor_problem
 from swarm.protocol.wire import (
     attachments_of,
     decode,
     decode_offer,
     encode,
-    encode_offer,
     holders_of,
 )
 from tests.hostile.fuzzing import Decoder, spoilt
+from tests.protocol.test_evidence import RULES as SHOWN_RULES
+from tests.protocol.test_evidence import TRUE as SHOWN
 from tests.protocol.test_records import MERGE, PEER, RUN, VALIDATION
-from tests.protocol.test_wire import HEADER, MESSAGES, NEXT, OFFER, RULES, TIP
+from tests.protocol.test_wire import EVIDENCE, HEADER, MESSAGES, NEXT, OFFER, RULES, TIP
 from tests.scenarios.swarms import EXACT
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -94,6 +98,23 @@ def judge_manifest(encoded: bytes) -> None:
     check_state(manifest, layout_of(CONFIG))
 
 
+def judge_evidence(encoded: bytes) -> None:
+    """For the very manifest that the sound evidence is of, and with what signatures leave of it."""
+    evidence = decode_evidence(encoded)
+    proposed = Propose(Ballot(0, "A"), SHOWN.manifest(), (), evidence)
+    left = verified(Header(((2, ()),), SHOWN.tip.digest, "0"), proposed, "A", "run-1")
+    assert isinstance(left, Propose) and left.evidence
+    for each in (evidence, left.evidence):
+        proposal_problem(SHOWN.manifest(), each, SHOWN.tip, SHOWN_RULES, due=False)
+
+
+def judge_shown_manifest(encoded: bytes) -> None:
+    """A spoilt manifest for which sound evidence is shown."""
+    manifest = foreign_manifest(encoded)
+    if proposal_problem(manifest, SHOWN.evidence(), SHOWN.tip, SHOWN_RULES, due=False) is None:
+        assert manifest == SHOWN.manifest()
+
+
 def hear_message(encoded: bytes) -> None:
     """Decodes a message with what may be beside it, and hands it to a member of the run."""
     attachments_of(encoded)
@@ -110,7 +131,7 @@ def hear_message(encoded: bytes) -> None:
 
 
 def hear_content(encoded: bytes) -> None:
-    """Manifest or offer beside a message: sound digests, spoilt content."""
+    """Manifest, offer or evidence beside a message: sound digests, spoilt content."""
     for message in MESSAGES[2], MESSAGES[-2]:
         payload, blobs = encode(HEADER, message)
         for digest, blob in blobs.items():
@@ -198,7 +219,11 @@ HOSTILE = (HostileInput,)
 DECODERS: dict[str, Decoder] = {
     "message": Decoder(hear_message, HOSTILE, tuple(encode(HEADER, m)[0] for m in MESSAGES)),
     "beside": Decoder(hear_content, (), (*BLOBS.values(),)),
-    "offer": Decoder(decode_offer, HOSTILE, (encode_offer(OFFER),)),
+    "offer": Decoder(decode_offer, HOSTILE, (OFFER.encoded,)),
+    "evidence": Decoder(
+        judge_evidence, HOSTILE, (encode_evidence(SHOWN.evidence()), encode_evidence(EVIDENCE))
+    ),
+    "shown_manifest": Decoder(judge_shown_manifest, HOSTILE, (SHOWN.manifest().encoded,)),
     "manifest": Decoder(judge_manifest, HOSTILE, (TIP.encoded, NEXT.encoded)),
     "record": Decoder(
         recording.decode_record, HOSTILE, (recording.encode_record(Record(NEXT, None, TIP)),)

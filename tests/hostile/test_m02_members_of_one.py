@@ -1,4 +1,7 @@
-"""M2: a convener that proposes members, owners or leavers of its own making gets no vote."""
+"""M2: a convener that proposes members, owners or leavers of its own making gets no vote.
+
+Nor does one that invents who contributed, how much, or what reducers found.
+"""
 
 from base64 import b64encode
 from collections.abc import Callable
@@ -11,14 +14,29 @@ from swarm.errors import HostileInput
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import verified
 from swarm.protocol.manifest import Manifest, Wish, leave_statement
-from swarm.protocol.messages import Accept, Accepted, Ballot, Header, Message, Propose, Ready
+from swarm.protocol.messages import (
+    Accept,
+    Accepted,
+    Ballot,
+    Evidence,
+    Header,
+    Message,
+    Offer,
+    Propose,
+    Ready,
+    ReducedUnit,
+    ready_statement,
+)
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.composition import Attendance, compose_round
 from swarm.protocol.rounds.deals import book_after
-from tests.protocol.round_pump import Pump, make_rules, name, start_swarm
+from swarm.protocol.rounds.rosters import plan_roster
+from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
 
-RULES = make_rules(experts=6)
+RULES = replace(make_rules(experts=6), round_seconds=3.2)
+"""With a time instead of a number of steps, tokens are a matter of what a peer says."""
 Forge = Callable[[Manifest, Manifest, str], Manifest]
 """A manifest, its parent and the forger -> what the forger proposes instead."""
 
@@ -76,20 +94,70 @@ def settled(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
     return dealt_anew(replace(manifest, members={**manifest.members, "Z": stranger}), parent)
 
 
+def invented(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """One more has contributed, with values of the forger's making and the weight of a round."""
+    ghost = next(peer for peer in parent.members if peer not in manifest.contributors)
+    offers = {**offers_of(manifest, parent), ghost: make_offer(RULES, ghost, parent)}
+    return composed(manifest, parent, offers)
+
+
+def heavier(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """The forger has done twice the work, so that its values weigh twice."""
+    offers = offers_of(manifest, parent)
+    mine = replace(offers[me], tokens=2 * offers[me].tokens, steps=2 * offers[me].steps)
+    return composed(manifest, parent, {**offers, me: mine})
+
+
+def other_means(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+    """What others averaged is something else."""
+    entries = {
+        unit: replace(entry, digest=name("forged", unit)) if entry.source != me else entry
+        for unit, entry in manifest.entries.items()
+        if unit in manifest.sources
+    }
+    return replace(manifest, entries={**manifest.entries, **entries})
+
+
+def offers_of(manifest: Manifest, parent: Manifest) -> dict[str, Offer]:
+    """What was offered, as the pump's peers do."""
+    return {peer: make_offer(RULES, peer, parent) for peer in manifest.contributors}
+
+
+def composed(manifest: Manifest, parent: Manifest, offers: dict[str, Offer]) -> Manifest:
+    """The round of these offers, all else as it was, so that everything fits together."""
+    plan = plan_roster(parent, offers, RULES)
+    means = {unit: ReducedUnit(name("any", unit), RULES.unit_bytes[unit]) for unit in plan.reducers}
+    members = manifest.members
+    heard = [peer for peer, member in members.items() if not member.silent]
+    joiners = {peer: m.capacity for peer, m in members.items() if peer not in parent.members}
+    return compose_round(parent, plan, means, Attendance(heard, {}, joiners), RULES)
+
+
 FORGERIES = [alone, without_one, all_experts, long_silent, strong, outvoted, settled]
+INVENTIONS = [invented, heavier, other_means]
+"""Nothing in parent and manifest shows these; before evidence was asked for, all voted for them."""
 
 
-def usurped(forge: Forge) -> tuple[Pump, str, list[Message]]:
-    """Four peers, the first convener of the third round a forger; and the votes that it got."""
+def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list[Message]]:
+    """Four peers, the first convener of the third round a forger; and the votes that it got.
+
+    One of them may be away, so that it does not contribute.
+    """
     votes: list[Message] = []
 
     class Usurper(RoundMachine):
-        def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
-            super()._propose(campaign, forge(manifest, self.tip, self.me), why)
+        def _propose(
+            self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
+        ) -> None:
+            super()._propose(campaign, forge(manifest, self.tip, self.me), evidence, why)
 
     pump = start_swarm("ABCD", RULES)
     pump.run_to_height(2)
     forger = pump.nodes["A"].machine.tip.order[0]
+    if one_is_away:
+        silent = pump.nodes["A"].machine.tip.order[-1]
+        pump.kill(silent)
+        pump.after(60.0, lambda: pump.restart(silent))
     pump.nodes[forger].machine.__class__ = Usurper
 
     def watch(source: str, destination: str, message: Message) -> bool:
@@ -99,6 +167,25 @@ def usurped(forge: Forge) -> tuple[Pump, str, list[Message]]:
 
     pump.lose = watch
     return pump, forger, votes
+
+
+@pytest.mark.parametrize("forge", INVENTIONS)
+def test_nobody_votes_for_work_that_nobody_has_put_its_name_to(forge: Forge) -> None:
+    found: list[str | None] = []
+
+    def noted(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
+        lie = forge(manifest, parent, me)
+        assert lie != manifest
+        found.append(successor_problem(lie, parent, RULES, due=False))
+        return lie
+
+    pump, forger, votes = usurped(noted, one_is_away=True)
+    honest = "".join(sorted(pump.nodes.keys() - forger))
+    pump.run_to_height(5, honest, within_s=400.0)
+    assert found and found[0] is None
+    assert not [vote for vote in votes if isinstance(vote, Accept) and vote.ballot.attempt == 0]
+    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
+    assert f"PROPOSE from {forger}" in refusals
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
@@ -125,12 +212,16 @@ def test_who_leaves_on_wish_says_so_under_its_own_key(tmp_path: Path) -> None:
     }
     header = Header(((1, ()),), tip, "0")
 
+    def signed(ready: Ready, signer: Identity) -> Ready:
+        statement = ready_statement(run, tip, ready.declared.declaration)
+        return replace(ready, signature=signer.sign(statement))
+
     def messages(wish: Wish) -> list[tuple[Message, str]]:
         manifest = replace(pump_tip(), parent=tip, wishes={leaver.peer_id: wish})
         ballot = Ballot(1, other.peer_id)
         return [
-            (Ready(ballot, None, None, 1.0, leave=True, wish=wish), leaver.peer_id),
-            (Ready(ballot, None, Accepted(ballot, manifest), 1.0), other.peer_id),
+            (signed(Ready(ballot, None, None, 1.0, leave=True, wish=wish), leaver), leaver.peer_id),
+            (signed(Ready(ballot, None, Accepted(ballot, manifest), 1.0), other), other.peer_id),
             (Propose(ballot, manifest, ()), other.peer_id),
         ]
 

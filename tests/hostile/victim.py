@@ -52,7 +52,7 @@ class Victim:
             self.ledger,
             RUN,
             self.events.append,
-            lambda: Foothold(self.chain),
+            foothold=lambda: Foothold(self.chain),
         )
 
     async def _on_message(self, source: str, payload: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -29,14 +30,20 @@ from swarm.protocol.messages import (
     Ballot,
     Certificate,
     Commit,
+    Evidence,
     Header,
     Hello,
     Message,
+    Offer,
     Propose,
     Ready,
+    Reduced,
+    ReducedUnit,
     Roster,
     Signature,
     accept_statement,
+    ready_statement,
+    reduced_statement,
 )
 from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import encode
@@ -83,7 +90,7 @@ class Desk:
             self.ledger,
             RUN,
             self.events.append,
-            lambda: self.foothold,
+            foothold=lambda: self.foothold,
         )
         self.refused = desk.refused
         return desk
@@ -156,10 +163,94 @@ def test_a_message_arrives_with_header_and_proven_sender(desk: Desk) -> None:
     assert not desk.refused
 
 
-def test_what_a_message_refers_to_is_fetched_from_its_sender_alone(desk: Desk) -> None:
-    ready = Ready(Ballot(0, "A"), make_offer(RULES, "B", TIP), None, 1.0)
-    assert desk.receive("B", ready) == ready
-    assert [want.sources for want in desk.downloads.asked] == [("B",)]
+def signed_ready(identity: Identity, offer: Offer | None, capacity: float = 1.0) -> Ready:
+    ready = Ready(Ballot(0, "A"), offer, None, capacity)
+    statement = ready_statement(RUN, HEADER.tip, ready.declared.declaration)
+    return replace(ready, signature=identity.sign(statement))
+
+
+def test_what_a_message_refers_to_is_fetched_from_its_sender_alone(
+    desk: Desk, identities: dict[str, Identity]
+) -> None:
+    peer = sorted(identities)[0]
+    ready = signed_ready(identities[peer], make_offer(RULES, peer, TIP))
+    assert desk.receive(peer, ready) == ready
+    assert [want.sources for want in desk.downloads.asked] == [(peer,)]
+
+
+def test_a_ready_counts_only_as_its_sender_has_signed_it(
+    desk: Desk, identities: dict[str, Identity]
+) -> None:
+    """Of a stranger too: nobody is put up as a joiner by others."""
+    peer, other = sorted(identities)[:2]
+    ready = signed_ready(identities[peer], make_offer(RULES, peer, TIP))
+    wrong = [
+        (other, ready),
+        (peer, replace(ready, capacity=1e6)),
+        (peer, replace(ready, offer=make_offer(RULES, other, TIP))),
+        ("S", Ready(Ballot(0, "A"), None, None, 1.0)),
+    ]
+    for source, message in wrong:
+        payload, attachments = encode(HEADER, message)
+        desk.downloads.blobs |= attachments
+        desk.run((source, payload))
+        assert desk.refused == {"bad_signature": 1}
+    assert desk.events == []
+
+
+def test_results_count_only_as_their_reducer_has_signed_them(
+    desk: Desk, identities: dict[str, Identity]
+) -> None:
+    peer, other = sorted(identities)[:2]
+    means = {"shared.0": ReducedUnit(TIP.digest, 100)}
+    statement = reduced_statement(RUN, TIP.digest, means)
+    signature = identities[peer].sign(statement)
+    reduced = Reduced(Ballot(0, "A"), TIP.digest, means, {}, signature)
+    assert desk.receive(peer, reduced) == reduced
+    for source, wrong in [
+        (other, reduced),
+        (peer, replace(reduced, roster_id=HEADER.tip[::-1])),
+        (peer, replace(reduced, results={"shared.0": ReducedUnit(TIP.digest, 101)})),
+    ]:
+        desk.events.clear()
+        desk.run((source, encode(HEADER, wrong)[0]))
+        assert desk.refused == {"bad_signature": 1}
+        assert desk.events == []
+
+
+def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
+    desk: Desk, identities: dict[str, Identity]
+) -> None:
+    peer = sorted(identities)[0]
+    declared = signed_ready(identities[peer], None).declared
+    threads: list[int] = []
+    for number in (1, inbound.MANY + 1):
+        evidence = Evidence({f"P{k}": declared for k in range(number)}, (), TIP.digest, ())
+        manifest = replace(successor(TIP), parent=HEADER.tip, round=number)
+        message = Propose(Ballot(0, "A"), manifest, (), evidence)
+        payload, desk.downloads.blobs = encode(HEADER, message)
+
+        async def work(payload: bytes = payload) -> None:
+            judge = lambda _: threads.append(threading.get_ident())  # noqa: E731
+            transfers = SimpleNamespace(downloads=desk.downloads, aside=desk.aside)
+            inbox = Inbound(
+                cast(Transfers, transfers),
+                desk.ledger,
+                RUN,
+                desk.events.append,
+                foothold=lambda: desk.foothold,
+                judge=judge,
+            )
+            inbox.take("A", payload)
+            while inbox._tasks:
+                await asyncio.sleep(0)
+
+        asyncio.run(work())
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, False]
+    for event in desk.events:
+        assert isinstance(event, Received) and isinstance(event.message, Propose)
+        assert event.message.evidence and not event.message.evidence.declared, "nobody signed it"
 
 
 def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hold_it(

@@ -44,11 +44,11 @@ def signatures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Signatures are right or wrong by what they say; returns whose were looked at."""
     looked_at: list[str] = []
 
-    def is_right(peer: str, signature: Signature, *_: object) -> bool:
+    def is_right(peer: str, _: bytes, signature: Signature) -> bool:
         looked_at.append(peer)
         return signature == RIGHT
 
-    monkeypatch.setattr(inbound, "_signed_by", is_right)
+    monkeypatch.setattr(inbound, "verify", is_right)
     return looked_at
 
 
@@ -228,7 +228,7 @@ def test_who_was_away_for_long_comes_back_to_256_peers_along_what_a_stranger_say
 def test_sixteen_links_of_256_peers_with_small_signatures_fit_into_a_strangers_proof() -> None:
     parent = found(RULES, NAMES)
     tip = replace(parent, kind=Kind.QUORUM, height=1, run="run-1", parent=parent.digest)
-    link = signed(tip, parent, Signature(bytes(32), bytes(64)))
+    link = signed(tip, parent, bytes(64))
     proof = {"certificate": certified(link.certificate), "path": [linked(link)] * 16}
     size = len(canonical(proof))
     assert 3 / 4 * MAX_STRANGER_PROOF_BYTES < size <= MAX_STRANGER_PROOF_BYTES

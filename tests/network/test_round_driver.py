@@ -64,6 +64,7 @@ from swarm.protocol.messages import (
     Header,
     Hello,
     Link,
+    Message,
     Ready,
     ReducedUnit,
 )
@@ -143,6 +144,9 @@ class FakeMachine:
 
     def start(self, now: float) -> list[Effect]:
         return self.first
+
+    def foresee(self, message: Message) -> None:
+        pass
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         with self.heard:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swarm.errors import BadManifest, BadMessage, HostileInput
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
+from swarm.protocol.evidence import encode_evidence
 from swarm.protocol.manifest import Kind, Manifest, Member
 from swarm.protocol.messages import (
     Accept,
@@ -17,6 +18,9 @@ from swarm.protocol.messages import (
     Ballot,
     Certificate,
     Commit,
+    Declaration,
+    Declared,
+    Evidence,
     Header,
     Hello,
     Link,
@@ -26,6 +30,7 @@ from swarm.protocol.messages import (
     Ready,
     Reduced,
     ReducedUnit,
+    Report,
     Roster,
 )
 from swarm.protocol.recording import decode_record, encode_record
@@ -35,7 +40,6 @@ from swarm.protocol.wire import (
     decode,
     decode_offer,
     encode,
-    encode_offer,
 )
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
@@ -55,17 +59,28 @@ OFFER = make_offer(RULES, "A", TIP)
 BALLOT = Ballot(3, "A")
 HEADER = Header(NEXT.code, NEXT.digest, NEXT.generation)
 SIGNATURE = b"s" * 64
+EVIDENCE = Evidence(
+    {
+        "A": Declared(Declaration(OFFER.digest, 2.5, 1.0, leave=False), SIGNATURE),
+        "C": Declared(Declaration(None, 0.0, 2.0, leave=True), SIGNATURE),
+    },
+    ("A",),
+    name("roster"),
+    (Report("A", {"expert.1": ReducedUnit(name(3), 7)}, SIGNATURE),),
+)
 CERTIFICATE = Certificate(BALLOT, {"A": SIGNATURE, "B": SIGNATURE})
 MESSAGES: list[Message] = [
     Hello(ask=True),
     Prepare(BALLOT),
-    Ready(BALLOT, OFFER, Accepted(Ballot(1, "B"), NEXT), 2.5, leave=True),
+    Ready(BALLOT, OFFER, Accepted(Ballot(1, "B"), NEXT, EVIDENCE), 2.5, leave=True),
     Ready(BALLOT, None, None, 1.0),
     Roster(BALLOT, name("roster"), {"A": OFFER, "B": OFFER}, ("A", "B")),
     Roster(BALLOT, name("roster"), {}, ()),
     Reduced(BALLOT, name("roster"), {"expert.1": ReducedUnit(name(3), 7)}, {"B": "no answer"}),
-    Propose(BALLOT, NEXT, ("A",)),
+    Propose(BALLOT, NEXT, ("A",), EVIDENCE),
     Accept(BALLOT, NEXT.digest, SIGNATURE),
+    Ready(BALLOT, None, Accepted(Ballot(1, "B"), NEXT), 2.5, signature=SIGNATURE),
+    Propose(BALLOT, NEXT, ("A",)),
     Commit(NEXT, CERTIFICATE, TIP),
     Commit(NEXT, None, None),
     Commit(NEXT, None, None, (Link(TIP.head), Link(NEXT.head, CERTIFICATE, TIP.head))),
@@ -82,8 +97,9 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 def test_offers_and_manifests_travel_beside_the_message() -> None:
     payload, attachments = encode(HEADER, MESSAGES[2])
     assert attachments == {
-        digest_of(encode_offer(OFFER)): encode_offer(OFFER),
+        digest_of(OFFER.encoded): OFFER.encoded,
         NEXT.blob: NEXT.encoded,
+        digest_of(encode_evidence(EVIDENCE)): encode_evidence(EVIDENCE),
     }
     assert b"entries" not in payload
     assert b"shared" not in payload
@@ -99,12 +115,13 @@ def _of_a_hundred() -> list[Message]:
     return [
         Roster(Ballot(1, peers[0]), name("id"), dict.fromkeys(peers, OFFER), tuple(peers)),
         Commit(NEXT, Certificate(Ballot(1, peers[0]), signatures), TIP),
-        Propose(Ballot(1, peers[0]), NEXT, tuple(peers)),
+        Propose(Ballot(1, peers[0]), NEXT, tuple(peers), EVIDENCE),
         Reduced(
             Ballot(1, peers[0]),
             name("id"),
             {f"shared.{part}": ReducedUnit(name(part), 2**40) for part in range(200)},
             dict.fromkeys(peers, "x" * 1000),
+            SIGNATURE,
         ),
     ]
 
@@ -123,9 +140,10 @@ def test_a_record_comes_back_from_the_disk_as_it_was() -> None:
             Certificate(BALLOT, {"A": SIGNATURE}),
             TIP,
             promised=BALLOT,
-            accepted=Accepted(BALLOT, NEXT),
+            accepted=Accepted(BALLOT, NEXT, EVIDENCE),
             abstain_until_height=9,
         ),
+        Record(TIP, None, None, BALLOT, Accepted(BALLOT, NEXT)),
     ):
         assert decode_record(encode_record(record)) == record
     with pytest.raises(BadMessage):
@@ -135,17 +153,17 @@ def test_a_record_comes_back_from_the_disk_as_it_was() -> None:
 @pytest.mark.parametrize("seconds", ["-1.0", "NaN", "Infinity", "1e300", '"3"', "true", "null"])
 def test_an_offer_says_how_long_its_steps_took(seconds: str) -> None:
     timed = replace(OFFER, seconds=12.25)
-    assert decode_offer(encode_offer(timed)) == timed
-    wrong = encode_offer(timed).replace(b"12.25", seconds.encode())
+    assert decode_offer(timed.encoded) == timed
+    wrong = timed.encoded.replace(b"12.25", seconds.encode())
     with pytest.raises(BadMessage) as refused:
         decode_offer(wrong)
     assert refused.value.reason == "offer_schema"
 
 
 def test_an_offer_comes_back_as_it_was_and_only_in_canonical_form() -> None:
-    assert decode_offer(encode_offer(OFFER)) == OFFER
+    assert decode_offer(OFFER.encoded) == OFFER
     with pytest.raises(BadMessage, match="canonical"):
-        decode_offer(encode_offer(OFFER).replace(b",", b", ", 1))
+        decode_offer(OFFER.encoded.replace(b",", b", ", 1))
 
 
 def _changed(message: Message, path: list[object], value: object) -> bytes:
@@ -175,6 +193,10 @@ def _changed(message: Message, path: list[object], value: object) -> bytes:
         (MESSAGES[3], ["message", "capacity"], float("inf")),
         (MESSAGES[2], ["message", "offer", "num_bytes"], 2**40),
         (MESSAGES[7], ["message", "manifest", "num_bytes"], 2**40),
+        (MESSAGES[7], ["message", "evidence", "num_bytes"], 2**40),
+        (MESSAGES[2], ["message", "accepted", "evidence", "num_bytes"], 2**40),
+        (MESSAGES[3], ["message", "signature"], None),
+        (MESSAGES[6], ["message", "signature"], "QUJD" * 22),
         (MESSAGES[8], ["message", "signature"], "not base64!"),
         (MESSAGES[8], ["message", "signature"], "QUJD" * 22),
         (MESSAGES[8], ["message", "signature"], "A" * 85 + "B=="),

@@ -50,6 +50,9 @@ class Setup:
     """Whether bytes take time."""
     has_adapted_timers: bool = False
     """Whether each peer adapts its timers to what it sees."""
+    liar: PeerId | None = None
+    lies: frozenset[str] = frozenset()
+    """What it lies about, see `lying`."""
     backup_every: int | None = None
     """Rounds between copies of moments, 0 for none; None: moments are not modelled."""
 

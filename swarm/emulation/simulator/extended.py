@@ -21,6 +21,8 @@ from random import Random
 from swarm.emulation.simulator import faults
 from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.forging import FORGERIES, forge
+from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
@@ -168,17 +170,45 @@ EXTENDED: dict[str, ExtendedMix] = {
         round_seconds=3.2,
     ),
 }
+
+
+@dataclass(frozen=True)
+class LyingMix(ExtendedMix):
+    """What the class with a liar is made of."""
+
+    forgeries: tuple[int, int] = (0, 6)
+    """What strangers send, in number."""
+    votes_twice: bool = False
+
+
+LYING: dict[str, LyingMix] = {
+    "P": LyingMix(
+        peers=(3, 8),
+        minority_only=True,
+        strangers=0.1,
+        window_s=(60.0, 150.0),
+        kinds={"crash": 2.0, "trap": 2.0, "pause": 1.0, "cut": 1.0, "leave": 1.0},
+        faults=(0, 6),
+        loss=0.1,
+        merging=0.2,
+        certificates=1.0,
+        round_seconds=3.2,
+    ),
+}
+"""One member lies, and strangers forge, beside ordinary faults."""
 _LARGE = Mix(strangers=0.1, window_s=(15.0, 30.0), faults=(1, 4), loss=0.1, most_owners=2)
 LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
 """Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE}
+ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING}
 
 
 def draw(mix: Mix, random: Random) -> Scenario:
     """The scenario that a random generator stands for."""
+    if isinstance(mix, LyingMix):
+        return _LyingDraw(mix, random).scenario()
     if isinstance(mix, ExtendedMix):
         return _ExtendedDraw(mix, random).scenario()
     return faults.draw(mix, random)
@@ -328,3 +358,23 @@ class _ExtendedDraw(Draw):
                 if other not in here:
                     self._plan(time_s, World.cut, source, other)
                     self._plan(time_s + duration_s, World.uncut, source, other)
+
+
+class _LyingDraw(_ExtendedDraw):
+    """One scenario with a liar while it is drawn."""
+
+    mix: LyingMix
+
+    def scenario(self) -> Scenario:
+        random, mix = self.random, self.mix
+        for _ in range(random.randint(*mix.forgeries)):
+            forgery = FORGERIES[random.choice(sorted(FORGERIES))]
+            self._plan(random.uniform(0.0, self.heal_s), forge, forgery)
+        scenario = super().scenario()
+        liar = random.choice(
+            [peer for peer in self.victims if peer not in self.strangers] or self.victims
+        )
+        lies = {random.choice(sorted(CONVENING)), *random.sample(OTHERS, random.randint(0, 2))}
+        if mix.votes_twice:
+            lies |= set(VOTES)
+        return replace(scenario, setup=replace(scenario.setup, liar=liar, lies=frozenset(lies)))

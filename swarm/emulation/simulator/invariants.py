@@ -22,6 +22,7 @@ from swarm.protocol.manifest import (
     Unit,
 )
 from swarm.protocol.merging import merge_due, merged_until
+from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
 from swarm.protocol.trust import reform_electors
 from swarm.protocol.weights import weights
@@ -63,6 +64,9 @@ class Invariants:
         self._applied: dict[tuple[str, int], Digest] = {}
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
+        self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
+        self.liar: PeerId | None = None
+        """A peer whose word is not judged, and whose disk is taken to hold what it says."""
 
     # ------------------------------------------------------------ ancestry
 
@@ -85,6 +89,10 @@ class Invariants:
         return rounds
 
     # ------------------------------------------------------------ writes
+
+    def offered(self, peer: PeerId, offer: Offer) -> None:
+        """A peer's machine has got this offer, to put it before the convener."""
+        self._offered.setdefault((peer, offer.tip), []).append(offer)
 
     def persisted(
         self, peer: PeerId, before: Record, disks: Mapping[PeerId, Disk], now: float
@@ -195,6 +203,8 @@ class Invariants:
 
     def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
         """Whether the peer durably has the manifest, or had and lost its disk or left since."""
+        if peer == self.liar:
+            return True
         if manifest.digest in self._forgiven.get(peer, ()):
             return True
         record = disk.record
@@ -285,6 +295,7 @@ class Invariants:
             "I8",
             f"{name}: contributors {manifest.contributors} of {sorted(parent.members)}",
         )
+        self._check_offers(manifest, parent)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
@@ -297,6 +308,25 @@ class Invariants:
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
             self._check_value(name, unit, manifest, parent)
+
+    def _check_offers(self, manifest: Manifest, parent: Manifest) -> None:
+        """What a manifest counts as a peer's, that very peer has offered, all of it [I12]."""
+        units: dict[PeerId, dict[Unit, Digest]] = {}
+        for unit, values in manifest.sources.items():
+            for peer, digest in values:
+                units.setdefault(peer, {})[unit] = digest
+        for peer, values_of in units.items():
+            work = manifest.work.get(peer, 0)
+            is_known = any(
+                offer.tokens == work
+                and {unit: value.digest for unit, value in offer.units.items()} == values_of
+                for offer in self._offered.get((peer, parent.digest), ())
+            )
+            require(
+                is_known or peer == self.liar,
+                "I12",
+                f"{short(manifest)}: {peer} has not offered {values_of} with {work} tokens",
+            )
 
     def _check_sources(
         self,

@@ -22,7 +22,7 @@ from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.events import Apply, Record
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Accepted, Ballot, Header, Offer, Reduced
+from swarm.protocol.messages import Accepted, Ballot, Evidence, Header, Offer, Reduced
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.state import CatchUp, Proposal
@@ -49,8 +49,8 @@ class _AcceptBeforeFetch(RoundMachine):
 
 
 class _AcceptedNotPersisted(RoundMachine):
-    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
-        self.record = replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest))
+    def _persist_accepted(self, vote: Accepted) -> None:
+        self.record = replace(self.record, promised=vote.ballot, accepted=vote)
 
 
 class _AcceptSentBeforeWrite(RoundMachine):
@@ -58,7 +58,7 @@ class _AcceptSentBeforeWrite(RoundMachine):
         ballot, manifest = proposal.ballot, proposal.manifest
         self._proposal = None
         self._post(ballot.convener, self._signed_accept(ballot, manifest.digest))
-        self._persist_accepted(ballot, manifest)
+        self._persist_accepted(Accepted(ballot, manifest, proposal.evidence))
 
 
 class _PromiseOnlyInMemory(RoundMachine):
@@ -96,7 +96,7 @@ class _AnyHalf(RoundMachine):
 
 
 class _AnyProposal(RoundMachine):
-    def _proposal_problem(self, manifest: Manifest) -> str | None:
+    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
         return None
 
 
@@ -254,11 +254,11 @@ class _NoPhase1AtMerge(RoundMachine):
 
 
 class _AcceptedMergeNotPersisted(RoundMachine):
-    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
-        if manifest.kind is not Kind.MERGE:
-            super()._persist_accepted(ballot, manifest)
+    def _persist_accepted(self, vote: Accepted) -> None:
+        if vote.manifest.kind is not Kind.MERGE:
+            super()._persist_accepted(vote)
         else:
-            self.record = replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest))
+            self.record = replace(self.record, promised=vote.ballot, accepted=vote)
 
 
 class _AcceptMergeBeforeBlobs(RoundMachine):
@@ -269,8 +269,8 @@ class _AcceptMergeBeforeBlobs(RoundMachine):
 
 
 class _AcceptOnlyOwnMerge(RoundMachine):
-    def _proposal_problem(self, manifest: Manifest) -> str | None:
-        problem = super()._proposal_problem(manifest)
+    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+        problem = super()._proposal_problem(manifest, evidence)
         if problem or manifest.kind is not Kind.MERGE:
             return problem
         own = self._merged or {}

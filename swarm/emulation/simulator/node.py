@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,11 +14,11 @@ from swarm.emulation.simulator.fetching import Fetcher, Get
 from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.ports import Ports
+from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer, taken_up
-from swarm.protocol.claims import outline_of, refusal_of, standing_in
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -44,7 +45,6 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Message
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain
@@ -141,6 +141,7 @@ class Node(Ports):
             stored=self.disk.readable(),
             now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
+            sign=partial(sign, self.me),
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
@@ -222,8 +223,10 @@ class Node(Ports):
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine._is_listening
-            if isinstance(event, Offered) and self._has_moments:
-                self.keeper.offered(self.disk.record.tip)
+            if isinstance(event, Offered):
+                self.world.invariants.offered(self.me, event.offer)
+                if self._has_moments:
+                    self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:
@@ -243,11 +246,6 @@ class Node(Ports):
 
     # ------------------------------------------------------------ events
 
-    def _is_refused(self, source: PeerId, message: Message) -> bool:
-        """As at the network's door, where attachments are not even fetched."""
-        standing = standing_in(self.disk.record, source)
-        return refusal_of(outline_of(message), standing) is not None
-
     def receive(self, source: PeerId, payload: Payload) -> None:
         """A message has arrived."""
         if not self.is_up or self.is_deaf:
@@ -256,7 +254,7 @@ class Node(Ports):
             self._backlog.append((self.receive, (source, payload)))
         elif isinstance(payload, Packet):
             header, message = payload
-            if self._is_refused(source, message):
+            if is_refused(source, message, self.disk.record):
                 return
             if header.generation == self.disk.record.tip.generation:
                 self._heard[source] = self.world.now

@@ -9,30 +9,23 @@ from random import Random
 
 from swarm.emulation.simulator.cast import Cast, Loss, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.founding import found
 from swarm.emulation.simulator.invariants import Invariants, Violation
+from swarm.emulation.simulator.lying import Liar
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.surroundings import Packet, Payload
 from swarm.emulation.simulator.trainer import Task
-from swarm.emulation.simulator.values import Initial, Values
-from swarm.experts import expert_of_unit
+from swarm.emulation.simulator.values import Values
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record, Undeliverable
 from swarm.protocol.manifest import (
-    FOUNDING_GENERATION,
-    Entry,
-    Founding,
-    Kind,
-    Manifest,
-    Member,
     PeerId,
-    Text,
+    Unit,
 )
 from swarm.protocol.messages import Link
-from swarm.protocol.ownership import assign
-from swarm.protocol.rounds.deals import first_book
 
-TEXT = Text("text", "byte", "digest", documents=1, tokens=2001, windows=500)
 MAX_EVENTS = 1_000_000
 """More in one schedule is taken for a storm of messages."""
 DISCOVER_S = 20.0
@@ -47,48 +40,6 @@ REFUSED_IN_ERROR = 0.002
 """Share of messages to a living process that look refused."""
 UNSENT_S = 0.01
 """What a crashing process posted so shortly before may never leave its machine."""
-
-
-def found(setup: Setup, values: Values) -> Manifest:
-    """Manifest 0 with all founders as members."""
-    rules = setup.rules
-    members = {peer: Member(0, setup.characters[peer].capacity) for peer in sorted(setup.founders)}
-    owners = assign(
-        {},
-        {peer: member.capacity for peer, member in members.items()},
-        members,
-        stale=(),
-        owners_per_expert=rules.owners_per_expert,
-        num_experts=rules.num_experts,
-        seed="founding",
-    ).owners
-    founder = setup.founders[0]
-    entries = {
-        unit: Entry(values.digest_of(Initial(unit)), size, 0, founder, rules.unit_codec[unit])
-        for unit, size in rules.unit_bytes.items()
-    }
-    founding = Founding(founder, "nonce", "config", 1, "validation", 4, TEXT)
-    book = first_book(founding, members, rules)
-    return Manifest(
-        run="",
-        generation=FOUNDING_GENERATION,
-        height=0,
-        round=0,
-        kind=Kind.FOUNDING,
-        parent=None,
-        founding=founding,
-        step=0,
-        tokens=0,
-        merged=0,
-        members=members,
-        contributors=(),
-        sources={},
-        owners=owners,
-        entries=dict(sorted(entries.items(), key=lambda item: expert_of_unit(item[0]) or -1)),
-        cursor=book.cursor,
-        holes=book.holes,
-        dealt=book.dealt,
-    )
 
 
 class World:
@@ -110,12 +61,17 @@ class World:
         self.conduct = cast.conduct()
         self.trace = trace
         self.network = Network()
+        self.door = Door(setup.rules.run)
         self.task = Task(setup.rules, Values())
         self.founding = found(setup, self.task.values)
         self.invariants = Invariants(setup.rules, self.task.values, self.founding)
         self.nodes: dict[PeerId, Node] = {}
         self.disks: dict[PeerId, Disk] = {}
         self.on_apply: Callable[[Node], None] | None = None
+        self.liar: Liar | None = None
+        if setup.liar:
+            self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
+            self.invariants.liar = setup.liar
         self.dead: set[PeerId] = set()
         """Peers that will never start again."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -147,7 +103,14 @@ class World:
             node.discover(tuple(sorted(self.nodes)))
 
     def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
-        """Hands a message to the network."""
+        """Hands a message to the network, or what a liar makes of it."""
+        if self.liar and source == self.liar.me and isinstance(payload, Packet):
+            for packet in self.liar.says(destination, payload):
+                self._send(source, destination, packet)
+        else:
+            self._send(source, destination, payload)
+
+    def _send(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
         node = self.nodes.get(destination)
         if node is None:
             return
@@ -172,8 +135,24 @@ class World:
 
     def _deliver(self, node: Node, source: PeerId, payload: Payload, posted_s: float) -> None:
         sender = self.nodes[source]
-        if not (sender.fell_s - UNSENT_S <= posted_s <= sender.fell_s):
-            node.receive(source, payload)
+        if sender.fell_s - UNSENT_S <= posted_s <= sender.fell_s:
+            return
+        if not isinstance(payload, Packet):
+            if not self.liar or node.me != self.liar.me or self.liar.serves():
+                node.receive(source, payload)
+            return
+        message = self.door.let_in(source, *payload)
+        if message is not None:
+            packet = Packet(payload.header, message)
+            if self.liar and node.me == self.liar.me and node.is_up:
+                for answer in self.liar.hears(packet):
+                    self._send(node.me, source, answer)
+            node.receive(source, packet)
+
+    def asked_of(self, peer: PeerId) -> Collection[Unit]:
+        """Units that a peer reduces."""
+        job = self.nodes[peer].machine._job
+        return job.inputs.keys() if job else ()
 
     # ------------------------------------------------------------ faults
 
@@ -363,6 +342,8 @@ class World:
         """Ends all faults; from now on everybody uses these timers."""
         self._note("---------------- everything heals")
         self.network.mend()
+        if self.liar:
+            self.liar.is_lying = False
         self.timers = timers
         for peer, node in self.nodes.items():
             node.snare = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from swarm.protocol.events import Purpose
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Ballot, Prepare, Propose
+from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
 from swarm.protocol.rounds.attempts import attempt_problem
-from swarm.protocol.rounds.checks import successor_problem
+from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.state import Proposal
 
@@ -101,7 +101,7 @@ class Acceptor(Contributor):
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            problem = self._proposal_problem(manifest)
+            problem = self._proposal_problem(manifest, propose.evidence)
             if problem:
                 self._refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
                 self._distrusted.add(source)
@@ -121,9 +121,13 @@ class Acceptor(Contributor):
         """
         return self.record.accepted is not None and self.record.accepted.ballot == ballot
 
-    def _proposal_problem(self, manifest: Manifest) -> str | None:
-        """Why a manifest cannot follow the tip [H1b, M5]; merged values are never judged."""
-        return successor_problem(manifest, self.tip, self.rules, due=self._is_due(self.tip))
+    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+        """Why a manifest does not follow from the tip and its evidence [H1b, A6, M5].
+
+        Merged values are never judged.
+        """
+        due = self._is_due(self.tip)
+        return proposal_problem(manifest, evidence, self.tip, self.rules, due=due)
 
     def _take_up_proposal(self, propose: Propose) -> None:
         self._cancel_fetch(Purpose.PROPOSAL, self._proposal)
@@ -134,6 +138,7 @@ class Acceptor(Contributor):
             since=self._now,
             progress_at=self._now,
             ballot=propose.ballot,
+            evidence=propose.evidence,
         )
 
     def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
@@ -173,7 +178,7 @@ class Acceptor(Contributor):
 
     def _vote(self, proposal: Proposal) -> None:
         """Writes the vote down, then sends it [P2]."""
-        self._persist_accepted(proposal.ballot, proposal.manifest)
+        self._persist_accepted(Accepted(proposal.ballot, proposal.manifest, proposal.evidence))
         self._proposal = None
         self._post(
             proposal.ballot.convener,

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, Wish
-from swarm.protocol.messages import Ballot, Offer, Ready, ReducedUnit, Signature
+from swarm.protocol.messages import (
+    Ballot,
+    Evidence,
+    Offer,
+    Ready,
+    ReducedUnit,
+    Report,
+    Signature,
+)
+from swarm.protocol.rounds.grounds import Grounds
 from swarm.protocol.rounds.rosters import Plan
 
 
@@ -58,9 +67,8 @@ class Campaign:
     awaited_at: float = 0.0
     """When there was somebody to wait for."""
     offers: dict[PeerId, Offer] = field(default_factory=dict)
-    joiners: dict[PeerId, float] = field(default_factory=dict)
-    capacities: dict[PeerId, float] = field(default_factory=dict)
-    """What members declared last."""
+    grounds: Grounds = field(default_factory=Grounds)
+    """What members and joiners have declared."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
     """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)
@@ -72,12 +80,16 @@ class Campaign:
     # A roster is out.
     plan: Plan | None = None
     results: dict[Unit, ReducedUnit] = field(default_factory=dict)
+    reports: dict[PeerId, tuple[Report, ...]] = field(default_factory=dict)
+    """Signed results of each reducer, the newest first."""
     reported_at: dict[PeerId, float] = field(default_factory=dict)
     missing: dict[PeerId, dict[PeerId, str]] = field(default_factory=dict)
     """Reporter -> peers whose values it could not get, with the reason [C4]."""
     extensions: int = 0
     # A manifest is proposed.
     proposal: Manifest | None = None
+    evidence: Evidence | None = None
+    """Of the proposal."""
     proposal_digest: Digest = ""
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""

@@ -1,7 +1,7 @@
 """Whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
 
-What depends on whom a convener heard cannot be checked by others; all that follows from parent
-and manifest alone is.
+What is proposed comes with its evidence, and is made anew from it. What was decided has none: its
+quorum has judged it, and here only what follows from parent and manifest is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
 from swarm.protocol.manifest import SEASONED_ROUNDS, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Commit, ReducedUnit
+from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.deals import (
     MAX_TOKENS_PER_S,
@@ -21,6 +21,7 @@ from swarm.protocol.rounds.deals import (
     pace_problem,
     tokens_problem,
 )
+from swarm.protocol.rounds.evidence import evidence_problem
 from swarm.protocol.rounds.recomputed import members_problem, ownership_problem
 from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.trust import reform_electors
@@ -37,6 +38,39 @@ def successor_problem(
         rules: the run's rules.
         due: whether a merge is due after the parent [M1].
     """
+    return _placement_problem(manifest, parent, rules, due=due) or (
+        _merge_problem(manifest, parent, rules)
+        if manifest.kind is Kind.MERGE
+        else _round_problem(manifest, parent, rules)
+    )
+
+
+def proposal_problem(
+    manifest: Manifest, evidence: Evidence | None, parent: Manifest, rules: Rules, *, due: bool
+) -> str | None:
+    """Why nobody may vote for a manifest; None when it follows from its evidence [A6].
+
+    Args:
+        manifest: what is proposed.
+        evidence: what is shown for it; a merge needs none.
+        parent: the tip that it is to follow.
+        rules: the run's rules.
+        due: whether a merge is due after the parent [M1].
+    """
+    problem = _placement_problem(manifest, parent, rules, due=due)
+    if problem:
+        return problem
+    if manifest.kind is Kind.MERGE:
+        return _merge_problem(manifest, parent, rules)
+    if evidence is None:
+        return "nothing is shown for it"
+    return evidence_problem(manifest, evidence, parent, rules)
+
+
+def _placement_problem(
+    manifest: Manifest, parent: Manifest, rules: Rules, *, due: bool
+) -> str | None:
+    """Why this cannot be the next manifest of its parent's generation, whatever is in it."""
     if manifest.parent != parent.digest:
         return f"its parent is {str(manifest.parent)[:12]}, not {parent.digest[:12]}"
     if manifest.run != rules.run or manifest.founding != parent.founding:
@@ -48,9 +82,7 @@ def successor_problem(
     if due != (manifest.kind is Kind.MERGE):
         state = "due" if due else "not due"
         return f"it is of kind {manifest.kind.value}, and a merge is {state}"
-    if manifest.kind is Kind.MERGE:
-        return _merge_problem(manifest, parent, rules)
-    return _round_problem(manifest, parent, rules)
+    return None
 
 
 def _merge_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:

@@ -6,7 +6,16 @@ from abc import abstractmethod
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Accepted, Ballot, Message, Offer, Prepare, Ready, Roster
+from swarm.protocol.messages import (
+    Accepted,
+    Ballot,
+    Evidence,
+    Message,
+    Offer,
+    Prepare,
+    Ready,
+    Roster,
+)
 from swarm.protocol.rounds.campaign import Campaign, Promise, Stage
 from swarm.protocol.rounds.closing import (
     Absent,
@@ -85,19 +94,22 @@ class Collector(Merger):
         """Tells a peer that takes this one for the convener about a higher ballot."""
         promised = self._promised()
         if source != self.me and promised > ready.ballot:
-            self._post(source, Ready(promised, None, None, self.capacity))
+            self._post(source, self._ready(promised))
 
     def _take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
         """Notes promise, offer, and the wish to come or go."""
         if source not in self.tip.members:
             if not ready.leave:
-                campaign.joiners[source] = ready.capacity
+                campaign.grounds.note(source, ready.declared)
             return
+        if ready.leave and not ready.wish:
+            self._refuse(source, "READY", "it leaves without a signed wish")
+            return
+        campaign.grounds.note(source, ready.declared)
         campaign.seen[source] = self._now
         if not ready.dialable:
             campaign.undialable.add(source)
-        campaign.capacities[source] = ready.capacity
-        if ready.leave and ready.wish:
+        if ready.wish:
             campaign.leaving[source] = ready.wish
         if ready.ballot == campaign.ballot and source in self._electorate():
             campaign.answers[source] = ready
@@ -127,6 +139,7 @@ class Collector(Merger):
             self._refuse(source, "READY", f"its offer: {problem}")
             return
         campaign.offers[source] = offer
+        campaign.grounds.count(source)
         if campaign.quorum_offered_at is None and self._has_quorum(campaign.in_time):
             campaign.quorum_offered_at = self._now
 
@@ -143,7 +156,7 @@ class Collector(Merger):
             if self._merged is not None:
                 holders = dict.fromkeys(self.rules.expert_units, self.me)
                 manifest = compose_merge(self.tip, self._merged, holders, self.rules)
-                self._propose(campaign, manifest, "merge computed")
+                self._propose(campaign, manifest, None, "merge computed")
             return
         why = self._why_close_roster(campaign)
         if why:
@@ -163,14 +176,20 @@ class Collector(Merger):
     def _votes_found(self, promises: dict[PeerId, Ready]) -> list[Accepted]:
         """Votes cast under lower ballots, as far as they could have become a decision."""
         votes = (ready.accepted for ready in promises.values())
-        return [vote for vote in votes if vote and self._proposal_problem(vote.manifest) is None]
+        return [
+            vote
+            for vote in votes
+            if vote and self._proposal_problem(vote.manifest, vote.evidence) is None
+        ]
 
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
         """What may have been decided already is the vote with the highest ballot [C2]."""
         return max(accepted, key=lambda vote: vote.ballot)
 
     @abstractmethod
-    def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
+    def _propose(
+        self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
+    ) -> None:
         """Starts phase 2."""
 
     def _propose_again(self, campaign: Campaign, chosen: Accepted) -> None:
@@ -178,9 +197,8 @@ class Collector(Merger):
         for peer, ready in campaign.answers.items():
             if ready.accepted and ready.accepted.manifest.digest == digest:
                 campaign.holders[peer] = None
-        self._propose(
-            campaign, chosen.manifest, f"accepted before under attempt {chosen.ballot.attempt}"
-        )
+        why = f"accepted before under attempt {chosen.ballot.attempt}"
+        self._propose(campaign, chosen.manifest, chosen.evidence, why)
 
     # ------------------------------------------------------------ the roster
 
@@ -266,7 +284,9 @@ class Collector(Merger):
         }
         unable = campaign.undialable | campaign.relieved
         campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
+        campaign.grounds.close(offers)
         campaign.results = {}
+        campaign.reports = {}
         campaign.reported_at = {}
         campaign.missing = {}
         campaign.extensions = 0

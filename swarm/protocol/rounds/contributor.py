@@ -6,7 +6,15 @@ from base64 import b64encode
 
 from swarm.protocol.events import Expected, Topic
 from swarm.protocol.manifest import PeerId, Wish, leave_statement
-from swarm.protocol.messages import Ballot, Offer, Ready
+from swarm.protocol.messages import (
+    Ballot,
+    Declaration,
+    Offer,
+    Ready,
+    Signature,
+    declaration_of,
+    ready_statement,
+)
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.rosters import offer_problem
 
@@ -55,6 +63,7 @@ class Contributor(Adopter):
 
     def _ready(self, ballot: Ballot) -> Ready:
         """This peer's answer; a refusal (higher ballot) has the same content."""
+        declaration = declaration_of(self._offer, self.capacity, self.is_leaving)
         return Ready(
             ballot,
             self._offer,
@@ -65,7 +74,15 @@ class Contributor(Adopter):
             None if self._ready_at is None else max(0.0, self._ready_at - self._now),
             self._worked_s(),
             self._wish() if self.is_leaving else None,
+            self._signed_declaration(declaration),
         )
+
+    def _signed_declaration(self, declaration: Declaration) -> Signature:
+        """Signed once, however often it is repeated; forgotten with the tip that it names [A6]."""
+        if declaration not in self._signed:
+            statement = ready_statement(self.rules.run, self.tip.digest, declaration)
+            self._signed[declaration] = self._sign(statement)
+        return self._signed[declaration]
 
     def _wish(self) -> Wish:
         """Proves to all that this peer asked to leave: no convener can say so of another [R1]."""

@@ -10,13 +10,15 @@ from swarm.protocol.messages import (
     Ballot,
     Certificate,
     Commit,
+    Evidence,
     Prepare,
     Propose,
     Reduced,
+    Report,
 )
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
-from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.evidence import compose_from, newest_results
 from swarm.protocol.rounds.state import Proposal
 from swarm.protocol.updates import REFUSALS
 
@@ -50,6 +52,9 @@ class Convener(Collector):
                 self._refuse(source, "REDUCED", f"{unit} has {result.num_bytes} bytes")
             else:
                 campaign.results[unit] = result
+        report = Report(source, reduced.results, reduced.signature)
+        known = campaign.reports.get(source, ())
+        campaign.reports[source] = newest_results((report, *known), plan, self.rules)
         campaign.reported_at[source] = self._now
         campaign.missing[source] = dict(reduced.missing)
         self._advance_campaign()
@@ -68,13 +73,17 @@ class Convener(Collector):
         assert plan is not None
         if any(unit not in campaign.results for unit in plan.reducers):
             return
-        attendance = Attendance(
-            {self.me, *campaign.seen}, campaign.leaving, campaign.joiners, campaign.capacities
+        evidence = Evidence(
+            campaign.grounds.shown(self.tip),
+            plan.able,
+            plan.roster_id,
+            tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
         )
-        manifest = compose_round(self.tip, plan, campaign.results, attendance, self.rules)
+        manifest = compose_from(self.tip, plan, evidence, campaign.leaving, self.rules)
         self._propose(
             campaign,
             manifest,
+            evidence,
             f"{len(plan.sources)} units of {len(plan.offers)} peers, "
             f"{len(plan.reducers)} averaged in {self._now - campaign.stage_at:.1f} s",
         )
@@ -175,13 +184,15 @@ class Convener(Collector):
 
     # ------------------------------------------------------------ voting
 
-    def _propose(self, campaign: Campaign, manifest: Manifest, why: str) -> None:
+    def _propose(
+        self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
+    ) -> None:
         """Phase 2; one ballot never proposes two values [C6]."""
         assert campaign.proposal is None, "a ballot proposes once"
-        campaign.proposal = manifest
+        campaign.proposal, campaign.evidence = manifest, evidence
         campaign.enter(Stage.VOTE, self._now)
         self._explain(Topic.ROUND, f"proposed height {manifest.height}: {why}")
-        message = Propose(campaign.ballot, manifest, tuple(campaign.holders))
+        message = Propose(campaign.ballot, manifest, tuple(campaign.holders), evidence)
         for peer in self._concerned(manifest):
             self._post(peer, message)
 
@@ -327,7 +338,9 @@ class Convener(Collector):
         elif campaign.stage is Stage.REDUCE:
             self._poll_reducers(campaign)
         elif campaign.stage is Stage.VOTE and campaign.proposal:
-            message = Propose(campaign.ballot, campaign.proposal, tuple(campaign.holders))
+            message = Propose(
+                campaign.ballot, campaign.proposal, tuple(campaign.holders), campaign.evidence
+            )
             for peer in self._concerned(campaign.proposal):
                 # Those that have voted need a sign of life only now and then.
                 if peer not in campaign.accepts or campaign.num_polls % 2 == 0:

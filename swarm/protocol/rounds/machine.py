@@ -25,6 +25,7 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import (
     Accept,
+    Accepted,
     Ballot,
     Commit,
     Header,
@@ -37,6 +38,7 @@ from swarm.protocol.messages import (
     Roster,
 )
 from swarm.protocol.rounds.campaign import Stage
+from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.forks import Forks
 from swarm.protocol.rounds.rules import Phase
 from swarm.protocol.rounds.takeover import Takeover
@@ -144,6 +146,17 @@ class RoundMachine(Forks, Takeover):
         self._tick_reform()
 
     # ------------------------------------------------------------ messages
+
+    def foresee(self, message: Message) -> None:
+        """Works out what takes long of a message that is about to be received; changes nothing.
+
+        May be called in another thread; if the tip moves meanwhile, that was in vain.
+        """
+        shown = message.accepted if isinstance(message, Ready) else message
+        tip = self.tip
+        if isinstance(shown, Propose | Accepted) and shown.manifest.parent == tip.digest:
+            due = self._is_due(tip)
+            proposal_problem(shown.manifest, shown.evidence, tip, self.rules, due=due)
 
     def _receive(self, source: PeerId, header: Header, message: Message) -> None:
         self._gone.discard(source)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from swarm.protocol.events import BlobWanted, CancelFetch, Fetch, Purpose, Reduce, UnitReduced
 from swarm.protocol.manifest import Digest, PeerId, Unit
-from swarm.protocol.messages import Reduced, Roster
+from swarm.protocol.messages import Reduced, Roster, reduced_statement
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.reduction import Job
@@ -118,4 +118,7 @@ class Reducer(Acceptor):
         # In several messages if need be: each must stay under 64 kB.
         for start in range(0, max(1, len(units)), MAX_RESULTS):
             results = {unit: job.results[unit] for unit in units[start : start + MAX_RESULTS]}
-            self._post(job.ballot.convener, Reduced(job.ballot, job.roster_id, results, missing))
+            signed = self._sign(reduced_statement(self.rules.run, job.roster_id, results))
+            self._post(
+                job.ballot.convener, Reduced(job.ballot, job.roster_id, results, missing, signed)
+            )

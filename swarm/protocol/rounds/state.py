@@ -22,10 +22,13 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import (
+    UNSIGNED,
     Accept,
     Accepted,
     Ballot,
     Commit,
+    Declaration,
+    Evidence,
     Header,
     Link,
     Message,
@@ -50,7 +53,7 @@ NO_GENERATION = "00"
 
 def unsigned(_: bytes) -> Signature:
     """For peers that trust each other, as in a simulation."""
-    return bytes(64)
+    return UNSIGNED
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Proposal(Pursuit):
     """A proposal on its way to being accepted [A2]."""
 
     ballot: Ballot
+    evidence: Evidence | None
 
 
 @dataclass(kw_only=True)
@@ -171,6 +175,7 @@ class MachineState(ABC):
         self._offered_at: float | None = None  # with shared tensors
         self._merged: dict[Unit, ReducedUnit] | None = None
         self._readies: dict[PeerId, Ready] = {}
+        self._signed: dict[Declaration, Signature] = {}  # by this peer, for the tip
         self._campaign: Campaign | None = None
         self._has_told_wait = False
         self._distrusted: set[PeerId] = set()  # conveners whose proposals were refused [A4]
@@ -289,9 +294,9 @@ class MachineState(ABC):
         """Makes a promise durable before the READY that carries it [P1]."""
         self._persist(replace(self.record, promised=ballot))
 
-    def _persist_accepted(self, ballot: Ballot, manifest: Manifest) -> None:
+    def _persist_accepted(self, vote: Accepted) -> None:
         """The vote is durable before the ACCEPT [P2]."""
-        self._persist(replace(self.record, promised=ballot, accepted=Accepted(ballot, manifest)))
+        self._persist(replace(self.record, promised=vote.ballot, accepted=vote))
 
     # ------------------------------------------------------------ bringing blobs here
 

@@ -1,0 +1,314 @@
+"""A peer that lies: an honest machine whose messages are turned into lies on their way out.
+
+It has its own key and no other's, and knows everything that its machine knows. As convener it
+misnames what is behind a round, as reducer it reports what it was not asked for, as member it
+claims absurd attempts, votes for everything, or serves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Protocol
+
+from swarm.emulation.simulator.cast import Setup
+from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.signing import sign
+from swarm.emulation.simulator.surroundings import Packet
+from swarm.emulation.simulator.trainer import Task
+from swarm.emulation.simulator.values import Trained, mean_of
+from swarm.experts import expert_of_unit
+from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.messages import (
+    MAX_ATTEMPT,
+    Accept,
+    Ballot,
+    Evidence,
+    Header,
+    Offer,
+    OfferedUnit,
+    Prepare,
+    Propose,
+    Ready,
+    Reduced,
+    ReducedUnit,
+    accept_statement,
+    ready_statement,
+    reduced_statement,
+)
+from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.evidence import attendance_of, offers_shown
+from swarm.protocol.rounds.rosters import plan_roster
+from swarm.protocol.weights import weights
+
+PHANTOM = "x9"
+"""A stranger that never asked to join."""
+Lie = Callable[["Liar", Propose], Propose | None]
+
+
+class Shell(Protocol):
+    """What a liar sees of the simulation."""
+
+    task: Task
+
+    @property
+    def disks(self) -> Mapping[PeerId, Disk]:
+        """Every peer's disk; it touches its own alone."""
+
+    @property
+    def setup(self) -> Setup:
+        """Who will ever be there."""
+
+    def asked_of(self, peer: PeerId) -> Collection[Unit]:
+        """Units that a peer reduces; what it says of these is its word, which nobody checks."""
+
+
+class Liar:
+    """What one peer says instead of what it should; see the module."""
+
+    def __init__(self, me: PeerId, lies: Iterable[str], shell: Shell, random: Random) -> None:
+        self.me = me
+        self.lies = frozenset(lies)
+        self.is_lying = True
+        self._shell = shell
+        self._random = random
+        self._serials = 0
+        self._older: Evidence | None = None
+        self._told: dict[tuple[str, bool], Propose] = {}
+        """What is said of a manifest, to one half of the peers and to the other."""
+
+    @property
+    def tip(self) -> Manifest:
+        """Of its own machine."""
+        return self._shell.disks[self.me].record.tip
+
+    # ------------------------------------------------------------ on the way out and in
+
+    def says(self, destination: PeerId, packet: Packet) -> list[Packet]:
+        """What leaves instead of one packet."""
+        header, message = packet
+        if not self.is_lying:
+            return [packet]
+        if isinstance(message, Propose):
+            return [Packet(header, self._proposal(destination, message))]
+        if isinstance(message, Reduced):
+            return [Packet(header, self._results(message))]
+        if isinstance(message, Ready):
+            return [Packet(header, self._ready(header, message))]
+        if isinstance(message, Prepare) and self._will("attempts", 0.1):
+            absurd = self._random.choice([MAX_ATTEMPT, MAX_ATTEMPT - 1, 900, 5000])
+            return [packet, Packet(header, Prepare(Ballot(absurd, self.me)))]
+        return [packet]
+
+    def hears(self, packet: Packet) -> list[Packet]:
+        """What it answers at once, whatever its machine does with the message."""
+        header, message = packet
+        if not self.is_lying or not isinstance(message, Propose) or "twice" not in self.lies:
+            return []
+        ballot, digest = message.ballot, message.manifest.digest
+        signed = sign(self.me, accept_statement(self._shell.task.rules.run, ballot, digest))
+        return [Packet(header, Accept(ballot, digest, signed))]
+
+    def serves(self) -> bool:
+        """Whether it gives others the blobs that they ask for."""
+        return not (self.is_lying and "unserved" in self.lies)
+
+    def _will(self, lie: str, chance: float) -> bool:
+        return lie in self.lies and self._random.random() < chance
+
+    # ------------------------------------------------------------ member and reducer
+
+    def _ready(self, header: Header, ready: Ready) -> Ready:
+        """Another capacity, an absurd attempt, or no word of its vote."""
+        if self._will("attempts", 0.1):
+            return replace(ready, ballot=Ballot(MAX_ATTEMPT, ready.ballot.convener))
+        if "hides" in self.lies:
+            ready = replace(ready, accepted=None)
+        if self._will("capacity", 0.5):
+            greedy = replace(ready, capacity=1e6)
+            run, said = self._shell.task.rules.run, greedy.declared.declaration
+            return replace(greedy, signature=sign(self.me, ready_statement(run, header.tip, said)))
+        return ready
+
+    def _results(self, reduced: Reduced) -> Reduced:
+        """Means of units that are others' to average, or for a roster of its own."""
+        results, roster_id = dict(reduced.results), reduced.roster_id
+        if self._will("foreign", 0.7):
+            for unit in sorted(
+                self._shell.task.rules.unit_bytes.keys() - self._shell.asked_of(self.me)
+            ):
+                results[unit] = ReducedUnit(self._value(unit, self.me), 100)
+        if self._will("other_roster", 0.5):
+            roster_id = "another roster"
+        signed = sign(self.me, reduced_statement(self._shell.task.rules.run, roster_id, results))
+        return replace(reduced, results=results, roster_id=roster_id, signature=signed)
+
+    # ------------------------------------------------------------ convener
+
+    def _proposal(self, destination: PeerId, propose: Propose) -> Propose:
+        manifest, evidence = propose.manifest, propose.evidence
+        if evidence is None or manifest.parent != self.tip.digest:
+            return propose
+        face = (
+            "two_faced" in self.lies
+            and sorted(self._shell.setup.characters).index(destination) % 2 == 1
+        )
+        key = (manifest.digest, face)
+        self._older = self._older or evidence
+        if key not in self._told:
+            kinds = sorted(self.lies & CONVENING.keys())
+            lie = CONVENING[self._random.choice(kinds)] if kinds else None
+            told = lie(self, propose) if lie else None
+            if "two_faced" in self.lies and not face:
+                told = None
+            self._told[key] = told or propose
+        told = self._told[key]
+        return replace(told, ballot=propose.ballot, holders=propose.holders)
+
+    def anew(
+        self,
+        propose: Propose,
+        change: Callable[[dict[PeerId, Offer]], None] | None = None,
+        **attended: object,
+    ) -> Propose:
+        """The proposal of a round with other offers or another attendance, all of one piece."""
+        tip, rules, evidence = self.tip, self._shell.task.rules, propose.evidence
+        assert evidence is not None
+        manifest = propose.manifest
+        offers = offers_shown(manifest, evidence, tip, rules)
+        if change:
+            change(offers)
+        plan = plan_roster(tip, offers, rules, offers.keys() - set(evidence.able))
+        results = {}
+        for unit in plan.reducers:
+            values = plan.sources[unit]
+            entry = manifest.entries[unit]
+            digest = entry.digest
+            if values != manifest.sources.get(unit) or change:
+                work = {peer: offer.tokens for peer, offer in offers.items() if offer.tokens}
+                weighed = weights(work, [peer for peer, _ in values])
+                inputs = [digest for _, digest in values]
+                digest = self._keep(
+                    self._shell.task.values.digest_of(mean_of(unit, inputs, weighed))
+                )
+            results[unit] = ReducedUnit(digest, rules.unit_bytes[unit])
+        attendance: Attendance = attendance_of(evidence, manifest.wishes, tip)
+        if attended:
+            attendance = replace(attendance, **attended)  # type: ignore[arg-type]
+        forged = compose_round(tip, plan, results, attendance, rules)
+        return replace(propose, manifest=forged)
+
+    def _value(self, unit: Unit, writer: PeerId) -> str:
+        """A value of its own making that passes for another's work."""
+        self._serials += 1
+        base = self.tip.entries[unit].digest
+        value = Trained(unit, base, writer, 10**6 + self._serials)
+        return self._keep(self._shell.task.values.digest_of(value))
+
+    def _keep(self, digest: str) -> str:
+        disk = self._shell.disks[self.me]
+        disk.write(digest)
+        disk.sync([digest])
+        return digest
+
+    # Each of these is one lie about a round.
+
+    def ghost(self, propose: Propose) -> Propose | None:
+        """A contributor that has offered nothing."""
+        tip = self.tip
+        ghosts = [peer for peer in tip.members if peer not in propose.manifest.contributors]
+        if not ghosts:
+            return None
+        peer, rules = self._random.choice(ghosts), self._shell.task.rules
+        batch = rules.batch_tokens_at(tip.tokens)
+        units = {
+            unit: OfferedUnit(
+                self._value(unit, peer), rules.unit_bytes[unit], tip.entries[unit].digest
+            )
+            for unit in rules.shared_units
+        }
+        offer = Offer(tip.digest, 1, batch, units, 1.0)
+        return self.anew(propose, lambda offers: offers.update({peer: offer}))
+
+    def tokens(self, propose: Propose) -> Propose | None:
+        """Its own work weighs more than it was."""
+        if not propose.manifest.work.get(self.me):
+            return None
+
+        def double(offers: dict[PeerId, Offer]) -> None:
+            mine = offers[self.me]
+            offers[self.me] = replace(mine, steps=2 * mine.steps, tokens=2 * mine.tokens)
+
+        return self.anew(propose, double)
+
+    def strength(self, propose: Propose) -> Propose:
+        """Others have hardly any capacity."""
+        weak = dict.fromkeys(self.tip.members, 1e-3)
+        return self.anew(propose, capacities={**weak, self.me: 9.0})
+
+    def joiner(self, propose: Propose) -> Propose:
+        """A stranger joins that never asked to."""
+        return self.anew(propose, joiners={PHANTOM: 9.0})
+
+    def silence(self, propose: Propose) -> Propose:
+        """Nobody but the contributors was heard: its word against that of the others."""
+        assert propose.evidence
+        kept = propose.manifest.contributors
+        declared = {p: d for p, d in propose.evidence.declared.items() if p in kept}
+        evidence = replace(propose.evidence, declared=declared)
+        return self.anew(replace(propose, evidence=evidence))
+
+    def alone(self, propose: Propose) -> Propose:
+        """It is the only member."""
+        manifest = propose.manifest
+        if self.me not in manifest.members:
+            return propose
+        owners = dict.fromkeys(manifest.owners, (self.me,))
+        dealt = {self.me: manifest.dealt.get(self.me, ())}
+        members = {self.me: manifest.members[self.me]}
+        forged = replace(manifest, members=members, owners=owners, dealt=dealt)
+        return replace(propose, manifest=forged)
+
+    def results(self, propose: Propose) -> Propose:
+        """What others have averaged is of its own making."""
+        entries = {
+            unit: replace(entry, digest=self._value(unit, self.me))
+            if unit in propose.manifest.sources and expert_of_unit(unit) is None
+            else entry
+            for unit, entry in propose.manifest.entries.items()
+        }
+        return replace(propose, manifest=replace(propose.manifest, entries=entries))
+
+    def replay(self, propose: Propose) -> Propose:
+        """The evidence is that of a round before."""
+        return replace(propose, evidence=self._older)
+
+    def replayed_declarations(self, propose: Propose) -> Propose:
+        """Declarations are those of a tip before."""
+        assert propose.evidence and self._older
+        declared = {**propose.evidence.declared, **self._older.declared}
+        return self.anew(replace(propose, evidence=replace(propose.evidence, declared=declared)))
+
+    def nothing(self, propose: Propose) -> Propose:
+        """Nothing is shown."""
+        return replace(propose, evidence=None)
+
+
+CONVENING: Mapping[str, Lie] = {
+    "ghost": Liar.ghost,
+    "tokens": Liar.tokens,
+    "strength": Liar.strength,
+    "joiner": Liar.joiner,
+    "silence": Liar.silence,
+    "alone": Liar.alone,
+    "results": Liar.results,
+    "replay": Liar.replay,
+    "replayed_declarations": Liar.replayed_declarations,
+    "nothing": Liar.nothing,
+}
+"""What a convener may lie about."""
+OTHERS = ("foreign", "other_roster", "attempts", "capacity", "unserved", "two_faced")
+"""What a member and reducer may do besides."""
+VOTES = ("twice", "hides")
+"""What no rule makes up for, where two quorums share nobody else, see swarm/README.md."""

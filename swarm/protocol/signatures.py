@@ -1,0 +1,148 @@
+"""Which signatures a message holds, and over what. Pure: how one is checked is the shell's matter.
+
+What passes here is signed by whom it says. The round machine never looks at signatures again.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from swarm.errors import HostileInput
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Wish, leave_statement
+from swarm.protocol.messages import (
+    Accept,
+    Accepted,
+    Certificate,
+    Commit,
+    Evidence,
+    Header,
+    Message,
+    Propose,
+    Ready,
+    Reduced,
+    Signature,
+    accept_statement,
+    ready_statement,
+    reduced_statement,
+)
+
+Holds = Callable[[PeerId, bytes, Signature], bool]
+"""Whether a peer has signed a statement."""
+
+
+def verified(header: Header, message: Message, source: PeerId, run: str, holds: Holds) -> Message:
+    """The message with only those signatures that are right.
+
+    Of certificates and evidence the wrong ones are dropped: what is left may be enough, and if it
+    is not, its receiver knows whom to blame.
+
+    Raises:
+        HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign, or a wish to leave
+            that its peer did not, be it in a READY or in a manifest that is to be voted for.
+    """
+    for peer, tip, wish in _wishes(message, source, header):
+        if not _wishes_to_leave(peer, tip, wish, run, holds):
+            raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
+    own = _own(header, message, run)
+    if own and not holds(source, *own):
+        name = type(message).__name__.upper()
+        raise HostileInput("bad_signature", f"a {name} is not signed by its sender")
+    if isinstance(message, Commit):
+        path = tuple(
+            replace(
+                link,
+                certificate=link.certificate
+                and sound(link.certificate, link.head.digest, run, holds),
+            )
+            for link in message.path
+        )
+        certificate = message.certificate and sound(
+            message.certificate, message.manifest.digest, run, holds
+        )
+        return replace(message, certificate=certificate, path=path)
+    if isinstance(message, Propose):
+        evidence = _evidence(message.evidence, message.manifest, run, holds)
+        return message if evidence is message.evidence else replace(message, evidence=evidence)
+    if isinstance(message, Ready) and message.accepted:
+        vote = message.accepted
+        evidence = _evidence(vote.evidence, vote.manifest, run, holds)
+        if evidence is not vote.evidence:
+            shown = Accepted(vote.ballot, vote.manifest, evidence)
+            return replace(message, accepted=shown)
+    return message
+
+
+def _own(header: Header, message: Message, run: str) -> tuple[bytes, Signature] | None:
+    """What a message's sender has to have signed, and its signature."""
+    if isinstance(message, Accept):
+        return accept_statement(run, message.ballot, message.digest), message.signature
+    if isinstance(message, Ready):
+        said = message.declared.declaration
+        return ready_statement(run, header.tip, said), message.signature
+    if isinstance(message, Reduced):
+        return reduced_statement(run, message.roster_id, message.results), message.signature
+    return None
+
+
+def sound(certificate: Certificate, digest: Digest, run: str, holds: Holds) -> Certificate:
+    """The certificate of a manifest with only those signatures that are right."""
+    statement = accept_statement(run, certificate.ballot, digest)
+    signatures = {
+        peer: signature
+        for peer, signature in certificate.signatures.items()
+        if holds(peer, statement, signature)
+    }
+    return Certificate(certificate.ballot, signatures)
+
+
+def _evidence(
+    evidence: Evidence | None, manifest: Manifest, run: str, holds: Holds
+) -> Evidence | None:
+    """The evidence with only those signatures that are right; the same object if all are."""
+    if evidence is None:
+        return None
+    tip = manifest.parent or ""
+    declared = {
+        peer: each
+        for peer, each in evidence.declared.items()
+        if holds(peer, ready_statement(run, tip, each.declaration), each.signature)
+    }
+    reports = tuple(
+        report
+        for report in evidence.reports
+        if holds(
+            report.reducer,
+            reduced_statement(run, evidence.roster_id, report.results),
+            report.signature,
+        )
+    )
+    if (len(declared), len(reports)) == (len(evidence.declared), len(evidence.reports)):
+        return evidence
+    return replace(evidence, declared=declared, reports=reports)
+
+
+def _wishes(
+    message: Message, source: PeerId, header: Header
+) -> Iterator[tuple[PeerId, Digest, Wish]]:
+    """Whose wishes to leave a message holds, and after which manifest they want to."""
+    manifests = []
+    if isinstance(message, Ready):
+        if message.wish:
+            yield source, header.tip, message.wish
+        if message.accepted:
+            manifests.append(message.accepted.manifest)
+    elif isinstance(message, Propose):
+        manifests.append(message.manifest)
+    for manifest in manifests:
+        for peer, wish in manifest.wishes.items():
+            yield peer, manifest.parent or "", wish
+
+
+def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str, holds: Holds) -> bool:
+    try:
+        signature = b64decode(wish, validate=True)
+    except ValueError:
+        return False
+    return holds(peer, leave_statement(run, tip), signature)
