@@ -30,6 +30,8 @@ class RunSection(Section):
     """Training rounds until the run is finished."""
     peers: Annotated[int, Field(gt=0, le=2**16)] = 4
     """Peers the run is planned for; `swarm-plan` and `swarm-local` start from it."""
+    admission: Literal["open", "invited"] = "open"
+    """open: strangers may join, and earn a vote by work. invited: only with an invitation."""
 
 
 class ModelConfig(Section):

@@ -24,7 +24,7 @@ from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.proving import Proving
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
-from swarm.protocol.claims import Standing, claim_of, refusal_of
+from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
@@ -137,6 +137,8 @@ class Inbound:
 
     async def _open(self, source: PeerId, payload: bytes, costs: Costs) -> tuple[Header, Message]:
         downloads, shown = self._downloads, self._shown
+        if self._ledger.is_trainee(source):
+            await _require_claim(payload, Standing.TRAINEE, costs)
         header, message = await open_message(
             source, payload, downloads.store, downloads, shown=shown, costs=costs
         )
@@ -150,10 +152,7 @@ class Inbound:
         Raises:
             HostileInput: it may not, or it costs too much, or proves nothing.
         """
-        claim = await costs.parsing(partial(claim_of, payload))
-        refusal = refusal_of(claim, Standing.STRANGER)
-        if refusal:
-            raise BadMessage(refusal, f"a stranger may not send this {claim.kind.upper()}")
+        claim = await _require_claim(payload, Standing.STRANGER, costs)
         if claim.kind == "commit":
             return await self._proving.open(source, payload, claim, costs)
         header, message = await costs.parsing(partial(decode, payload, {}))
@@ -163,6 +162,15 @@ class Inbound:
         self, header: Header, message: Message, source: PeerId, costs: Costs
     ) -> Message:
         return await costs.parsing(partial(verified, header, message, source, self._run))
+
+
+async def _require_claim(payload: bytes, standing: Standing, costs: Costs) -> Claim:
+    """What a message claims to be, if its sender may send that; raises BadMessage."""
+    claim = await costs.parsing(partial(claim_of, payload))
+    refusal = refusal_of(claim, standing)
+    if refusal:
+        raise BadMessage(refusal, f"a {standing} may not send this {claim.kind.upper()}")
+    return claim
 
 
 async def open_message(

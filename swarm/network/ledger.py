@@ -94,7 +94,7 @@ LIMITS: Mapping[Cost, Limit] = {
 }
 
 Account = tuple[Cost, str, str]
-"""Cost; whose it is: `member`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
+"""Cost; whose: `member`, `trainees`, `members`, `stranger`, `prefix`, `strangers`; and the name."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,17 @@ class Ledger:
             for whose, rate in _rates(limit).items()
         }
         self._members: frozenset[PeerId] = frozenset()
+        self._trainees: frozenset[PeerId] = frozenset()
         self._prefixes: OrderedDict[PeerId, str] = OrderedDict()
         self._balances: OrderedDict[Account, _Balance] = OrderedDict()
 
-    def admit(self, members: Iterable[PeerId]) -> None:
-        """Takes these for members from now on, and nobody else."""
-        self._members = frozenset(members)
+    def admit(self, members: Iterable[PeerId], trainees: Iterable[PeerId] = ()) -> None:
+        """Takes these for members from now on, and nobody else; some of them are trainees."""
+        self._members, self._trainees = frozenset(members), frozenset(trainees)
+
+    def is_trainee(self, peer: PeerId) -> bool:
+        """Whether a peer is a member that has no vote yet."""
+        return peer in self._trainees
 
     def is_member(self, peer: PeerId) -> bool:
         """Whether a peer draws from the members' part."""
@@ -192,7 +197,8 @@ class Ledger:
 
     def _accounts(self, peer: PeerId, cost: Cost) -> tuple[Account, ...]:
         if self.is_member(peer):
-            return ((cost, "member", peer), (cost, "members", ""))
+            together = ((cost, "trainees", ""),) if self.is_trainee(peer) else ()
+            return ((cost, "member", peer), *together, (cost, "members", ""))
         prefix = self._prefixes.get(peer)
         network = ((cost, "prefix", prefix),) if prefix else ()
         return ((cost, "stranger", peer), *network, (cost, "strangers", ""))
@@ -232,6 +238,8 @@ def _rates(limit: Limit) -> dict[str, Rate]:
     return {
         "member": limit.member,
         "members": limit.shared.part(1 - STRANGERS_SHARE),
+        # A third of what members have: any key may become a trainee, and voters keep the rest.
+        "trainees": strangers,
         "stranger": limit.stranger,
         "prefix": strangers.part(PREFIX_SHARE),
         "strangers": strangers,

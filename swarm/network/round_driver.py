@@ -32,7 +32,7 @@ from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
-from swarm.protocol.claims import plausible_members
+from swarm.protocol.claims import who_takes_part
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.events import (
     Apply,
@@ -112,7 +112,7 @@ class RoundDriver:
             self.transfers, node.ledger, machine.rules.run, deliver, machine.foothold
         )
         self.refused = self.inbound.refused
-        node.ledger.admit(plausible_members(machine.record))
+        node.ledger.admit(*who_takes_part(machine.record))
         self.outbound = Outbound(store)
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._actor = Tasks("the round driver", on_failure=self._fail)
@@ -265,7 +265,7 @@ class RoundDriver:
 
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
-        self.node.ledger.admit(plausible_members(effect.record))
+        self.node.ledger.admit(*who_takes_part(effect.record))
 
     async def _send(self, effect: Send) -> None:
         try:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from swarm.protocol import wire
 from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Header, Message, Propose, Ready, Roster
 
 MAX_STRANGER_PROOF_BYTES = 2**20
@@ -16,12 +16,15 @@ MAX_STRANGER_PROOF_BYTES = 2**20
 30 kB with their keys and names."""
 FROM_MEMBERS_ONLY = frozenset({"roster", "reduced", "propose", "accept"})
 """Steps of a round in which only members have a part."""
+FROM_VOTERS_ONLY = frozenset({"roster", "propose", "accept"})
+"""Steps in which a trainee has none either: it convenes nothing and does not vote [R7]."""
 
 
 class Standing(StrEnum):
     """What a sender is to the receiver."""
 
-    MEMBER = "member"
+    VOTER = "voter"
+    TRAINEE = "trainee"
     STRANGER = "stranger"
 
 
@@ -73,9 +76,13 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
     | READY | taken without offer and vote, as a wish to join |
     | COMMIT | taken with a small proof, which says whether its manifest is fetched at all |
     | ROSTER, REDUCED, PROPOSE, ACCEPT | refused: no stranger has a part in a round |
+
+    Of a trainee's messages ROSTER, PROPOSE and ACCEPT are refused.
     """
-    if standing is Standing.MEMBER:
+    if standing is Standing.VOTER:
         return None
+    if standing is Standing.TRAINEE:
+        return f"{claim.kind}_of_trainee" if claim.kind in FROM_VOTERS_ONLY else None
     if claim.kind in FROM_MEMBERS_ONLY or (claim.kind == "ready" and claim.attachments):
         return f"{claim.kind}_of_stranger"
     if claim.kind == "commit" and claim.attachments[1][1] > MAX_STRANGER_PROOF_BYTES:
@@ -89,5 +96,27 @@ def plausible_members(record: Record) -> frozenset[PeerId]:
     The members of the tip; of its parent, which some may still be on; and of the manifest that this
     peer has voted for, which others may have applied already.
     """
+    return frozenset(peer for manifest in _plausible(record) for peer in manifest.members)
+
+
+def plausible_trainees(record: Record) -> frozenset[PeerId]:
+    """Those of the plausible members that vote in none of these manifests."""
+    voters = frozenset(peer for manifest in _plausible(record) for peer in manifest.voters)
+    return plausible_members(record) - voters
+
+
+def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+    """The plausible members, and those of them that are trainees."""
+    return plausible_members(record), plausible_trainees(record)
+
+
+def standing_in(record: Record, peer: PeerId) -> Standing:
+    """What a sender is to a peer with this record."""
+    if peer not in plausible_members(record):
+        return Standing.STRANGER
+    return Standing.TRAINEE if peer in plausible_trainees(record) else Standing.VOTER
+
+
+def _plausible(record: Record) -> list[Manifest]:
     manifests = [record.tip, record.parent, record.accepted and record.accepted.manifest]
-    return frozenset(peer for manifest in manifests if manifest for peer in manifest.members)
+    return [manifest for manifest in manifests if manifest]

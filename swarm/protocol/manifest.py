@@ -39,8 +39,8 @@ class Kind(Enum):
     """How a manifest came about."""
 
     FOUNDING = "founding"  # manifest 0, written by the founder alone
-    QUORUM = "quorum"  # an ordinary round, accepted by a quorum of the parent's members
-    MERGE = "merge"  # an expert merge, accepted by a quorum of the parent's members
+    QUORUM = "quorum"  # an ordinary round, accepted by a quorum of the parent's voters
+    MERGE = "merge"  # an expert merge, accepted by a quorum of the parent's voters
     REFORM = "reform"  # survivors of a lost majority go on, self-asserted
 
 
@@ -84,9 +84,13 @@ class Founding:
     """None where every peer has its own text."""
 
 
+SEASONED_ROUNDS = 50
+"""A voter that so many rounds have counted is no longer young [R7]."""
+
+
 @dataclass(frozen=True)
 class Member:
-    """One elector of the next round."""
+    """One of those that train: a voter, or a trainee that has yet to earn its vote [R7]."""
 
     silent: int
     """Consecutive rounds in which nothing was heard of this peer [R1]."""
@@ -94,8 +98,13 @@ class Member:
     """Relative share of experts it wants to own."""
     tokens_per_s: float = 0.0
     """Of its local steps in the last round that counted it; 0 until one has."""
-    trial: int = 0
-    """Rounds that have to count it before it may own more than the fair share [R4]."""
+    counted: int = SEASONED_ROUNDS
+    """Rounds that have counted it since it was taken in, at most `SEASONED_ROUNDS`; the founding
+    electorate begins with these."""
+    votes: bool = True
+    """Whether it is an elector of the next round; a trainee is not."""
+    invited: bool = False
+    """Whether it came with an anchor's invitation, which makes it an anchor."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +141,13 @@ class Head:
     parent: Digest | None
     lineage: Lineage
     founder: PeerId
-    members: tuple[PeerId, ...]
-    """In peer-id order."""
+    voters: tuple[PeerId, ...]
+    """Who elects the next height, in peer-id order. Trainees are in the body alone."""
+    anchors: str
+    """Which of them are anchors, the founder and who was invited: hex digits, the first voter is
+    the highest bit."""
     contributed: str
-    """Which of them contributed: hex digits, the first member is the highest bit."""
+    """Which of them contributed, likewise."""
     seed: Digest | None
     body: Digest
     """The blob that is the manifest's canonical JSON."""
@@ -158,18 +170,27 @@ class Head:
 
     @cached_property
     def order(self) -> tuple[PeerId, ...]:
-        """Members by turn: contributors first, each group by hash; [0] is the first convener."""
+        """Voters by turn: contributors first, each group by hash; [0] is the first convener."""
         seed = self.seed or self.digest
-        idle = dict(zip(self.members, _bits(self.contributed, len(self.members)), strict=True))
-        return tuple(sorted(self.members, key=lambda p: (not idle[p], turn(seed, p), p)))
+        worked = self._among_voters(self.contributed)
+        return tuple(sorted(self.voters, key=lambda p: (p not in worked, turn(seed, p), p)))
+
+    @cached_property
+    def anchored(self) -> frozenset[PeerId]:
+        """The voters that are anchors [L2]."""
+        return self._among_voters(self.anchors)
+
+    def _among_voters(self, packed: str) -> frozenset[PeerId]:
+        bits = _bits(packed, len(self.voters))
+        return frozenset(peer for peer, bit in zip(self.voters, bits, strict=True) if bit)
 
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
-        """Whether these peers decide the next round; any two quorums share a member.
+        """Whether these peers decide the next round; any two quorums share a voter.
 
-        More than half of the members, or exactly half with the tie-breaker `order[0]`.
+        More than half of the voters, or exactly half with the tie-breaker `order[0]`.
         """
-        present = frozenset(self.members).intersection(peers)
-        twice, electors = 2 * len(present), len(self.members)
+        present = frozenset(self.voters).intersection(peers)
+        twice, electors = 2 * len(present), len(self.voters)
         return twice > electors or (
             twice == electors and bool(present) and self.order[0] in present
         )
@@ -230,7 +251,7 @@ class Manifest:
     @cached_property
     def head(self) -> Head:
         """Its head, which follows from it."""
-        members = tuple(sorted(self.members))
+        voters = tuple(sorted(self.voters))
         contributors = frozenset(self.contributors)
         return Head(
             run=self.run,
@@ -240,8 +261,9 @@ class Manifest:
             parent=self.parent,
             lineage=self.lineage,
             founder=self.founding.founder,
-            members=members,
-            contributed=_packed([peer in contributors for peer in members]),
+            voters=voters,
+            anchors=_packed([self.is_anchor(peer) for peer in voters]),
+            contributed=_packed([peer in contributors for peer in voters]),
             seed=self.seed,
             body=self.blob,
         )
@@ -256,9 +278,19 @@ class Manifest:
         """Place in the total order of all manifests of a run: larger wins [F1]."""
         return self.head.code
 
+    @cached_property
+    def voters(self) -> frozenset[PeerId]:
+        """Members that elect the next height; the others are trainees [R7]."""
+        return frozenset(peer for peer, member in self.members.items() if member.votes)
+
+    def is_anchor(self, peer: PeerId) -> bool:
+        """Whether a peer may invite others and vouch for a reform [L2, R8]."""
+        member = self.members.get(peer)
+        return peer == self.founding.founder or (member is not None and member.invited)
+
     @property
     def order(self) -> tuple[PeerId, ...]:
-        """Members by turn, see `Head.order`."""
+        """Voters by turn, see `Head.order`."""
         return self.head.order
 
     def counts(self, peer: PeerId) -> bool:

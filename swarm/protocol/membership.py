@@ -1,4 +1,4 @@
-"""Who elects the next round [R1, R2]."""
+"""Who takes part in the next round, and who of them elects it [R1, R2, R7]."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.protocol.manifest import Manifest, Member, PeerId, turn
-
-TRIAL_ROUNDS = 10
-"""Rounds in which a member that was taken in owns no more than the fair share [R4]: who claims a
-capacity and cannot do the work, or leaves, has held up few experts by then."""
+from swarm.protocol.voting import counted, with_voters
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,14 @@ def next_members(
     seed: str,
     silent_limit: int = 3,
     capacities: Mapping[PeerId, float] | None = None,
+    is_open: bool = True,
 ) -> Membership:
-    """Counts silence, lets leavers go and takes joiners in.
+    """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
 
-    Not contributing never removes a voter: a live majority that is merely slow would otherwise
-    be voted out by the rounds it was too late for. Only silence does, and asking to leave.
+    A stranger is a trainee at first, who was removed before likewise; the founder votes at once
+    whenever it comes back. Not contributing never removes a voter: a live majority that is merely
+    slow would otherwise be voted out by the rounds it was too late for. Only silence does, and
+    asking to leave.
 
     Args:
         parent: manifest whose members decide.
@@ -47,6 +47,7 @@ def next_members(
         seed: of that order.
         silent_limit: K; a member goes after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
+        is_open: whether strangers become members without an invitation.
 
     Returns:
         At least one member: when everybody would go and nobody joins, those that were to leave
@@ -55,13 +56,14 @@ def next_members(
     members, reasons = _staying(
         parent, {*heard, *contributors}, leaving, silent_limit, capacities or {}
     )
-    members = {peer: tried(member, peer in contributors) for peer, member in members.items()}
+    members = {peer: counted(member, peer in contributors) for peer, member in members.items()}
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     room = max(1, len(parent.members))
     for peer in strangers[:room]:
-        members[peer] = Member(1, joiners[peer], trial=TRIAL_ROUNDS)
-        reasons.append(f"{peer} joined")
+        votes = peer == parent.founding.founder
+        members[peer] = Member(1, joiners[peer], counted=0, votes=votes)
+        reasons.append(f"{peer} joined{'' if votes else ' as a trainee'}")
     reasons.extend(f"{peer} not yet taken in: {room} joiners a round" for peer in strangers[room:])
     if not members:
         return Membership(
@@ -71,17 +73,8 @@ def next_members(
             },
             ("all members stay listed: nobody else would be left to continue the run",),
         )
-    return Membership(dict(sorted(members.items())), tuple(reasons))
-
-
-def tried(member: Member, is_counted: bool) -> Member:
-    """The member after a round, one round less on trial if it contributed."""
-    return replace(member, trial=max(0, member.trial - is_counted))
-
-
-def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
-    """Members that were taken in lately."""
-    return tuple(peer for peer, member in members.items() if member.trial)
+    elected = with_voters(members, contributors, seed=seed, is_open=is_open)
+    return Membership(dict(sorted(elected.members.items())), (*reasons, *elected.reasons))
 
 
 def _staying(

@@ -18,9 +18,9 @@ from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest
-from swarm.protocol.membership import on_trial
 from swarm.protocol.ownership import assign
 from swarm.protocol.schemas import Count, DigestText, Schema, parse
+from swarm.protocol.voting import on_trial
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """AdamW's first and second moment, in the order of a blob."""
@@ -187,6 +187,7 @@ def whom_to_ask(
             *([holder] if holder else []),
             *manifest.owners.get(expert, ()),
             *manifest.order,
+            *manifest.members,
         )
     )
     return tuple(peer for peer in peers if peer != me)[:MAX_ASKED]

@@ -145,12 +145,12 @@ def _require_names(head: Head) -> None:
     wrong = wrong_name(
         (IS_DIGEST, digests),
         (IS_GENERATION, generations),
-        (IS_PEER, (head.founder, *head.members)),
+        (IS_PEER, (head.founder, *head.voters)),
     )
     if wrong is not None:
         raise BadMessage("head_names", f"{wrong[:80]!r} is no name in a head")
-    if list(head.members) != sorted(set(head.members)):
-        raise BadMessage("head_names", "a head's members are not in order")
+    if list(head.voters) != sorted(set(head.voters)):
+        raise BadMessage("head_names", "a head's voters are not in order")
 
 
 class ProofSchema(Schema):

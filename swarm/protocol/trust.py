@@ -6,17 +6,18 @@ head that a person named. From there it walks along *links*, a head with its cer
 
 - the next height: signed by a quorum of the trusted electorate;
 - heights later: signed by a quorum of the trusted electorate and by one of its own parent's;
-- a reform of the trusted head itself: signed by members of it that have left for it.
+- a reform of the trusted head itself: signed by voters of it that have left for it.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
-trusted electorate share a member, and a member signs one manifest a height; what the parent's
+trusted electorate share a voter, and a voter signs one manifest a height; what the parent's
 quorum decided is then no other chain than the one that the trusted members are on. Who owns the
 keys of an electorate of the past convinces nobody whose trusted head is later.
 
 A reform is made because a quorum is gone, so no number of signatures shows that it had to be.
 Peers with a tip of their own take one only when they hear no quorum either [F2], and then one
 signature of its parent's electorate is enough: it keeps strangers out. A newcomer has heard
-nobody; it asks for the founder's signature, or for a head that a person vouches for.
+nobody; it asks for the signature of the founder, or of more than half of the parent's anchors
+(`is_vouched_for`), or for a head that a person vouches for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import cached_property
 
 from swarm.errors import BadMessage
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import Code, Digest, Head, Kind, is_ancestor
+from swarm.protocol.manifest import Code, Digest, Head, Kind, PeerId, is_ancestor
 from swarm.protocol.messages import Certificate, Link
 from swarm.protocol.schemas import MAX_LINKS
 
@@ -41,7 +42,7 @@ def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | Non
     Args:
         before: the trusted head.
         link: the claimed successor; wrong signatures have been dropped from its certificate.
-        is_new: whether the reader has no tip of its own, so that reforms need the founder.
+        is_new: whether the reader has no tip of its own, so that reforms need somebody to vouch.
     """
     head = link.head
     if head.founder != before.founder or (before.run and head.run != before.run):
@@ -64,10 +65,10 @@ def step_problem(before: Head, link: Link, *, is_new: bool = False) -> str | Non
         return f"the parent of height {head.height} is of another generation"
     for electorate in (parent, before):
         if not electorate.is_quorum(signers):
-            present = len(signers.intersection(electorate.members))
+            present = len(signers.intersection(electorate.voters))
             return (
                 f"the certificate of height {head.height} has {present} of the "
-                f"{len(electorate.members)} members of height {electorate.height}"
+                f"{len(electorate.voters)} voters of height {electorate.height}"
             )
     return None
 
@@ -77,20 +78,41 @@ def _reform_problem(
 ) -> str | None:
     if head.parent != before.digest or head.height != before.height:
         return "a reform follows from its parent alone"
-    electors = len(set(head.members).intersection(before.members))
+    electors = len(reform_electors(before).intersection(head.voters))
     expected = (*before.lineage, (head.height, (electors, head.generation)))
     if head.lineage != expected:
-        return f"a reform with {electors} members of its parent has another lineage"
-    left = sorted(set(signers) & set(before.members))
+        return f"a reform with {electors} voters of its parent has another lineage"
+    left = reform_electors(before).intersection(signers)
     if not left:
-        return "no member of its parent signed the reform"
-    if is_new and before.founder not in left:
+        return "no voter of its parent signed the reform"
+    if is_new and not is_vouched_for(before, left):
         return (
             f"the reform at height {head.height} is signed by {len(left)} of its parent's "
-            f"{len(before.members)} members, and the founder is not among them: wait for it, or "
-            "name a head that somebody you trust shows you (--tip)"
+            f"{len(before.voters)} voters, neither the founder nor more than half of its "
+            f"{len(before.anchored)} anchors among them: wait for them, or name a head that "
+            "somebody you trust shows you (--tip)"
         )
     return None
+
+
+def reform_electors(before: Head) -> frozenset[PeerId]:
+    """Who may go on by a reform of this head, so that others believe it: its voters [F3, L2].
+
+    And the founder, whatever has become of it: it is named in manifest 0, which everybody trusts,
+    and where it alone is left with trainees somebody must be able to bring them together.
+    """
+    return frozenset([before.founder, *before.voters])
+
+
+def is_vouched_for(before: Head, signers: Collection[PeerId]) -> bool:
+    """Whether these signatures of a reform convince who has heard nobody [L2].
+
+    The founder's, since its key made the run; or those of more than half of the parent's anchors,
+    so that a run outlives its founder. Votes that strangers have earned do not: their number says
+    how many keys somebody has, and not for whom they speak.
+    """
+    anchors = before.anchored
+    return before.founder in signers or 2 * len(anchors.intersection(signers)) > len(anchors) > 0
 
 
 def proof_problem(
@@ -175,7 +197,7 @@ class Foothold:
 def _counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
     """A certificate with only those signatures that can count, so that no others cost time."""
     assert link.certificate is not None
-    electors = {*before[-1].head.members, *(link.parent.members if link.parent else ())}
+    electors = {*reform_electors(before[-1].head), *(link.parent.voters if link.parent else ())}
     signatures = link.certificate.signatures
     counted = {peer: signatures[peer] for peer in signatures if peer in electors}
     return replace(link.certificate, signatures=counted), link.head.digest

@@ -64,7 +64,9 @@ def strong(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 def outvoted(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
     """More strangers than members come at once."""
-    strangers = {f"Z{k}": replace(manifest.members[me], silent=1, trial=10) for k in range(9)}
+    strangers = {
+        f"Z{k}": replace(manifest.members[me], silent=1, counted=0, votes=False) for k in range(9)
+    }
     return dealt_anew(replace(manifest, members={**manifest.members, **strangers}), parent)
 
 

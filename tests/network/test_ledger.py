@@ -42,6 +42,17 @@ def test_all_strangers_together_get_a_quarter_and_members_three_whatever_strange
     assert [spent(ledger, member) for member in ("M1", "M2", "M3")] == [30, 30, 0]
 
 
+def test_trainees_together_leave_voters_half_of_everything_whatever_they_do() -> None:
+    ledger = Ledger(FEW)
+    trainees = [f"T{number}" for number in range(10)]
+    ledger.admit(["M1", "M2", *trainees], trainees)
+    assert sum(spent(ledger, trainee) for trainee in trainees) == 20
+    with pytest.raises(TooCostly) as refused:
+        ledger.take("T1", Cost.MESSAGES, 1, 0.0)
+    assert refused.value.reason in ("messages_of_member", "messages_of_trainees")
+    assert [spent(ledger, member) for member in ("M1", "M2")] == [30, 10]
+
+
 def test_keys_of_one_network_share_half_of_what_strangers_have() -> None:
     ledger = Ledger(FEW)
     for number in range(10):

@@ -33,8 +33,8 @@ from tests.network.test_inbound import Desk
 from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_moments import next_round
 
-RIGHT = Signature(b"key", b"right")
-WRONG = Signature(b"key", b"wrong")
+RIGHT = b"right" * 12 + b"1234"
+WRONG = b"wrong" * 12 + b"1234"
 RULES = make_rules()
 STRANGER = "S"
 
@@ -46,7 +46,7 @@ def signatures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def is_right(peer: str, signature: Signature, *_: object) -> bool:
         looked_at.append(peer)
-        return signature.signature == b"right"
+        return signature == RIGHT
 
     monkeypatch.setattr(inbound, "_signed_by", is_right)
     return looked_at

@@ -13,7 +13,9 @@ from swarm.protocol.claims import (
     claim_of,
     outline_of,
     plausible_members,
+    plausible_trainees,
     refusal_of,
+    standing_in,
 )
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES
@@ -68,7 +70,10 @@ def test_each_type_of_message_from_member_and_stranger(
     outline = outline_of(message)
     assert (outline.kind, len(outline.attachments)) == (claim.kind, attachments)
     for judged in (claim, outline):
-        assert refusal_of(judged, Standing.MEMBER) is None
+        assert refusal_of(judged, Standing.VOTER) is None
+        of_trainee = f"{claim.kind}_of_trainee"
+        is_refused = claim.kind in ("roster", "propose", "accept")
+        assert refusal_of(judged, Standing.TRAINEE) == (of_trainee if is_refused else None)
         assert refusal_of(judged, Standing.STRANGER) == refusal
 
 
@@ -82,7 +87,7 @@ def test_a_strangers_commit_may_have_any_manifest_and_a_small_proof() -> None:
     assert refusal_of(Claim("commit", (manifest, most, manifest)), Standing.STRANGER) is None
     for attachments in ((manifest, more), (manifest, more, manifest)):
         assert refusal_of(Claim("commit", attachments), Standing.STRANGER) == "proof_of_stranger"
-        assert refusal_of(Claim("commit", attachments), Standing.MEMBER) is None
+        assert refusal_of(Claim("commit", attachments), Standing.VOTER) is None
 
 
 def test_plausible_are_members_of_the_tip_its_parent_and_what_was_voted_for() -> None:
@@ -91,3 +96,14 @@ def test_plausible_are_members_of_the_tip_its_parent_and_what_was_voted_for() ->
     assert plausible_members(Record(tip, None, parent)) == {"A", "B", "C"}
     record = Record(tip, None, None, None, Accepted(BALLOT, voted))
     assert plausible_members(record) == {"B", "C", "D"}
+
+
+def test_a_trainee_is_who_votes_nowhere_that_is_plausible() -> None:
+    tip = found(RULES, ["A", "B", "C"])
+    members = {p: replace(m, votes=p == "A") for p, m in tip.members.items()}
+    young = replace(tip, members=members)
+    assert plausible_trainees(Record(young, None, None)) == {"B", "C"}
+    record = Record(young, None, replace(tip, members={"B": tip.members["B"]}))
+    assert plausible_trainees(record) == {"C"}
+    standings = [standing_in(record, peer) for peer in "ABCD"]
+    assert standings == [Standing.VOTER, Standing.VOTER, Standing.TRAINEE, Standing.STRANGER]

@@ -198,3 +198,43 @@ def test_without_a_quorum_of_offers_a_word_holds_this_long(changes: dict[str, An
 def test_before_its_first_step_ends_a_peer_cannot_say_anything() -> None:
     mute = replace(BUSY, worked_s=1799.0)
     assert why_close(replace(FEW, age_s=1799.0, absent=(mute,)), LONG) is None
+
+
+NEW = replace(BUSY, is_new=True, remaining_s=2.0, word=Word(12.0, -2.0))
+
+
+def test_a_new_trainee_is_waited_for_as_others_are_but_not_for_long() -> None:
+    roster = replace(ROSTER, absent=(NEW,))
+    assert why_close(replace(roster, waited_s=5.9), TIMERS) is None
+    why = why_close(replace(roster, waited_s=6.0), TIMERS)
+    assert why and "is new, and voters wait for 6.0 s (limit 6.0)" in why
+    voter = replace(roster, absent=(replace(NEW, is_new=False),))
+    assert why_close(replace(voter, waited_s=6.0), TIMERS) is None
+
+
+def test_voters_wait_for_a_new_trainee_a_quarter_of_what_they_have_worked_whatever_it_says() -> (
+    None
+):
+    says = replace(NEW, remaining_s=100.0, worked_s=1e9, word=Word(1e9, -100.0), contributed=True)
+    roster = replace(HOUR, absent=(says,))
+    assert why_close(replace(roster, waited_s=899.0), TIMERS) is None
+    assert why_close(replace(roster, waited_s=900.0), TIMERS) is not None
+
+
+def test_a_trainee_that_vanished_holds_a_round_up_no_longer_than_a_silent_voter() -> None:
+    assert why_close(absent(is_new=True, silent_s=5.9), TIMERS) is None
+    assert why_close(absent(is_new=True, silent_s=6.0), TIMERS) is not None
+
+
+def test_offers_of_trainees_make_waiting_for_a_voter_no_dearer() -> None:
+    """Else keys that offer at once would have a slow voter left out."""
+    slow = replace(absent(remaining_s=3.2), num_of_trainees=50, num_members=54)
+    assert why_close(slow, TIMERS) is None
+    assert why_close(replace(slow, num_offers=53, num_of_trainees=0), TIMERS) is not None
+
+
+def test_voters_that_wait_for_nobody_else_go_on_without_a_quorum_of_offers_or_trainees() -> None:
+    silent = replace(BUSY, silent_s=1e3)
+    roster = replace(ROSTER, waited_s=None, num_offers=0, num_of_trainees=1, absent=(silent, NEW))
+    why = why_close(roster, TIMERS)
+    assert why and why.startswith("roster closed with 1 of 4 offers") and "is new" in why

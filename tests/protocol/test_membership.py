@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.protocol.manifest import Founding, Kind, Manifest, Member
-from swarm.protocol.membership import TRIAL_ROUNDS, next_members, on_trial
+from swarm.protocol.manifest import SEASONED_ROUNDS, Founding, Kind, Manifest, Member
+from swarm.protocol.membership import next_members
+from swarm.protocol.voting import TRIAL_ROUNDS, on_trial
 
-FOUNDING = Founding("a", "n", "c" * 64, 1, "v" * 64, 4)
+FOUNDING = Founding("f", "n", "c" * 64, 1, "v" * 64, 4)
 
 
 def parent_of(**silent):
@@ -86,20 +87,22 @@ def test_a_member_has_the_capacity_that_it_declared_last():
 
 def test_a_joiner_is_listed_with_its_capacity_and_must_speak_soon():
     membership = decide(parent_of(b=0), contributors=("b",), joiners={"a": 0.5})
-    newcomer = Member(1, 0.5, trial=TRIAL_ROUNDS)
+    newcomer = Member(1, 0.5, counted=0, votes=False)
     assert list(membership.members.items()) == [("a", newcomer), ("b", Member(0, 2.0))]
-    assert membership.reasons == ("a joined",)
+    assert membership.reasons == ("a joined as a trainee",)
 
 
 def test_a_trial_ends_with_the_tenth_round_that_counted_the_member():
-    parent = replace(parent_of(a=0, b=0), members={"a": Member(0, 1.0, trial=TRIAL_ROUNDS)})
+    parent = replace(parent_of(a=0, b=0), members={"a": Member(0, 1.0, counted=0)})
     for _ in range(TRIAL_ROUNDS):
         assert on_trial(parent.members) == ("a",)
         heard = replace(parent, members=decide(parent, heard=("a",)).members)
-        assert heard.members["a"].trial == parent.members["a"].trial, "it did not contribute"
+        assert heard.members["a"].counted == parent.members["a"].counted, "it did not contribute"
         parent = replace(parent, members=decide(parent, contributors=("a",)).members)
     assert on_trial(parent.members) == ()
-    assert decide(parent, contributors=("a",)).members["a"].trial == 0
+    for _ in range(SEASONED_ROUNDS):
+        parent = replace(parent, members=decide(parent, contributors=("a",)).members)
+    assert parent.members["a"].counted == SEASONED_ROUNDS
 
 
 def test_a_member_or_a_leaver_that_asks_to_join_is_no_joiner():

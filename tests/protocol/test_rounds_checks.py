@@ -263,8 +263,8 @@ def test_a_decided_manifest_needs_a_quorum_of_its_parents_members() -> None:
         return step_problem(PARENT.head, Link(TIP.head, commit_of(*signers).certificate)) or ""
 
     assert problem("A", "B") == ""
-    assert "1 of the 3 members" in problem("A")
-    assert "0 of the 3 members" in problem("X", "Y", "Z")
+    assert "1 of the 3 voters" in problem("A")
+    assert "0 of the 3 voters" in problem("X", "Y", "Z")
     assert "no certificate" in (step_problem(PARENT.head, Link(TIP.head)) or "")
     far = PUMP.nodes["A"].applied[0]
     alone = Link(TIP.head, commit_of("A", "B").certificate)

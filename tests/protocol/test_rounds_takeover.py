@@ -249,7 +249,7 @@ def test_a_peer_that_comes_back_does_not_end_the_campaign_that_went_on_without_i
         destination == second and (source != third or not isinstance(message, Hello))
     )
     pump.run(pump.now + 8.0)
-    assert "no quorum of the 5 members was heard" in pump.nodes[second].said(Topic.TAKEOVER)
+    assert "no quorum of the 5 voters was heard" in pump.nodes[second].said(Topic.TAKEOVER)
     pump.lose = lambda source, destination, message: False
     pump.run_to_height(3, survivors(pump))
     assert "begins" not in pump.nodes[second].said(Topic.TAKEOVER)

@@ -23,7 +23,8 @@ def head(members: Sequence[PeerId], height: int = 0, parent: Head | None = None,
         "parent": parent.digest if parent else None,
         "lineage": parent.lineage if parent else (),
         "founder": "f",
-        "members": tuple(sorted(members)),
+        "voters": tuple(sorted(members)),
+        "anchors": "0" * -(-len(members) // 4),
         "contributed": "0" * -(-len(members) // 4),
         "seed": None,
         "body": f"{height:064x}",
@@ -40,7 +41,7 @@ def chain_of(electorates: Sequence[Sequence[PeerId]]) -> list[Link]:
     links = [Link(head(electorates[0]))]
     for height, members in enumerate(electorates[1:], 1):
         before = links[-1].head
-        links.append(signed(head(members, height, before), *before.members))
+        links.append(signed(head(members, height, before), *before.voters))
     return links
 
 
@@ -70,9 +71,9 @@ def test_a_later_height_needs_a_quorum_of_both_electorates() -> None:
     target = head("cde", 7, parent)
     assert step_problem(trusted, signed(target, "a", "b", "c", "d", parent=parent)) is None
     of_parent_alone = signed(target, "c", "d", "e", parent=parent)
-    assert "1 of the 3 members of height 0" in (step_problem(trusted, of_parent_alone) or "")
+    assert "1 of the 3 voters of height 0" in (step_problem(trusted, of_parent_alone) or "")
     of_trusted_alone = signed(target, "a", "b", parent=parent)
-    assert "members of height 6" in (step_problem(trusted, of_trusted_alone) or "")
+    assert "voters of height 6" in (step_problem(trusted, of_trusted_alone) or "")
     assert "missing" in (step_problem(trusted, signed(target, "a", "b", "c", "d")) or "")
     other_parent = replace(parent, body="1" * 64)
     assert step_problem(trusted, signed(target, *"abcde", parent=other_parent)) is not None
@@ -106,7 +107,7 @@ def test_a_reform_is_believed_with_a_signature_of_its_parents_electorate() -> No
     parent = head("fabc", 3, head("fabc"))
     left = reform(parent, "a")
     assert step_problem(parent, signed(left, "a")) is None
-    assert "no member" in (step_problem(parent, signed(left, "x")) or "")
+    assert "no voter" in (step_problem(parent, signed(left, "x")) or "")
     assert step_problem(head("fabc"), signed(left, "a")) is not None  # of another parent
     assert step_problem(parent, signed(replace(left, lineage=()), "a")) is not None
 
@@ -155,8 +156,8 @@ def test_three_hundred_rounds_and_three_changes_of_everybody_are_a_short_proof()
     assert len(path) < 40
     # Yesterday's majority owns the keys of all members of height 150, and forges what follows.
     thief = links[150].head
-    forged = signed(head("z", 151, thief), *thief.members)
-    longer = signed(head("z", 400, forged.head), "z", *thief.members, parent=forged.head)
+    forged = signed(head("z", 151, thief), *thief.voters)
+    longer = signed(head("z", 400, forged.head), "z", *thief.voters, parent=forged.head)
     for begin in (links[-1].head, links[200].head):
         for path in ((Link(begin), forged, longer), (Link(begin), longer)):
             assert proof_problem(path, longer.head, {begin.digest})

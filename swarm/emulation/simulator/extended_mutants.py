@@ -59,7 +59,7 @@ class _FailedSyncAwaited(RoundMachine):
 
 class _FourAreAQuorum(RoundMachine):
     def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
-        present = self.tip.members.keys() & set(peers)
+        present = self.tip.voters & set(peers)
         return len(present) >= 4 or super()._has_quorum(present)
 
 

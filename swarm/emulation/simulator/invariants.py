@@ -23,6 +23,7 @@ from swarm.protocol.manifest import (
 )
 from swarm.protocol.merging import merge_due, merged_until
 from swarm.protocol.rounds import Rules
+from swarm.protocol.trust import reform_electors
 from swarm.protocol.weights import weights
 
 DECIDED = (Kind.QUORUM, Kind.MERGE)
@@ -126,7 +127,7 @@ class Invariants:
             not (leaves_mine and old.is_quorum([peer, *heard])),
             "I10",
             f"{peer} left {short(old)} for {short(new)} while it heard {sorted(heard)} "
-            f"of {sorted(old.members)}",
+            f"of {sorted(old.voters)}",
         )
 
     def _see(self, manifest: Manifest, now: float) -> None:
@@ -183,13 +184,13 @@ class Invariants:
         parent = self.manifests[manifest.parent or ""]
         holders = [
             peer
-            for peer in parent.members
+            for peer in sorted(parent.voters)
             if peer in disks and self._holds(peer, disks[peer], manifest)
         ]
         require(
             parent.is_quorum(holders),
             "I2",
-            f"{short(manifest)} is durable on {holders} only, of {sorted(parent.members)}",
+            f"{short(manifest)} is durable on {holders} only, of {sorted(parent.voters)}",
         )
 
     def _holds(self, peer: PeerId, disk: Disk, manifest: Manifest) -> bool:
@@ -221,7 +222,7 @@ class Invariants:
                 raise Violation("I4", f"{short(manifest)}: {why}")
 
     def _check_reform(self, manifest: Manifest, parent: Manifest) -> None:
-        survivors = len(manifest.members.keys() & parent.members.keys())
+        survivors = len(reform_electors(parent.head) & manifest.voters)
         places = [(manifest.height, (n, manifest.generation)) for n in (survivors, 0)]
         same = ("height", "round", "step", "tokens", "merged", "entries", "founding")
         for name in same:

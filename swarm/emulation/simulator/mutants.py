@@ -92,7 +92,7 @@ class _BallotZeroReused(RoundMachine):
 
 class _AnyHalf(RoundMachine):
     def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
-        return 2 * len(self.tip.members.keys() & set(peers)) >= len(self.tip.members)
+        return 2 * len(self.tip.voters & set(peers)) >= len(self.tip.voters)
 
 
 class _AnyProposal(RoundMachine):

@@ -17,7 +17,7 @@ from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer, taken_up
-from swarm.protocol.claims import Standing, outline_of, plausible_members, refusal_of
+from swarm.protocol.claims import outline_of, refusal_of, standing_in
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,
@@ -245,8 +245,7 @@ class Node(Ports):
 
     def _is_refused(self, source: PeerId, message: Message) -> bool:
         """As at the network's door, where attachments are not even fetched."""
-        is_member = source in plausible_members(self.disk.record)
-        standing = Standing.MEMBER if is_member else Standing.STRANGER
+        standing = standing_in(self.disk.record, source)
         return refusal_of(outline_of(message), standing) is not None
 
     def receive(self, source: PeerId, payload: Payload) -> None:

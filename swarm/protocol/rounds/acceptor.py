@@ -12,18 +12,18 @@ from swarm.protocol.rounds.state import Proposal
 
 
 class Acceptor(Contributor):
-    """Votes. Only members of the tip do; a joiner fetches proposals but stays silent."""
+    """Votes. Only voters of the tip do; trainees and joiners fetch proposals but stay silent."""
 
     def _forget_height(self) -> None:
         super()._forget_height()
         self._claims = {self.me: self._promised().attempt}  # that members have named [A5]
 
     def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
-        """Only members convene, under their own name, and attempt 0 is the first convener's."""
+        """Only voters convene, under their own name, and attempt 0 is the first convener's."""
         if ballot.convener != source:
             return f"its ballot belongs to {ballot.convener}"
         if source not in self._electorate():
-            return "its sender is not a member"
+            return "its sender has no vote"
         if ballot.attempt < 1 and (ballot.attempt < 0 or source != self.tip.order[0]):
             return f"attempt {ballot.attempt} is not its sender's"
         if self._is_distrusted(source):
@@ -81,7 +81,7 @@ class Acceptor(Contributor):
                 self._persist_promise(ballot)
             self._post(source, self._ready(ballot))
         elif self.is_member:
-            # An abstaining member contributes; what it says under attempt 0 is no promise [P5].
+            # Who abstains, or has no vote, contributes; what it says under attempt 0 is no promise.
             self._post(source, self._ready(Ballot(0, self.tip.order[0])))
 
     def _on_propose(self, source: PeerId, propose: Propose) -> None:

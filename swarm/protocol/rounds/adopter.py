@@ -18,7 +18,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.fetching import Fetching
 from swarm.protocol.rounds.state import CatchUp, Exchanged
-from swarm.protocol.trust import Foothold, proof_problem, step_problem
+from swarm.protocol.trust import Foothold, proof_problem, reform_electors, step_problem
 
 MAX_KNOWN_PEERS = 512
 RELIEF_ROUNDS = 4
@@ -143,7 +143,8 @@ class Adopter(Fetching):
         parent = self.tip if manifest.parent == self.tip.digest else commit.parent
         text = (
             f"round {manifest.round} (height {manifest.height}, {manifest.kind.value}) applied: "
-            f"{len(manifest.contributors)} contributors, {len(manifest.members)} members"
+            f"{len(manifest.contributors)} contributors, {len(manifest.members)} members, "
+            f"{len(manifest.voters)} with a vote"
         )
         self._apply(replace(commit, parent=parent), text)
 
@@ -173,7 +174,7 @@ class Adopter(Fetching):
         manifest, certificate, parent = commit.manifest, commit.certificate, commit.parent
         if manifest.kind is not Kind.REFORM or certificate is None:
             return certificate
-        if parent is None or self.me not in parent.members:
+        if parent is None or self.me not in reform_electors(parent.head):
             return certificate
         statement = accept_statement(self.rules.run, certificate.ballot, manifest.digest)
         signatures = {**certificate.signatures, self.me: self._sign(statement)}

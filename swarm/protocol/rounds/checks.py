@@ -10,8 +10,7 @@ from math import inf
 
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
-from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
-from swarm.protocol.membership import TRIAL_ROUNDS
+from swarm.protocol.manifest import SEASONED_ROUNDS, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -24,6 +23,7 @@ from swarm.protocol.rounds.deals import (
 )
 from swarm.protocol.rounds.recomputed import members_problem, ownership_problem
 from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.trust import reform_electors
 
 
 def successor_problem(
@@ -152,14 +152,14 @@ def _entries_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str 
 
 
 def owners_problem(manifest: Manifest, rules: Rules) -> str | None:
-    """Why there is not an electorate with min(R, N) owners for every expert; None if so."""
-    if not manifest.members:
-        return "it has no members"
+    """Why there are no voters, or not min(R, N) owners of every expert; None if there are."""
+    if not manifest.voters:
+        return "nobody has a vote in it"
     for peer, member in manifest.members.items():
         if not (member.silent >= 0 and 0 < member.capacity < inf):
             return f"member {peer} has capacity {member.capacity}, silent {member.silent}"
-        if not 0 <= member.trial <= TRIAL_ROUNDS:
-            return f"member {peer} is on trial for {member.trial} rounds"
+        if not 0 <= member.counted <= SEASONED_ROUNDS:
+            return f"member {peer} was counted in {member.counted} rounds"
         if not 0 <= member.tokens_per_s <= MAX_TOKENS_PER_S:
             return f"member {peer} does {member.tokens_per_s} tokens per second"
     wanted = min(rules.owners_per_expert, len(manifest.members))
@@ -178,8 +178,8 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
     height, (electors, generation) = manifest.lineage[-1] if manifest.lineage else (-1, (0, ""))
     if (height, generation) != (manifest.height, manifest.generation):
         return "its lineage does not end with itself"
-    if not 0 <= electors <= len(manifest.members):
-        return f"{electors} of its {len(manifest.members)} members were members before"
+    if not 0 <= electors <= len(manifest.voters):
+        return f"{electors} of its {len(manifest.voters)} voters were voters before"
     if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
         return "a reform averages nothing, has no wishes and orders its members by its own digest"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
@@ -195,7 +195,21 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
         return None
     if book_of(manifest) != book_of_reform(tip, manifest.members, rules):
         return "its members do not read on what they were dealt"
-    return pace_problem(manifest.members, tip, ())
+    return _survivors_problem(manifest, tip) or pace_problem(manifest.members, tip, ())
+
+
+def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
+    """Why a reform gives votes, or counts rounds, that its parent did not; None if it does not."""
+    rounds = {peer: member.counted for peer, member in tip.members.items()}
+    able, (_, (electors, _)) = reform_electors(tip.head), manifest.lineage[-1]
+    for peer, member in manifest.members.items():
+        before = tip.members.get(peer)
+        is_invited = before is not None and before.invited
+        if member.counted != rounds.get(peer, 0) or member.invited != is_invited:
+            return f"member {peer} is not what its parent says"
+        if member.votes and electors and peer not in able:
+            return f"{peer} has a vote, and had none before"
+    return None
 
 
 def commit_problem(commit: Commit, tip: Manifest, rules: Rules) -> str | None:

@@ -5,7 +5,7 @@ of when it will be ready. Nothing here is learned from how long earlier rounds t
 lengthen the next, and who convenes for the first time, or starts again, knows of none.
 
 A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
-waiting costs as many peers as have offered one second of theirs, and leaving a late peer out costs
+waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
 what it has worked on its shared tensors in this round.
 """
 
@@ -20,6 +20,13 @@ from swarm.protocol.manifest import PeerId
 DONE, DONE_AGAIN = 8, 32
 """A peer that says that it is done and has not offered writes its offer, or hangs. It may exceed
 its word by this part of it, and by less after it has been waited for in vain."""
+NEW_SHARE = 4
+"""Voters wait for a new trainee, after a quorum of them has offered, no longer than one such part
+of what the fastest of them has worked: whoever comes may say that it will be ready soon. What a
+machine slower than that has trained still counts, as experts that come late [O2]."""
+PATIENT_EVERY = 8
+"""One round in so many waits for new trainees as for voters: a slow machine gets its first round
+that counts it, and after that it is waited for as long as rounds go on to count it."""
 UNEQUAL = 16
 """Without a quorum of offers nobody is waited for that needs so many times what the fastest did."""
 
@@ -51,6 +58,8 @@ class Absent:
     """To the tip, or nobody did: then it has not been waited for in vain."""
     is_gone: bool = False
     """Whether its machine refused the last message to it."""
+    is_new: bool = False
+    """Whether it is a trainee that the tip did not count, and this no round that is patient."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,17 @@ class OpenRoster:
     waited_s: float | None
     """Since a quorum had offered; None: none has."""
     num_offers: int
-    """With shared tensors; those of peers that were left out do not count."""
+    """Of voters, with shared tensors; those of peers that were left out do not count. What it costs
+    to wait is counted in their seconds alone, or keys that offer at once would have a slow voter
+    left out."""
     num_members: int
     quorum_answers: bool
     """Whether a quorum has answered, with an offer or without."""
     fastest_s: float
-    """How long the fastest of those worked that have offered; 0 if none has."""
+    """How long the fastest of the voters worked that have offered; 0 if none has."""
     absent: Sequence[Absent]
+    num_of_trainees: int = 0
+    """Offers of trainees, likewise."""
 
     @property
     def names(self) -> str:
@@ -78,10 +91,11 @@ class OpenRoster:
 
 def why_close(roster: OpenRoster, timers: Timers) -> str | None:
     """Why no more offers are waited for, with the numbers; None while they are."""
-    if not roster.num_offers:
+    num_offers = roster.num_offers + roster.num_of_trainees
+    if not num_offers:
         return None
     why = _why(roster, timers)
-    return why and (f"roster closed with {roster.num_offers} of {roster.num_members} offers: {why}")
+    return why and (f"roster closed with {num_offers} of {roster.num_members} offers: {why}")
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:
@@ -105,6 +119,8 @@ def _why(roster: OpenRoster, timers: Timers) -> str | None:
 
 def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
     """Why a member is not waited for; None while it is."""
+    if absent.is_new and (why := _why_no_longer(roster, timers)):
+        return why
     if roster.waited_s is None:
         return _why_silent(absent, timers.roster_late_s) or _why_hopeless(absent, roster, timers)
     limit_s = timers.grace_s if absent.is_gone else timers.silence_s
@@ -113,6 +129,21 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
         or _why_late(absent, roster, timers)
         or _why_overdue(absent, roster, timers)
     )
+
+
+def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
+    """Why no new trainee is waited for any more, whatever it says."""
+    if roster.waited_s is None:
+        return "is new, and the voters have given up waiting for a quorum"
+    limit_s = max(timers.silence_s, roster.fastest_s / NEW_SHARE)
+    if roster.waited_s < limit_s:
+        return None
+    return f"is new, and voters wait for {roster.waited_s:.1f} s (limit {limit_s:.1f})"
+
+
+def is_patient(round_number: int) -> bool:
+    """Whether this round waits for new trainees as for voters [3.4]."""
+    return round_number % PATIENT_EVERY == 0
 
 
 def _why_silent(absent: Absent, limit_s: float) -> str | None:

@@ -8,7 +8,14 @@ from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Accepted, Ballot, Message, Offer, Prepare, Ready, Roster
 from swarm.protocol.rounds.campaign import Campaign, Promise, Stage
-from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, keeps_word, why_close
+from swarm.protocol.rounds.closing import (
+    Absent,
+    OpenRoster,
+    Word,
+    is_patient,
+    keeps_word,
+    why_close,
+)
 from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.rosters import plan_roster
@@ -82,7 +89,7 @@ class Collector(Merger):
 
     def _take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
         """Notes promise, offer, and the wish to come or go."""
-        if source not in self._electorate():
+        if source not in self.tip.members:
             if not ready.leave:
                 campaign.joiners[source] = ready.capacity
             return
@@ -92,7 +99,7 @@ class Collector(Merger):
         campaign.capacities[source] = ready.capacity
         if ready.leave and ready.wish:
             campaign.leaving[source] = ready.wish
-        if ready.ballot == campaign.ballot:
+        if ready.ballot == campaign.ballot and source in self._electorate():
             campaign.answers[source] = ready
             campaign.answered_at[source] = self._now
         if ready.remaining_s is not None:
@@ -183,27 +190,30 @@ class Collector(Merger):
         why = why_close(roster, self.timers)
         if not why and keeps_word(roster, self.timers):
             campaign.awaited_at = self._now
-        is_long = roster.num_offers and roster.age_s >= self.timers.roster_s
+        num_offers = roster.num_offers + roster.num_of_trainees
+        is_long = num_offers and roster.age_s >= self.timers.roster_s
         if not why and is_long and not campaign.has_told_wait:
             campaign.has_told_wait = True
             self._explain(
                 Topic.ROUND,
-                f"roster open after {roster.age_s:.1f} s: {roster.num_offers} of "
+                f"roster open after {roster.age_s:.1f} s: {num_offers} of "
                 f"{roster.num_members} offers, waits for {roster.names}",
             )
         return why
 
     def _open_roster(self, campaign: Campaign) -> OpenRoster:
         gone = campaign.excluded.keys() | campaign.leaving.keys()
-        offered = campaign.in_time
+        offered, voters = campaign.in_time, self._electorate()
+        waiting = {peer for peer in offered if peer in voters}
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(
             age_s=self._now - campaign.started_at,
             waited_s=None if quorum_at is None else self._now - quorum_at,
-            num_offers=len(offered - campaign.excluded.keys()),
+            num_offers=len(waiting - campaign.excluded.keys()),
+            num_of_trainees=len(offered - waiting - campaign.excluded.keys()),
             num_members=len(self.tip.members),
             quorum_answers=self._has_quorum(campaign.seen),
-            fastest_s=min((campaign.worked[peer][0] for peer in offered), default=0.0),
+            fastest_s=min((campaign.worked[peer][0] for peer in waiting), default=0.0),
             absent=tuple(
                 self._absent(campaign, peer)
                 for peer in self.tip.members
@@ -228,7 +238,13 @@ class Collector(Merger):
             word=None if said is None else Word(said.total_s, self._now - said.due_at),
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self._gone,
+            is_new=self._is_new(peer),
         )
+
+    def _is_new(self, peer: PeerId) -> bool:
+        """Whether a trainee has yet to show that waiting for it pays."""
+        is_known = peer in self._electorate() or peer in self.tip.contributors
+        return not is_known and not is_patient(self.tip.round + 1)
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; who was never asked before is silent since the campaign.

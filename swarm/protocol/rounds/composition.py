@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit, Wish
-from swarm.protocol.membership import TRIAL_ROUNDS, next_members, on_trial
+from swarm.protocol.membership import next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
 from swarm.protocol.rounds.deals import book_after, book_of_reform, with_pace, work_of
 from swarm.protocol.rounds.rosters import Plan
 from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.trust import reform_electors
+from swarm.protocol.voting import on_trial
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def compose_round(
         capacities=attendance.capacities,
         seed=tip.digest,
         silent_limit=rules.silent_limit,
+        is_open=rules.is_open,
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
@@ -182,15 +185,21 @@ def compose_reform(
     generation: str,
     rules: Rules,
     *,
-    is_by_member: bool,
+    reformer: PeerId,
 ) -> Manifest:
     """The manifest with which survivors leave a generation that lost its majority [F3].
 
-    One by a peer that was no member ranks below all others: nobody else believes it [L2], so it
-    gives way when a member comes back.
+    Who voted votes on, and the founder does; trainees stay trainees, and strangers that were there
+    become some. One by a trainee or stranger ranks below all others: nobody else believes it [L2],
+    so it has the only vote, and gives way when a voter comes back.
     """
-    electors = len(members.keys() & tip.members.keys()) if is_by_member else 0
-    members = {peer: _survivor(tip, peer, member) for peer, member in sorted(members.items())}
+    able = reform_electors(tip.head)
+    voters = able & members.keys() if reformer in able else frozenset([reformer])
+    electors = len(able & voters)
+    members = {
+        peer: _survivor(tip, peer, member, votes=peer in voters)
+        for peer, member in sorted(members.items())
+    }
     contributors = tuple(peer for peer in tip.contributors if peer in members)
     assignment = assign(
         tip.owners,
@@ -228,10 +237,10 @@ def compose_reform(
     )
 
 
-def _survivor(tip: Manifest, peer: PeerId, member: Member) -> Member:
-    """A member of a reform, with what is known of its pace and its trial."""
-    before = tip.members.get(peer, Member(0, member.capacity, trial=TRIAL_ROUNDS))
-    return replace(member, tokens_per_s=before.tokens_per_s, trial=before.trial)
+def _survivor(tip: Manifest, peer: PeerId, member: Member, *, votes: bool) -> Member:
+    """A member of a reform, with what is known of it."""
+    before = tip.members.get(peer, Member(0, member.capacity, counted=0))
+    return replace(before, silent=member.silent, capacity=member.capacity, votes=votes)
 
 
 def new_generation(tip: Manifest, reformer: PeerId, nonce: int) -> str:

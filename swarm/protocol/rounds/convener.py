@@ -195,6 +195,7 @@ class Convener(Collector):
             campaign is None
             or campaign.stage is not Stage.VOTE
             or campaign.proposal is None
+            or source not in self._electorate()
             or accept.ballot != campaign.ballot
             or accept.digest != campaign.proposal.digest
         ):
@@ -210,12 +211,12 @@ class Convener(Collector):
         or until none of the others has been heard for as long as a convener may be deaf.
         """
         votes = [peer for peer in campaign.accepts if peer in self._electorate()]
-        if 2 * len(votes) > len(self.tip.members):
+        if 2 * len(votes) > len(self.tip.voters):
             return True
         if not self._has_quorum(votes):
             return False
         since = self._now - 2 * self.timers.heartbeat_s
-        others = (peer for peer in self.tip.members if peer not in campaign.accepts)
+        others = (peer for peer in self._electorate() if peer not in campaign.accepts)
         is_awaited = any(self._heard.get(peer, campaign.stage_at) >= since for peer in others)
         return not is_awaited or self._now - campaign.stage_at >= self.timers.vote_s / 2
 
@@ -228,7 +229,7 @@ class Convener(Collector):
         self._explain(
             Topic.ROUND,
             f"height {manifest.height} decided with {len(campaign.accepts)} of "
-            f"{len(self.tip.members)} votes under attempt {campaign.ballot.attempt}",
+            f"{len(self.tip.voters)} votes under attempt {campaign.ballot.attempt}",
         )
         commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
         for peer in self._concerned(manifest):
@@ -239,7 +240,7 @@ class Convener(Collector):
     def _signers(self, campaign: Campaign) -> list[PeerId]:
         """A smallest quorum among the votes, so that certificates stay small."""
         votes = sorted(peer for peer in campaign.accepts if peer in self._electorate())
-        wanted = len(self.tip.members) // 2 + 1
+        wanted = len(self.tip.voters) // 2 + 1
         return votes[:wanted]
 
     def _tick_voting(self, campaign: Campaign) -> None:
@@ -352,14 +353,14 @@ class Convener(Collector):
             return "what was decided gave way to a better manifest, which could not be fetched"
         age_s = self._now - max(campaign.started_at, campaign.awaited_at)
         limit_s = self.timers.attempt_limit_s(attempt)
-        if age_s > limit_s and not self._is_alone:
+        if age_s > limit_s and not self._decides_alone:
             return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"
         return None
 
     def _why_deaf(self, campaign: Campaign) -> str | None:
         """Why a campaign cannot hear enough to succeed; None when it may [C7, section 15]."""
         limit_s = 2 * self.timers.heartbeat_s
-        if self._is_alone or self._now - campaign.started_at <= limit_s:
+        if self._decides_alone or self._now - campaign.started_at <= limit_s:
             return None
         if campaign.stage is Stage.VOTE and self._has_quorum([self.me]):
             return None  # its own vote decides, after a grace that may be longer [C5]

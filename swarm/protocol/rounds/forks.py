@@ -180,8 +180,7 @@ class Forks(Adopter):
             self._adopt(source, commit)
         elif self._reform_due():
             self._reform(
-                f"no quorum of {len(self.tip.members)} members heard for "
-                f"{self.timers.reform_s:.1f} s"
+                f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} s"
             )
 
     def _reform_due(self) -> bool:
@@ -207,15 +206,11 @@ class Forks(Adopter):
     def _reform(self, why: str) -> None:
         """Goes on with those that still answer, as a generation of its own [F3]."""
         since = self._now - self.timers.reform_s / 2
-        members = {
-            peer: Member(0, self._capacity_of(peer))
-            for peer in sorted([self.me, *(p for p, at in self._heard.items() if at > since)])
-        }
+        heard = [peer for peer, at in self._heard.items() if at > since and self._may_survive(peer)]
+        members = {peer: Member(0, self._capacity_of(peer)) for peer in sorted([self.me, *heard])}
         nonce = self._random.getrandbits(128)
         generation = self._new_generation(nonce)
-        manifest = compose_reform(
-            self.tip, members, generation, self.rules, is_by_member=self.is_member
-        )
+        manifest = compose_reform(self.tip, members, generation, self.rules, reformer=self.me)
         commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
         commit = replace(commit, certificate=self._with_own_signature(commit))
         self._synced.add(manifest.digest)
@@ -229,6 +224,11 @@ class Forks(Adopter):
         for peer in members:
             if peer != self.me:
                 self._post(peer, commit)
+
+    def _may_survive(self, peer: PeerId) -> bool:
+        """Whether a peer that was heard goes on with the survivors."""
+        is_known = peer in self.tip.members or peer == self.tip.founding.founder
+        return is_known or self.rules.is_open
 
     def _new_generation(self, nonce: int) -> str:
         return new_generation(self.tip, self.me, nonce)

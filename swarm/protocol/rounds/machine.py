@@ -251,8 +251,8 @@ class RoundMachine(Forks, Takeover):
             self._reform("the only member has lost its record and casts no vote")
         elif self._may_vote() and self._may_use_ballot_zero():
             self._start_campaign(Ballot(0, self.me), {})
-        elif self._is_alone and self._campaign is None:
-            self._take_over("this peer is the only member")
+        elif self._decides_alone and self._may_vote() and self._campaign is None:
+            self._take_over("this peer is the only voter")
         elif not self.is_member or self._offer or self.is_leaving:
             self._say_ready()
         self._pursue_catch_up()

@@ -1,4 +1,4 @@
-"""What of a round follows from parent and manifest, computed anew [R1, R2, R4, R5]. Pure.
+"""What of a round follows from parent and manifest, computed anew [R1, R2, R4, R5, R7]. Pure.
 
 A convener says whom it heard, who asked to join and who asked to leave. Everything else about
 members and owners follows from that, so a proposal is compared with what its own claims lead to.
@@ -16,10 +16,11 @@ from swarm.protocol.rounds.rules import Rules
 
 
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the members after a round; None when they can [R1, R2].
+    """Why these cannot be the members after a round; None when they can [R1, R2, R7].
 
     Silence counts on or begins anew, a capacity changes only when its member was heard, nobody goes
-    unless it was silent for too long or has signed a wish to, and not too many come.
+    unless it was silent for too long or has signed a wish to, not too many come, and nobody votes
+    that has not earned it.
     """
     gone = parent.members.keys() - manifest.members.keys()
     unsigned = sorted(set(wishes_of(manifest, parent, rules)) - manifest.wishes.keys())
@@ -58,6 +59,7 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[di
                 capacities={peer: manifest.members[peer].capacity for peer in heard},
                 seed=parent.digest,
                 silent_limit=rules.silent_limit,
+                is_open=rules.is_open,
             ).members
         )
 

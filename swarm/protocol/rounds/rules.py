@@ -61,6 +61,8 @@ class Rules:
     """Silent rounds after which a member keeps its experts; it votes on until K [R4]."""
     step_bound: StepBound | None = None
     """How far a local step moves an element at most [U1]; None: values are not judged."""
+    is_open: bool = True
+    """Whether strangers may join without an invitation [R8]."""
     certificates: bool = True
     """Whether a decided manifest needs the signed votes of a quorum."""
 
@@ -82,6 +84,7 @@ class Rules:
             round_seconds=run.round.seconds,
             is_dealt=run.data.mode == "common",
             step_bound=StepBound.of(run),
+            is_open=run.run.admission == "open",
         )
 
     def next_book(

@@ -186,7 +186,7 @@ class MachineState(ABC):
 
     @property
     def is_member(self) -> bool:
-        """Whether this peer is an elector of the next round."""
+        """Whether this peer's work counts."""
         return self.me in self.record.tip.members
 
     @property
@@ -200,16 +200,23 @@ class MachineState(ABC):
 
     @property
     def _is_alone(self) -> bool:
+        """Whether this peer is the only member."""
         return self.is_member and len(self.tip.members) == 1
 
     @property
+    def _decides_alone(self) -> bool:
+        """Whether this peer is the only voter; there may be trainees."""
+        return self.tip.voters == {self.me}
+
+    @property
     def _rank(self) -> int:
-        """Place in the order of conveners; strangers come after all members."""
-        return self.tip.order.index(self.me) if self.is_member else len(self.tip.members)
+        """Place in the order of conveners; trainees and strangers come after all voters."""
+        order = self.tip.order
+        return order.index(self.me) if self.me in self.tip.voters else len(order)
 
     def _electorate(self) -> Collection[PeerId]:
-        """Peers whose promises and votes count; joiners are not among them."""
-        return self.tip.members
+        """Peers whose promises and votes count; trainees and joiners are not among them [R7]."""
+        return self.tip.voters
 
     def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
         """Whether these peers decide the next height: a majority, or half with rank 0 [C5]."""
@@ -217,7 +224,7 @@ class MachineState(ABC):
         return self.tip.is_quorum([peer for peer in peers if peer in electorate])
 
     def _hears_quorum(self, limit_s: float) -> bool:
-        """Whether a quorum of the members was heard within the limit.
+        """Whether a quorum of the voters was heard within the limit.
 
         This peer counts itself among them, unless it abstains: a quorum that cannot vote is dead.
         """

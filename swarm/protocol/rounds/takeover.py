@@ -104,7 +104,7 @@ class Takeover(Convener):
         )
 
     def _place_after_convener(self) -> int:
-        """How many members come between the convener and this one, it included.
+        """How many voters come between the convener and this one, it included.
 
         0 for the convener itself, unless it has to let all others go first. Counted from the
         present convener: who was deposed once is not the first to depose others.
@@ -130,7 +130,7 @@ class Takeover(Convener):
             self._explain(
                 Topic.TAKEOVER,
                 f"waits: convener {convener} silent for {silent_s:.1f} s, and no quorum of the "
-                f"{len(self.tip.members)} members was heard for {self.timers.heartbeat_s:.1f} s",
+                f"{len(self.tip.voters)} voters was heard for {self.timers.heartbeat_s:.1f} s",
             )
 
     def _is_busy_catching_up(self) -> bool:

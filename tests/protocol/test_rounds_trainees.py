@@ -1,0 +1,212 @@
+"""Peers without a vote: they train and are counted, and nothing hangs on them [R7]."""
+
+from dataclasses import replace
+
+from swarm.protocol.events import Expected, LeaveAsked, Topic
+from swarm.protocol.manifest import Manifest, Member, PeerId
+from swarm.protocol.messages import Accept, Message, Prepare, Propose, Ready, Roster
+from swarm.protocol.rounds.closing import PATIENT_EVERY
+from swarm.protocol.voting import FEW
+from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
+from tests.protocol.test_rounds_membership import join
+
+REFORM_S = 60.0
+OLD = "ABCDEFGH"
+
+
+IDLE_S = 1e9
+"""Local steps of a peer that no round ever counts."""
+
+
+class Talking(Pump):
+    """Peers that say how long their local steps will take."""
+
+    def _train(self, peer: PeerId, tip: Manifest) -> None:
+        super()._train(peer, tip)
+        expected = Expected(tip.digest, self.nodes[peer].train_s)
+        self.after(0.1, lambda: self.give(peer, expected))
+
+
+def swarm_of(
+    voters: str,
+    trainees: str,
+    *,
+    train_s: float = IDLE_S,
+    voters_train_s: float = 1.0,
+    kind: type[Pump] = Pump,
+) -> Pump:
+    """A swarm in which some have a vote, and others train so long."""
+    rules = make_rules(experts=16)
+    manifest = found(rules, [*voters, *trainees])
+    members = {
+        peer: member if peer in voters else replace(member, counted=0, votes=False)
+        for peer, member in manifest.members.items()
+    }
+    tip = replace(manifest, members=members, contributors=tuple(voters))
+    pump = kind(rules)
+    for peer in (*voters, *trainees):
+        pump.add(peer, tip, train_s=voters_train_s if peer in voters else train_s)
+    for peer in (*voters, *trainees):
+        pump.boot(peer)
+    return pump
+
+
+def members(pump: Pump) -> dict[str, Member]:
+    return dict(pump.nodes["A"].machine.tip.members)
+
+
+def test_keys_that_join_and_vanish_cost_three_voters_no_quorum() -> None:
+    """Before, seven members of which four were gone waited for T_reform [S12]."""
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    for key in "WXYZ":
+        join(pump, key).train_s = 1e9
+    pump.run(pump.now + 30, lambda: set("WXYZ") <= members(pump).keys())
+    assert set("WXYZ") <= members(pump).keys()
+    assert pump.nodes["A"].machine.tip.voters == set("ABC")
+    for key in "WXYZ":
+        pump.kill(key)
+    began = height = 0.0
+    for _ in range(4):
+        began, height = pump.now, pump.nodes["A"].machine.tip.height
+        pump.run_to_height(int(height) + 1, "ABC")
+        assert pump.now - began < pump.timers.silence_s + 3
+    pump.run_to_height(int(height) + 2, "ABC")
+    assert members(pump).keys() == set("ABC")
+    assert pump.nodes["A"].machine.tip.generation == "0"
+
+
+def test_a_trainee_works_owns_and_reduces_but_convenes_and_votes_in_nothing() -> None:
+    pump = swarm_of(OLD, "XYZ", train_s=1.0)
+    said: list[tuple[str, Message]] = []
+    pump.lose = lambda source, destination, message: bool(said.append((source, message)))  # type: ignore[func-returns-value]
+    pump.run_to_height(4)
+    tip = pump.nodes["A"].machine.tip
+    assert set("XYZ") <= set(tip.contributors)
+    assert any("X" in owners for owners in tip.owners.values())
+    assert tip.members["X"].counted == 4
+    assert tip.order and not set(tip.order) & set("XYZ")
+    of_voters = (Accept, Prepare, Propose, Roster)
+    assert not [m for peer, m in said if peer in "XYZ" and isinstance(m, of_voters)]
+    assert not [m for p, m in said if p in "XYZ" and isinstance(m, Ready) and m.ballot.attempt]
+    assert pump.nodes["X"].record.promised is None and pump.nodes["X"].record.accepted is None
+
+
+def test_a_slow_trainee_is_counted_in_a_patient_round_and_waited_for_from_then_on() -> None:
+    """A quarter of the voters' time is less than it needs, and what it needs is worth waiting."""
+    pump = swarm_of("ABC", "X", train_s=38.0, voters_train_s=30.0, kind=Talking)
+    pump.run(pump.now + 900, lambda: pump.nodes["A"].machine.tip.round >= PATIENT_EVERY + 3)
+    counted = [m.round for m in pump.nodes["A"].applied if "X" in m.contributors]
+    assert counted == [*range(PATIENT_EVERY, PATIENT_EVERY + 4)]
+
+
+def test_voters_decide_without_trainees_and_trainees_never_without_voters() -> None:
+    pump = swarm_of("ABC", "VWXYZ")
+    pump.run_to_height(1)
+    first = pump.nodes["A"].machine.tip.order
+    for peer in first[:2]:
+        pump.kill(peer)
+    height = pump.nodes[first[2]].machine.tip.height
+    pump.run(pump.now + REFORM_S - 1)
+    assert {node.machine.tip.height for node in pump.nodes.values() if node.is_up} == {height}
+    alive = "".join(peer for peer, node in pump.nodes.items() if node.is_up)
+    pump.run_rounds(4, first[2], within_s=200)
+    pump.run(pump.now + 5)
+    tip = pump.nodes[first[2]].machine.tip
+    assert len({pump.nodes[peer].machine.tip.generation for peer in alive}) == 1
+    assert tip.lineage[0][1][0] == 1, "one elector of the parent goes on"
+    assert set("VWXYZ") <= tip.members.keys()
+
+
+def test_trainees_stay_trainees_in_a_reform() -> None:
+    pump = swarm_of("ABC", "XYZ")
+    pump.run_to_height(1, "ABC")
+    first, *others = pump.nodes["A"].machine.tip.order
+    for peer in others:
+        pump.kill(peer)
+    reformed = [m for m in pump.nodes[first].applied if m.lineage]
+    assert not reformed
+    pump.run(pump.now + 2 * REFORM_S, lambda: bool(pump.nodes[first].machine.tip.lineage))
+    tip = pump.nodes[first].machine.tip
+    assert tip.voters == {first}
+    assert tip.members.keys() == {first, *"XYZ"}
+
+
+def test_a_run_outlives_its_founder_one_counted_round_after_others_have_joined() -> None:
+    pump = start_swarm("A")
+    pump.run_to_height(1)
+    for peer in "BCD":
+        join(pump, peer)
+    pump.run(pump.now + 60, lambda: len(pump.nodes["A"].machine.tip.voters) == 3)
+    pump.kill("A")
+    start = pump.nodes["B"].machine.tip.round
+    pump.run_rounds(start + 3, "BCD", within_s=2 * REFORM_S)
+    assert len({pump.nodes[peer].machine.tip.generation for peer in "BCD"}) == 1
+
+
+def test_a_small_swarm_grows_by_a_voter_a_round_and_a_larger_one_waits_ten() -> None:
+    pump = start_swarm("ABCDEF")
+    pump.run_to_height(1)
+    for peer in "WXYZ":
+        join(pump, peer)
+    pump.run(pump.now + 30, lambda: set("WXYZ") <= members(pump).keys())
+    before = pump.nodes["A"].machine.tip.height
+    pump.run_to_height(before + 3)
+    assert len(pump.nodes["A"].machine.tip.voters) == FEW
+    pump.run_to_height(before + 20)
+    # Two of the eight are young, so no third one may become a voter yet.
+    assert len(pump.nodes["A"].machine.tip.voters) == FEW
+
+
+def test_a_voter_that_was_silent_begins_anew_as_a_trainee() -> None:
+    pump = start_swarm(OLD)
+    pump.run_to_height(1)
+    gone = pump.nodes["A"].machine.tip.order[-1]
+    if gone == "A":
+        gone = pump.nodes["A"].machine.tip.order[-2]
+    pump.kill(gone)
+    rest = OLD.replace(gone, "")
+    pump.run(pump.now + 90, lambda: gone not in members(pump))
+    assert gone not in members(pump)
+    pump.restart(gone)
+    pump.run(pump.now + 30, lambda: gone in members(pump))
+    assert not members(pump)[gone].votes and members(pump)[gone].counted < 10
+    assert pump.nodes[rest[-1]].machine.tip.voters <= set(rest) | {gone}
+
+
+def test_the_founder_votes_at_once_when_it_comes_back() -> None:
+    pump = start_swarm(OLD)
+    pump.run_to_height(1)
+    pump.kill("A")
+    rest = OLD[1:]
+    pump.run(pump.now + 90, lambda: "A" not in pump.nodes["B"].machine.tip.members)
+    pump.restart("A")
+    pump.run(pump.now + 30, lambda: "A" in pump.nodes["B"].machine.tip.members)
+    assert "A" in pump.nodes[rest[0]].machine.tip.voters
+
+
+def test_the_only_voter_leaves_its_run_to_a_trainee() -> None:
+    pump = swarm_of("A", "XY")
+    pump.run_to_height(1, "A")
+    pump.give("A", LeaveAsked())
+    pump.run(pump.now + 30, lambda: bool(pump.nodes["A"].left))
+    assert "no longer" in pump.nodes["A"].left
+    pump.run(pump.now + 5)
+    tip = pump.nodes["X"].machine.tip
+    assert len(tip.voters) == 1 and tip.voters < set("XY")
+    assert "nobody else would be left to decide" in pump.nodes["A"].said(Topic.MEMBERSHIP)
+
+
+def test_trainees_that_have_lost_all_voters_go_on_alone_and_return_to_the_founder() -> None:
+    pump = swarm_of("A", "XY")
+    pump.run_to_height(1, "A")
+    pump.run(pump.now + 1)
+    pump.kill("A")
+    pump.run(pump.now + 3 * REFORM_S)
+    generations = {pump.nodes[peer].machine.tip.generation for peer in "XY"}
+    assert len(generations) == 2 and "0" not in generations
+    pump.restart("A")
+    pump.run(
+        pump.now + 60, lambda: {n.machine.tip.generation for n in pump.nodes.values()} == {"0"}
+    )
+    assert {node.machine.tip.generation for node in pump.nodes.values()} == {"0"}
