@@ -73,6 +73,8 @@ class Figures:
     """Of one phase; the most of any honest peer."""
 
     round_s: float
+    processor_s: float
+    """Of a round: what the attacker itself takes of this machine is not in it."""
     memory_bytes: int
     disk_bytes: int
     joining_s: float
@@ -90,6 +92,15 @@ def memory_of(peer: LocalPeer) -> int:
     return found
 
 
+def processor_s_of(peer: LocalPeer) -> float:
+    """Processor time that a peer and its daemon have taken."""
+    ticks = 0
+    for pid in peer._pids():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def disk_of(peer: LocalPeer) -> int:
     """Bytes that a peer's folder takes."""
     found = 0
@@ -105,6 +116,7 @@ def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
     """So many rounds, and then a newcomer that joins and leaves."""
     first, began_s = newest(honest), time.monotonic()
     memory, disk, ends = [], [], [began_s]
+    spent_s = [processor_s_of(peer) for peer in honest]
 
     def watch(_: LocalSwarm) -> None:
         memory.append(max(map(memory_of, honest)))
@@ -115,6 +127,8 @@ def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
     swarm.wait_until(
         lambda _: len(ends) > ROUNDS, what="the rounds", timeout_s=ROUNDS * ROUND_S, on_poll=watch
     )
+    spent_s = [processor_s_of(peer) - before for peer, before in zip(honest, spent_s, strict=True)]
+    passed = newest(honest) - first
     lengths = [after - before for before, after in pairwise(ends)]
     began_s = time.monotonic()
     joiner = swarm.add(["--initial-peers", honest[0].join_address()])
@@ -122,7 +136,9 @@ def phase(swarm: LocalSwarm, honest: Sequence[LocalPeer]) -> Figures:
     joining_s = time.monotonic() - began_s
     joiner.send(signal.SIGINT)
     assert joiner.wait(2 * ROUND_S) == 0
-    return Figures(statistics.median(lengths), max(memory), max(disk), joining_s)
+    return Figures(
+        statistics.median(lengths), max(spent_s) / passed, max(memory), max(disk), joining_s
+    )
 
 
 def newest(peers: Sequence[LocalPeer]) -> int:
@@ -354,11 +370,12 @@ def middle(figures: Sequence[Figures], kind: str) -> float:
 
 def report(name: str, without: Sequence[Figures], during: Sequence[Figures]) -> None:
     """One line of figures, for people: `pytest -s`."""
-    kinds = ("round_s", "memory_bytes", "disk_bytes", "joining_s")
+    kinds = ("round_s", "processor_s", "memory_bytes", "disk_bytes", "joining_s")
     pairs = {kind: (middle(without, kind), middle(during, kind)) for kind in kinds}
     line = {
         "attack": name,
         "rounds": round(pairs["round_s"][1] / pairs["round_s"][0], 2),
+        "processor": round(pairs["processor_s"][1] / pairs["processor_s"][0], 2),
         "memory_mib": round((pairs["memory_bytes"][1] - pairs["memory_bytes"][0]) / MIB, 1),
         "disk_mib": round((pairs["disk_bytes"][1] - pairs["disk_bytes"][0]) / MIB, 1),
         "joining": round(pairs["joining_s"][1] / pairs["joining_s"][0], 2),
