@@ -110,11 +110,19 @@ def seconds(step_s: float) -> Work:
     return Work.of_seconds(HOUR, step_s)
 
 
+ALONE = [(True, False, False), (False, True, False), (False, False, True)]
+ALL_AT_ONCE = (True, True, True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [local_steps, seconds])
 @pytest.mark.parametrize(
-    ("has_stuck", "restarts", "is_unequal"),
-    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
+    ("mode", "has_stuck", "restarts", "is_unequal"),
+    [
+        *[(seconds, *what) for what in (*ALONE, ALL_AT_ONCE)],
+        (local_steps, *ALL_AT_ONCE),
+        # With a fixed number of steps, too, what goes wrong alone goes wrong with all the rest.
+        *[pytest.param(local_steps, *what, marks=pytest.mark.exhaustive) for what in ALONE],
+    ],
 )
 def test_in_rounds_of_an_hour_all_who_said_in_time_are_counted(
     mode, has_stuck, restarts, is_unequal

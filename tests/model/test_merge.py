@@ -156,7 +156,9 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 def test_merging_by_chunks_gives_the_bits_of_merging_all_at_once(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tiny_run(num_hidden_layers=2)
+    # One element at a time takes half a minute for any model but the smallest.
+    width = {"hidden_size": 8, "moe_intermediate_size": 8} if at_once == 1 else {}
+    run = tiny_run(num_hidden_layers=2, **width)
     named = {name: tensor.to(dtype) for name, tensor in random_weights(run).items()}
     plain = plain_merge.merge_experts(named, run.model, alpha=ALPHA, top_k=TOP_K)
     monkeypatch.setattr(merge, "COLUMNS", 5)

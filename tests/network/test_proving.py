@@ -154,7 +154,9 @@ def test_links_after_one_that_does_not_hold_cost_no_time(desk: Desk, signatures:
 
 def test_signatures_of_who_has_no_vote_are_not_looked_at(desk: Desk, signatures: list[str]) -> None:
     commit = commit_of(CHAIN[4], CHAIN[3], CHAIN[1])
-    crowd = {f"P{number}": RIGHT for number in range(200)} | dict(commit.certificate.signatures)
+    crowd = {"P" + "x" * number: RIGHT for number in range(1, 40)} | dict(
+        commit.certificate.signatures
+    )
     link = replace(commit.path[1], certificate=replace(commit.certificate, signatures=crowd))
     assert hear(desk, replace(commit, path=(commit.path[0], link)))[0] == "proof"
     assert set(signatures) <= {"A", "B", "C"}
@@ -202,7 +204,8 @@ def test_manifests_that_are_proved_again_and_again_are_bounded(desk: Desk) -> No
 PEERS = 256
 RNG = random.Random(1)
 LARGE = make_rules(experts=PEERS, parts=60)
-NAMES = [f"12D3KooW{RNG.getrandbits(220):044x}"[:52] for _ in range(PEERS)]
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+NAMES = ["12D3KooW" + "".join(RNG.choices(BASE58, k=44)) for _ in range(PEERS)]
 
 
 def test_who_was_away_for_long_comes_back_to_256_peers_along_what_a_stranger_says() -> None:
@@ -231,4 +234,4 @@ def test_sixteen_links_of_256_peers_with_small_signatures_fit_into_a_strangers_p
     link = signed(tip, parent, bytes(64))
     proof = {"certificate": certified(link.certificate), "path": [linked(link)] * 16}
     size = len(canonical(proof))
-    assert 3 / 4 * MAX_STRANGER_PROOF_BYTES < size <= MAX_STRANGER_PROOF_BYTES
+    assert MAX_STRANGER_PROOF_BYTES / 2 < size <= MAX_STRANGER_PROOF_BYTES

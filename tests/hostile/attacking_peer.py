@@ -1,0 +1,49 @@
+"""swarm-peer of a member that lies while a file is there; the file says how."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from peers.offering import Offering
+from peers.peer import main
+from swarm.codecs import Content, encoded
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import MAX_ATTEMPT, Ballot, Message, Prepare
+from swarm.protocol.rounds import RoundMachine
+
+ATTACK_VARIABLE = "SWARM_TEST_ATTACK"
+GARBAGE = 1e18
+
+
+def attack() -> str:
+    """What to do now; empty for nothing."""
+    path = Path(os.environ[ATTACK_VARIABLE])
+    return path.read_text() if path.exists() else ""
+
+
+honest_post, honest_store = RoundMachine._post, Offering.store
+
+
+def post(self: RoundMachine, destination: PeerId, message: Message) -> None:
+    """M1: with every message the last attempt that there is."""
+    honest_post(self, destination, message)
+    if attack() == "M1" and destination != self.me:
+        honest_post(self, destination, Prepare(Ballot(MAX_ATTEMPT, self.me)))
+
+
+def store(
+    self: Offering, tip: Manifest, unit: Unit, value: Content, tokens: int
+) -> tuple[Digest, int]:
+    """M3: finite garbage instead of what was trained."""
+    if attack() != "M3":
+        return honest_store(self, tip, unit, value, tokens)
+    layout = self.model.agreed.layout.by_unit[unit]
+    value = encoded(layout, lambda part: torch.full((part.stop - part.start,), GARBAGE))
+    return self.rounds.store_value(value)
+
+
+if __name__ == "__main__":
+    RoundMachine._post = post  # type: ignore[method-assign]
+    Offering.store = store  # type: ignore[method-assign]
+    main()
