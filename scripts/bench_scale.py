@@ -512,7 +512,7 @@ def round_rows(swarm: Swarm, messages: list[dict[str, Any]]) -> list[dict[str, A
             told += num_bytes / (simulated - 1)
         else:
             answered += num_bytes / (simulated - 1)
-    offer = max(len(wire.encode_offer(each)) for each in swarm.offers.values())
+    offer = max(len(each.encoded) for each in swarm.offers.values())
     reducers = len(set(swarm.plan.reducers.values()))
     manifest, rosters = len(swarm.manifest.encoded), offer * swarm.num_peers * reducers
     shared = swarm.num_peers > MANY

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
+from swarm.protocol.digests import canonical, digest_of
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
 Signature = bytes
@@ -65,6 +66,25 @@ class Offer:
     def is_late(self) -> bool:
         """Whether it holds experts only, as of a peer that rounds before left out [O2]."""
         return all(expert_of_unit(unit) is not None for unit in self.units)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON: the offer's blob."""
+        units = {unit: vars(offered) for unit, offered in self.units.items()}
+        return canonical(
+            {
+                "tip": self.tip,
+                "steps": self.steps,
+                "tokens": self.tokens,
+                "seconds": float(self.seconds),
+                "units": units,
+            }
+        )
+
+    @cached_property
+    def digest(self) -> Digest:
+        """Name of its blob."""
+        return digest_of(self.encoded)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer
+from swarm.protocol.digests import Buffer, canonical
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from swarm.protocol.messages import Accepted, Link
 from swarm.protocol.schemas import LinkSchema, RecordSchema, parse
-from swarm.protocol.wire import canonical, certified, linked
+from swarm.protocol.wire import certified, linked
 
 MAX_RECORD_BYTES = 4 * MAX_MANIFEST_BYTES
 

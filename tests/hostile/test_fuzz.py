@@ -44,6 +44,7 @@ from swarm.protocol.moments import (
     encode_answer,
     encode_question,
 )
+from swarm.protocol.offers import decode_offer
 from swarm.protocol.printable import printable
 from swarm.protocol.records import (
     MergeRecord,
@@ -57,10 +58,9 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.wire import (
     attachments_of,
+    attachments_within,
     decode,
-    decode_offer,
     encode,
-    encode_offer,
     holders_of,
 )
 from tests.hostile.fuzzing import Decoder, spoilt
@@ -97,7 +97,8 @@ def judge_manifest(encoded: bytes) -> None:
 def hear_message(encoded: bytes) -> None:
     """Decodes a message with what may be beside it, and hands it to a member of the run."""
     attachments_of(encoded)
-    holders_of(encoded)
+    attachments_within(encoded, BLOBS)
+    holders_of(encoded, BLOBS)
     header, message = decode(encoded, BLOBS)
     machine = RoundMachine(
         "A", 1.0, RULES, Timers(), Record(TIP, None, None), stored=[], now=0.0,
@@ -198,7 +199,7 @@ HOSTILE = (HostileInput,)
 DECODERS: dict[str, Decoder] = {
     "message": Decoder(hear_message, HOSTILE, tuple(encode(HEADER, m)[0] for m in MESSAGES)),
     "beside": Decoder(hear_content, (), (*BLOBS.values(),)),
-    "offer": Decoder(decode_offer, HOSTILE, (encode_offer(OFFER),)),
+    "offer": Decoder(decode_offer, HOSTILE, (OFFER.encoded,)),
     "manifest": Decoder(judge_manifest, HOSTILE, (TIP.encoded, NEXT.encoded)),
     "record": Decoder(
         recording.decode_record, HOSTILE, (recording.encode_record(Record(NEXT, None, TIP)),)
