@@ -50,6 +50,9 @@ MANY = 16
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
+BYTES_A_SIGNATURE = 2**10
+"""A signature is checked in the time in which so much JSON is read: a certificate of more than
+256 takes more than 30 ms, so another thread looks at it."""
 
 
 class Shown:
@@ -162,7 +165,8 @@ class Inbound:
     async def _verified(
         self, header: Header, message: Message, source: PeerId, costs: Costs
     ) -> Message:
-        return await costs.parsing(partial(verified, header, message, source, self._run))
+        work = partial(verified, header, message, source, self._run)
+        return await costs.parsing(work, num_bytes=_signatures(message) * BYTES_A_SIGNATURE)
 
 
 async def open_message(
@@ -220,6 +224,14 @@ def _wants(
 
 def _ignore(*_: str) -> None:
     """Attachments are waited for as a whole, so single arrivals are no news."""
+
+
+def _signatures(message: Message) -> int:
+    """How many signatures a COMMIT shows; of other messages what they show is few."""
+    if not isinstance(message, Commit):
+        return 0
+    shown = (message.certificate, *(link.certificate for link in message.path))
+    return sum(len(each.signatures) for each in shown if each)
 
 
 def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:

@@ -203,7 +203,7 @@ def test_manifests_that_are_proved_again_and_again_are_bounded(desk: Desk) -> No
 
 PEERS = 256
 RNG = random.Random(1)
-LARGE = make_rules(experts=PEERS, parts=60)
+LARGE = make_rules(experts=PEERS, parts=110)
 NAMES = [f"12D3KooW{RNG.getrandbits(220):044x}"[:52].replace("0", "z") for _ in range(PEERS)]
 
 
