@@ -30,7 +30,9 @@ from swarm.config import MergingConfig, RunConfig, parse_config
 from swarm.emulation.simulator.cast import Cast, Character, Setup
 from swarm.emulation.simulator.surroundings import Packet, Payload
 from swarm.emulation.simulator.world import World
+from swarm.errors import StateError
 from swarm.experts import expert_unit, shared_unit
+from swarm.network.costs import LARGE_BYTES
 from swarm.network.identity import (
     KEY_BYTES,
     SIGNATURE_BYTES,
@@ -39,7 +41,7 @@ from swarm.network.identity import (
     peer_id_of,
     verify,
 )
-from swarm.network.inbound import LARGE_BYTES, MANY
+from swarm.network.inbound import MANY
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
 from swarm.protocol.adoption import due_units
@@ -286,8 +288,8 @@ def message_rows(swarm: Swarm) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"peers": swarm.num_peers, "message": kind_of(message)}
         try:
             payload, attached = wire.encode(swarm.header, message)
-        except AssertionError as error:
-            rows.append(row | {"over_the_limit": f"{error} (64 kB)"})
+        except StateError as error:
+            rows.append(row | {"over_the_limit": str(error)})
             continue
         row |= {
             "bytes": len(payload),

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
@@ -26,9 +26,9 @@ from swarm.protocol import signatures
 from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.messages import Accepted, Header, Message, Propose, Ready
+from swarm.protocol.messages import Accepted, Commit, Header, Message, Propose, Ready
 from swarm.protocol.trust import Foothold
-from swarm.protocol.wire import attachments_of, decode, holders_of
+from swarm.protocol.wire import attachments_of, attachments_within, decode, holders_of
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ async def open_message(
     shown: Shown | None = None,
     costs: Costs | None = None,
 ) -> tuple[Header, Message]:
-    """Fetches what a message refers to and decodes it.
+    """Fetches what a message refers to, then what that names in turn, and decodes it.
 
     Its sender is asked first, then whoever holds the blob by this message or has `shown` it before:
     one uplink should not have to carry a manifest to everybody. The offers of a large roster are
@@ -196,32 +196,47 @@ async def open_message(
         TooCostly: its sender has had too much fetched already; without `costs` it may have all.
     """
     costs = costs or Costs(source, Ledger())
-    wanted = await costs.parsing(partial(attachments_of, payload))
     shown = shown or Shown()
-    for digest, _ in wanted:
-        shown.note(digest, source)
-    absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
-    if absent:
-        costs.fetching(sum(size for _, size in absent))
-        named = holders_of(payload)
-        missing = []
-        for digest, size in absent:
-            holders = named.get(digest, ())[:MAX_SHOWN_BY]
-            sources = [source, *shown.by(digest), *holders]
-            if len(absent) > MANY:
-                sources = [*holders, *sources]
-            missing.append(Want(digest, size, tuple(dict.fromkeys(sources))))
-        await downloads.fetch(missing, check=None, on_blob=_ignore, on_failure=_ignore)
-    blobs = {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
+    blobs: dict[Digest, bytes] = {}
+    for named_by in (partial(attachments_of, payload), partial(attachments_within, payload, blobs)):
+        wanted = await costs.parsing(named_by)
+        for digest, _ in wanted:
+            shown.note(digest, source)
+        absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
+        if absent:
+            costs.fetching(sum(size for _, size in absent))
+            wants = _wants(source, absent, holders_of(payload, blobs), shown)
+            await downloads.fetch(wants, check=None, on_blob=_ignore, on_failure=_ignore)
+        blobs |= {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
     size = sum(map(len, blobs.values()))
     return await costs.parsing(partial(decode, payload, blobs), off_loop=size > LARGE_BYTES)
 
 
 def _is_much(message: Message) -> bool:
-    """Whether to check a message in another thread: evidence has a signature of every peer."""
+    """Whether to check a message in another thread: it shows a signature of each of many peers."""
+    if isinstance(message, Commit):
+        certificates = (message.certificate, *(link.certificate for link in message.path))
+        return sum(len(each.signatures) for each in certificates if each) > MANY
     shown = message.accepted if isinstance(message, Ready) else message
     evidence = shown.evidence if isinstance(shown, Propose | Accepted) else None
     return evidence is not None and len(evidence.declared) > MANY
+
+
+def _wants(
+    source: PeerId,
+    absent: Sequence[tuple[Digest, int]],
+    holders: Mapping[Digest, tuple[PeerId, ...]],
+    shown: Shown,
+) -> list[Want]:
+    """From whom to fetch what is not here."""
+    wants = []
+    for digest, size in absent:
+        named = holders.get(digest, ())[:MAX_SHOWN_BY]
+        sources = [source, *shown.by(digest), *named]
+        if len(absent) > MANY:
+            sources = [*named, *sources]
+        wants.append(Want(digest, size, tuple(dict.fromkeys(sources))))
+    return wants
 
 
 def _ignore(*_: str) -> None:

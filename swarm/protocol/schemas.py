@@ -31,11 +31,17 @@ PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
 """Base58, as long as an id of an Ed25519 key at most; who signs or is called has to be one."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
-GENERATION = r"^[0-9a-f]{1,64}$"
+GENERATION = r"^[0-9a-f]{1,32}$"
 IS_DIGEST, IS_GENERATION = re.compile(_HEX_DIGEST), re.compile(GENERATION)
 IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile(_SIGNATURE)
 IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
+MAX_HOLDERS = 16
+"""That a PROPOSE names: those that were the last to say that they have everything."""
+MAX_MISSING = 64
+"""Peers that one REDUCED says cannot be had."""
+MAX_RESULTS = 100
+"""Units of one REDUCED."""
 
 DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
 PeerText = Annotated[str, Field(pattern=PEER)]
@@ -46,6 +52,10 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 # Sums over a run stay below the bound of counts.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Peers = Annotated[list[PeerText], Field(max_length=4096)]
+Height = Annotated[int, Field(ge=0, le=2**40)]
+Electors = Annotated[int, Field(ge=0, le=2**20)]
+Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]
+"""A reason of which each character takes one byte in JSON."""
 Capacity = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
@@ -84,7 +94,7 @@ class HeaderSchema(Schema):
     """A header."""
 
     code: Annotated[
-        list[tuple[Count, tuple[Count, Generation] | tuple[()]]],
+        list[tuple[Height, tuple[Electors, Generation] | tuple[()]]],
         Field(min_length=1, max_length=MAX_REFORMS + 1),
     ]
     tip: DigestText
@@ -203,6 +213,12 @@ class RosterSchema(Schema):
     type: Literal["roster"]
     ballot: BallotSchema
     roster_id: DigestText
+    list: BlobSchema | None
+
+
+class RosterListSchema(Schema):
+    """The blob beside a ROSTER: it grows with the swarm, and names blobs itself."""
+
     offers: dict[PeerText, BlobSchema]
     reducers: Peers
 
@@ -213,8 +229,8 @@ class ReducedSchema(Schema):
     type: Literal["reduced"]
     ballot: BallotSchema
     roster_id: DigestText
-    results: dict[UnitText, BlobSchema]
-    missing: dict[PeerText, Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]]
+    results: Annotated[dict[UnitText, BlobSchema], Field(max_length=MAX_RESULTS)]
+    missing: Annotated[dict[PeerText, Why], Field(max_length=MAX_MISSING)]
     signature: SignatureText
 
 
@@ -224,7 +240,7 @@ class ProposeSchema(Schema):
     type: Literal["propose"]
     ballot: BallotSchema
     manifest: BlobSchema
-    holders: Peers
+    holders: Annotated[list[PeerText], Field(max_length=MAX_HOLDERS)]
     evidence: BlobSchema | None
 
 

@@ -1,8 +1,9 @@
 """Messages and offers as bytes.
 
-A message is one JSON object of at most 64 kB. Offers and manifests never travel inside it: it
-names their digests and sizes, and they follow as blobs that the receiver fetches first. So a
-message stays small with a hundred peers, and a repeated one costs nothing.
+A message is one JSON object of at most 64 kB. Whatever grows with the swarm never travels inside
+it: offers, manifests, proofs and the list of a roster follow as blobs that the receiver fetches
+first, and the message names their digests and sizes. What else it lists has a bound, so it is small
+however many peers there are, and a repeated one costs nothing.
 
 Everything that comes from the network is checked against a strict schema before it becomes a
 value: unknown keys, wrong types, names that could be file paths, sizes out of bounds are refused.
@@ -11,12 +12,12 @@ value: unknown keys, wrong types, names that could be file paths, sizes out of b
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-from swarm.errors import BadMessage
+from swarm.errors import BadMessage, StateError
 from swarm.protocol.digests import Buffer, canonical, digest_of
 from swarm.protocol.evidence import MAX_EVIDENCE_BYTES, encode_evidence, known_evidence
 from swarm.protocol.foreign import foreign_manifest
@@ -32,13 +33,19 @@ from swarm.protocol.messages import (
     Link,
     Message,
     Offer,
-    OfferedUnit,
     Prepare,
     Propose,
     Ready,
     Reduced,
     ReducedUnit,
     Roster,
+)
+from swarm.protocol.offers import (
+    MAX_OFFER_BYTES,
+    MAX_ROSTER_BYTES,
+    decode_roster,
+    known_offer,
+    offers_in,
 )
 from swarm.protocol.schemas import (
     MAX_REASON_CHARACTERS,
@@ -49,25 +56,20 @@ from swarm.protocol.schemas import (
     CommitSchema,
     FrameSchema,
     HelloSchema,
-    OfferSchema,
     PrepareSchema,
     ProofSchema,
     ProposeSchema,
     ReadySchema,
     ReducedSchema,
+    RosterListSchema,
     RosterSchema,
     parse,
     signature_text,
 )
 
 MAX_MESSAGE_BYTES = 64 * 2**10
-MAX_OFFER_BYTES = 2 * 2**20
 MAX_PROOF_BYTES = 8 * 2**20
 """Of 16 links at 1,024 members; a certificate of theirs has 420 kB, a head 60."""
-MAX_OFFERS = 512
-"""Offers that are kept decoded: those of two rounds of 256 peers, some 150 kB each for a 7B."""
-
-# ---------------------------------------------------------------- messages
 
 
 def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
@@ -76,6 +78,9 @@ def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
     Returns:
         The payload, and the blobs that it refers to, by digest; the sender must be able to serve
         them.
+
+    Raises:
+        StateError: the message is too large; none is whose lists have the lengths of the schemas.
     """
     attachments: dict[str, bytes] = {}
     body = _body(message, attachments)
@@ -84,7 +89,9 @@ def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
         "message": {"type": type(message).__name__.lower(), **body},
     }
     payload = canonical(frame)
-    assert len(payload) <= MAX_MESSAGE_BYTES, f"a {type(message).__name__} of {len(payload)} bytes"
+    if len(payload) > MAX_MESSAGE_BYTES:
+        kind = type(message).__name__.upper()
+        raise StateError(f"a {kind} of {len(payload)} bytes would be over {MAX_MESSAGE_BYTES}")
     return payload, attachments
 
 
@@ -108,21 +115,38 @@ def summary_of(payload: Buffer) -> tuple[Header, str, tuple[tuple[str, int], ...
     return frame.header.value(), frame.message.type, attached
 
 
-def holders_of(payload: Buffer) -> dict[str, tuple[str, ...]]:
-    """Digest of what is beside a message -> peers that hold it, as far as the message tells.
+def attachments_within(
+    payload: Buffer, attachments: Mapping[str, bytes]
+) -> tuple[tuple[str, int], ...]:
+    """Digest and size of every blob that what is beside a message names in turn: a roster's offers.
+
+    Raises:
+        BadMessage: an attachment is missing or wrong, or announces a blob too large.
+    """
+    listed = _roster_list(_frame(payload).message, attachments)
+    return tuple((blob.digest, blob.num_bytes) for blob in offers_in(listed))
+
+
+def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
+    """Digest of what a message needs -> peers that hold it, as far as the message tells.
 
     Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the one
     that made it.
 
+    Args:
+        payload: what came over the wire.
+        attachments: what is here of what `attachments_of` names.
+
     Raises:
-        BadMessage: the payload is not of the schema.
+        BadMessage: the payload is not of the schema, or an attachment is not.
     """
     message = _frame(payload).message
     if isinstance(message, ProposeSchema):
         blobs = [message.manifest, message.evidence]
         return {blob.digest: tuple(message.holders) for blob in blobs if blob}
-    if isinstance(message, RosterSchema):
-        return {blob.digest: (peer,) for peer, blob in message.offers.items()}
+    if isinstance(message, RosterSchema) and message.list and message.list.digest in attachments:
+        listed = _roster_list(message, attachments)
+        return {blob.digest: (peer,) for peer, blob in listed.offers.items()} if listed else {}
     return {}
 
 
@@ -131,22 +155,34 @@ def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, M
 
     Args:
         payload: what came over the wire.
-        attachments: the blobs that `attachments_of` names.
+        attachments: the blobs that `attachments_of` and `attachments_within` name.
 
     Raises:
         BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
         BadManifest: an attached manifest is none.
     """
     frame = _frame(payload)
-    blobs = {}
-    for blob in _attached(frame.message):
-        content = attachments.get(blob.digest)
-        if content is None:
-            raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
-        if len(content) != blob.num_bytes or digest_of(content) != blob.digest:
-            raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} is another")
-        blobs[blob.digest] = content
+    beside = [*_attached(frame.message)]
+    listed = _roster_list(frame.message, attachments)
+    blobs = {blob.digest: _content(blob, attachments) for blob in (*beside, *offers_in(listed))}
     return frame.header.value(), _message(frame.message, blobs)
+
+
+def _content(blob: BlobSchema, attachments: Mapping[str, bytes]) -> bytes:
+    """What is beside a message, if it is what the message says."""
+    content = attachments.get(blob.digest)
+    if content is None:
+        raise BadMessage("attachment_missing", f"attachment {blob.digest[:12]} is missing")
+    if len(content) != blob.num_bytes or digest_of(content) != blob.digest:
+        raise BadMessage("attachment_digest", f"attachment {blob.digest[:12]} is another")
+    return content
+
+
+def _roster_list(message: AnyMessage, attachments: Mapping[str, bytes]) -> RosterListSchema | None:
+    """The list beside a ROSTER; None for all other messages."""
+    if not isinstance(message, RosterSchema) or message.list is None:
+        return None
+    return decode_roster(_content(message.list, attachments))
 
 
 def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
@@ -182,19 +218,15 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "signature": signature_text(message.signature),
             }
         case Roster():
-            body = {
-                "roster_id": message.roster_id,
-                "offers": {peer: attach(offer) for peer, offer in message.offers.items()},
-                "reducers": list(message.reducers),
-            }
+            offers = {peer: attach(offer) for peer, offer in message.offers.items()}
+            listed = canonical({"offers": offers, "reducers": message.reducers}) if offers else None
+            body = {"roster_id": message.roster_id, "list": attach(listed)}
         case Reduced():
             body = {
                 "roster_id": message.roster_id,
                 "results": {unit: vars(result) for unit, result in message.results.items()},
                 "signature": signature_text(message.signature),
-                "missing": {
-                    peer: why[:MAX_REASON_CHARACTERS] for peer, why in message.missing.items()
-                },
+                "missing": {peer: _brief(why) for peer, why in message.missing.items()},
             }
         case Propose():
             body = {
@@ -213,6 +245,11 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
         case Prepare():
             body = {}
     return {"ballot": message.ballot._asdict(), **body}
+
+
+def _brief(why: str) -> str:
+    """A reason as a message may hold it: short, and a byte for each character."""
+    return re.sub(r"[^ !#-\[\]-~]", "?", why[:MAX_REASON_CHARACTERS])
 
 
 def _vote(
@@ -291,7 +328,8 @@ def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, int]]:
             if message.accepted.evidence:
                 yield message.accepted.evidence, MAX_EVIDENCE_BYTES
     elif isinstance(message, RosterSchema):
-        yield from ((blob, MAX_OFFER_BYTES) for blob in message.offers.values())
+        if message.list:
+            yield message.list, MAX_ROSTER_BYTES
     elif isinstance(message, ProposeSchema | CommitSchema):
         yield message.manifest, MAX_MANIFEST_BYTES
         if isinstance(message, ProposeSchema):
@@ -313,7 +351,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
         case ReadySchema():
             return Ready(
                 body.ballot.value(),
-                _known_offer(blobs[body.offer.digest]) if body.offer else None,
+                known_offer(blobs[body.offer.digest]) if body.offer else None,
                 _accepted(body.accepted, blobs) if body.accepted else None,
                 body.capacity,
                 body.leave,
@@ -324,10 +362,11 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 b64decode(body.signature),
             )
         case RosterSchema():
-            offers = {
-                peer: _known_offer(blobs[blob.digest]) for peer, blob in sorted(body.offers.items())
-            }
-            return Roster(body.ballot.value(), body.roster_id, offers, tuple(body.reducers))
+            listed = _roster_list(body, blobs)
+            named = sorted(listed.offers.items()) if listed else ()
+            offers = {peer: known_offer(blobs[blob.digest]) for peer, blob in named}
+            able = tuple(listed.reducers) if listed else ()
+            return Roster(body.ballot.value(), body.roster_id, offers, able)
         case ReducedSchema():
             results = {
                 unit: ReducedUnit(blob.digest, blob.num_bytes)
@@ -363,38 +402,3 @@ def _evidence(blob: BlobSchema | None, blobs: Mapping[str, bytes]) -> Evidence |
 def _accepted(vote: AcceptedSchema, blobs: Mapping[str, bytes]) -> Accepted:
     manifest = _manifest(vote.manifest, blobs)
     return Accepted(vote.ballot.value(), manifest, _evidence(vote.evidence, blobs))
-
-
-# ---------------------------------------------------------------- offers
-
-
-@lru_cache(maxsize=MAX_OFFERS)
-def _known_offer(encoded: bytes) -> Offer:
-    """An offer that may have come before: with every answer to a poll, and in rosters."""
-    offer = decode_offer(encoded)
-    vars(offer).update(encoded=encoded, digest=digest_of(encoded))  # as its properties keep them
-    return offer
-
-
-def decode_offer(encoded: Buffer) -> Offer:
-    """An offer from bytes that are not trusted.
-
-    Raises:
-        BadMessage: too large, not of the schema, or not canonical.
-    """
-    if len(encoded) > MAX_OFFER_BYTES:
-        raise BadMessage("offer_size", f"an offer of {len(encoded)} bytes is too large")
-    parsed = parse(OfferSchema, encoded, "offer")
-    offer = Offer(
-        parsed.tip,
-        parsed.steps,
-        parsed.tokens,
-        {
-            unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base)
-            for unit, offered in sorted(parsed.units.items())
-        },
-        parsed.seconds,
-    )
-    if offer.encoded != bytes(encoded):
-        raise BadMessage("offer_schema", "the offer is not in canonical form")
-    return offer

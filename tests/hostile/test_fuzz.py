@@ -47,6 +47,7 @@ from swarm.protocol.moments import (
     encode_answer,
     encode_question,
 )
+from swarm.protocol.offers import decode_offer
 from swarm.protocol.printable import printable
 from swarm.protocol.records import (
     MergeRecord,
@@ -60,8 +61,8 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.checks import proposal_problem, successor_problem
 from swarm.protocol.wire import (
     attachments_of,
+    attachments_within,
     decode,
-    decode_offer,
     encode,
     holders_of,
 )
@@ -118,7 +119,8 @@ def judge_shown_manifest(encoded: bytes) -> None:
 def hear_message(encoded: bytes) -> None:
     """Decodes a message with what may be beside it, and hands it to a member of the run."""
     attachments_of(encoded)
-    holders_of(encoded)
+    attachments_within(encoded, BLOBS)
+    holders_of(encoded, BLOBS)
     header, message = decode(encoded, BLOBS)
     machine = RoundMachine(
         "A", 1.0, RULES, Timers(), Record(TIP, None, None), stored=[], now=0.0,

@@ -30,8 +30,9 @@ from swarm.protocol.messages import (
     Ready,
     Roster,
 )
+from swarm.protocol.offers import decode_offer
 from swarm.protocol.rounds.attempts import LEAP, attempt_problem
-from swarm.protocol.wire import decode, decode_offer, encode
+from swarm.protocol.wire import decode, encode
 from tests.protocol.round_pump import Pump, found, make_rules, start_swarm
 
 LAST = 2**31

@@ -44,7 +44,7 @@ def naming(store: BlobStore, header: Header, message: Message, num_bytes: int) -
     """A message in which each attachment is other bytes of this size, which the store has."""
     frame = json.loads(encode(header, message)[0])
     body = frame["message"]
-    for named in [*body.get("offers", {}).values(), body.get("proof")]:
+    for named in [body.get("list"), body.get("proof")]:
         if named:
             blob = random.Random(time.monotonic_ns()).randbytes(num_bytes)
             named |= {"digest": store.put(blob, digest_of(blob)), "num_bytes": num_bytes}

@@ -280,14 +280,15 @@ def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: 
     offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
     assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
+    assert len(desk.downloads.asked) == len(offers) + 1, "the list, then what it names"
     desk.downloads.asked.clear()
     desk.events.clear()
     desk.store.collect(())
     offers["B"] = make_offer(RULES, "B", TIP)
     desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
-    assert sorted(want.sources for want in desk.downloads.asked) == sorted(
-        (peer, "A") for peer in offers
-    )
+    listed, *named = (want.sources for want in desk.downloads.asked)
+    assert listed == ("A",)
+    assert sorted(named) == sorted((peer, "A") for peer in offers)
 
 
 def test_what_is_here_already_is_not_fetched(desk: Desk) -> None:

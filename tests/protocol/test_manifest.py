@@ -1,6 +1,8 @@
 """Manifests: who is in whose ancestry, by codes alone, and what a run may say of its text."""
 
 import json
+from base64 import b64decode, b64encode
+from dataclasses import replace
 
 import pytest
 
@@ -94,3 +96,54 @@ def test_a_text_beyond_its_limits_is_refused(field: str, value: object) -> None:
     encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     with pytest.raises(BadManifest, match=rf"founding\.text\.{field}"):
         decode_manifest(encoded)
+
+
+DIGESTS = [f"{number:064x}" for number in range(4)]
+BY_ALL = (("a", DIGESTS[0]), ("b", DIGESTS[1]))
+SOURCED = replace(
+    FOUNDED,
+    members={"a": Member(0, 1.0), "b": Member(0, 1.0)},
+    contributors=("a", "b"),
+    sources={"expert.0": (("b", DIGESTS[2]),), "shared.0": BY_ALL, "shared.1": ()},
+)
+
+
+def _with_sources(packed: object) -> bytes:
+    content = json.loads(SOURCED.encoded)
+    content["sources"]["shared.0"] = packed
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def test_units_to_which_all_contribute_name_nobody_and_no_fact_is_lost() -> None:
+    packed = json.loads(SOURCED.encoded)["sources"]
+    assert b64decode(packed["shared.0"]) == bytes.fromhex(DIGESTS[0] + DIGESTS[1])
+    assert packed["expert.0"] == [["b", DIGESTS[2]]]
+    assert decode_manifest(SOURCED.encoded) == SOURCED
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        "",
+        "AAAA",
+        "not base64!",
+        b64encode(bytes(32)).decode(),
+        b64encode(bytes(96)).decode(),
+        b64encode(bytes(64)).decode().rstrip("="),
+        b64encode(bytes(64)).decode()[:-3] + "B==",
+        [["a", DIGESTS[0]], ["b", DIGESTS[1]]],
+        7,
+        None,
+        [["a", 7]],
+    ],
+)
+def test_sources_have_one_form(packed: object) -> None:
+    with pytest.raises(BadManifest):
+        decode_manifest(_with_sources(packed))
+
+
+def test_what_is_no_digest_is_never_packed() -> None:
+    """So it comes out as it went in, for who checks names to refuse."""
+    for strange in ("A" * 64, "x" * 64, " " * 64, "0" * 63):
+        manifest = replace(SOURCED, sources={"shared.0": (("a", DIGESTS[0]), ("b", strange))})
+        assert decode_manifest(manifest.encoded) == manifest

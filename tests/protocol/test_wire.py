@@ -1,18 +1,20 @@
 """Messages, offers and records as bytes: exact both ways, small, and deaf to nonsense."""
 
 import json
+from base64 import b64encode
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.errors import BadManifest, BadMessage, HostileInput
+from swarm.errors import BadManifest, BadMessage, HostileInput, StateError
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.evidence import encode_evidence
 from swarm.protocol.manifest import Kind, Manifest, Member
 from swarm.protocol.messages import (
+    MAX_ATTEMPT,
     Accept,
     Accepted,
     Ballot,
@@ -33,13 +35,16 @@ from swarm.protocol.messages import (
     Report,
     Roster,
 )
+from swarm.protocol.offers import decode_offer
 from swarm.protocol.recording import decode_record, encode_record
+from swarm.protocol.schemas import MAX_HOLDERS, MAX_MISSING, MAX_REFORMS, MAX_RESULTS
 from swarm.protocol.wire import (
     MAX_MESSAGE_BYTES,
     attachments_of,
+    attachments_within,
     decode,
-    decode_offer,
     encode,
+    holders_of,
 )
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 
@@ -90,8 +95,24 @@ MESSAGES: list[Message] = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     payload, attachments = encode(HEADER, message)
-    assert dict(attachments_of(payload)) == {d: len(blob) for d, blob in attachments.items()}
+    named = dict(attachments_of(payload)) | dict(attachments_within(payload, attachments))
+    assert named == {d: len(blob) for d, blob in attachments.items()}
     assert decode(payload, attachments) == (HEADER, message)
+
+
+def test_a_roster_s_offers_are_named_by_the_list_beside_it() -> None:
+    payload, attachments = encode(HEADER, MESSAGES[4])
+    ((listed, _),) = attachments_of(payload)
+    assert listed not in dict(attachments_within(payload, attachments))
+    assert holders_of(payload, {}) == {}, "nobody knows before the list is here"
+    assert set(holders_of(payload, attachments).values()) <= {("A",), ("B",)}
+    for spoilt, reason in ((b"", "attachment_digest"), (None, "attachment_missing")):
+        with pytest.raises(BadMessage) as caught:
+            attachments_within(payload, {listed: spoilt} if spoilt is not None else {})
+        assert caught.value.reason == reason
+    heartbeat, nothing = encode(HEADER, MESSAGES[5])
+    assert not nothing and not attachments_of(heartbeat)
+    assert not attachments_within(heartbeat, {})
 
 
 def test_offers_and_manifests_travel_beside_the_message() -> None:
@@ -105,31 +126,74 @@ def test_offers_and_manifests_travel_beside_the_message() -> None:
     assert b"shared" not in payload
 
 
+LARGEST_CODE = (
+    *((2**40, (2**20, "f" * 32)) for _ in range(MAX_REFORMS)),
+    (2**40, ()),
+)
+LARGEST_HEADER = Header(LARGEST_CODE, name("tip"), "f" * 32)
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
 def _peer(number: int) -> str:
-    return f"Qm{number:044d}"  # as long as a libp2p peer id
+    """As long as a libp2p peer id."""
+    return "12D3KooW" + "z" * 42 + BASE58[number // 58] + BASE58[number % 58]
 
 
-def _of_a_hundred() -> list[Message]:
-    peers = [_peer(number) for number in range(100)]
-    signatures = dict.fromkeys(peers[:51], SIGNATURE)
+def _largest() -> list[Message]:
+    """Each message in a swarm of 1,024, its fields as large as their schemas let them be."""
+    peers = [_peer(number) for number in range(1024)]
+    ballot = Ballot(MAX_ATTEMPT, peers[0])
+    signatures = dict.fromkeys(peers, SIGNATURE)
+    wish = b64encode(SIGNATURE).decode()
+    results = {
+        f"shared.{999_999 - part}": ReducedUnit(name(part), 2**62) for part in range(MAX_RESULTS)
+    }
+    missing = dict.fromkeys(peers[:MAX_MISSING], "\u0001\U0001f600" * 1000)
     return [
-        Roster(Ballot(1, peers[0]), name("id"), dict.fromkeys(peers, OFFER), tuple(peers)),
-        Commit(NEXT, Certificate(Ballot(1, peers[0]), signatures), TIP),
-        Propose(Ballot(1, peers[0]), NEXT, tuple(peers), EVIDENCE),
-        Reduced(
-            Ballot(1, peers[0]),
-            name("id"),
-            {f"shared.{part}": ReducedUnit(name(part), 2**40) for part in range(200)},
-            dict.fromkeys(peers, "x" * 1000),
-            SIGNATURE,
+        Hello(ask=False),
+        Prepare(ballot),
+        Ready(
+            ballot, OFFER, Accepted(ballot, NEXT, EVIDENCE), 1.2345678901234567e-300, leave=False,
+            dialable=False, remaining_s=1.2345678901234567e-300,
+            worked_s=1.2345678901234567e-300, wish=wish, signature=SIGNATURE,
         ),
-    ]
+        Roster(ballot, name("id"), dict.fromkeys(peers, OFFER), tuple(peers)),
+        Reduced(ballot, name("id"), results, missing, SIGNATURE),
+        Propose(ballot, NEXT, tuple(peers[:MAX_HOLDERS]), EVIDENCE),
+        Accept(ballot, NEXT.digest, SIGNATURE),
+        Commit(NEXT, Certificate(ballot, signatures), TIP),
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("message", _of_a_hundred(), ids=lambda message: type(message).__name__)
-def test_messages_of_a_hundred_peers_stay_under_64_kb(message: Message) -> None:
-    payload, _ = encode(HEADER, message)
+@pytest.mark.parametrize("message", _largest(), ids=lambda message: type(message).__name__)
+def test_no_message_of_a_thousand_peers_is_over_64_kb(message: Message) -> None:
+    payload, attachments = encode(LARGEST_HEADER, message)
     assert len(payload) < MAX_MESSAGE_BYTES == 65_536
+    header, heard = decode(payload, attachments)
+    assert header == LARGEST_HEADER, "all of it is legal"
+    assert type(heard) is type(message)
+
+
+def test_whatever_a_message_lists_has_a_bound_on_the_wire_too() -> None:
+    """A list that is one longer is refused, so no honest convener can be made to repeat it."""
+    *_, reduced, propose, _, _ = _largest()
+    assert isinstance(reduced, Reduced) and isinstance(propose, Propose)
+    unit, result = next(iter(reduced.results.items()))
+    for longer in (
+        replace(reduced, results={**reduced.results, f"{unit}0": result}),
+        replace(reduced, missing={**reduced.missing, _peer(1025): ""}),
+        replace(propose, holders=(*propose.holders, _peer(1025))),
+    ):
+        payload, attachments = encode(HEADER, longer)
+        with pytest.raises(BadMessage):
+            decode(payload, attachments)
+
+
+def test_a_message_that_would_be_too_large_is_an_error_that_its_sender_survives() -> None:
+    """`RoundDriver` logs a StateError and goes on; an assertion ended the convener's process."""
+    code = LARGEST_CODE[:-1] * 3
+    with pytest.raises(StateError, match="HELLO of"):
+        encode(replace(LARGEST_HEADER, code=code), Hello(ask=True))
 
 
 def test_a_record_comes_back_from_the_disk_as_it_was() -> None:

@@ -20,6 +20,7 @@ from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.evidence import compose_from, newest_results
 from swarm.protocol.rounds.state import Proposal
+from swarm.protocol.schemas import MAX_HOLDERS
 from swarm.protocol.updates import REFUSALS
 
 
@@ -192,9 +193,13 @@ class Convener(Collector):
         campaign.proposal, campaign.evidence = manifest, evidence
         campaign.enter(Stage.VOTE, self._now)
         self._explain(Topic.ROUND, f"proposed height {manifest.height}: {why}")
-        message = Propose(campaign.ballot, manifest, tuple(campaign.holders), evidence)
+        message = Propose(campaign.ballot, manifest, self._holders(campaign), evidence)
         for peer in self._concerned(manifest):
             self._post(peer, message)
+
+    def _holders(self, campaign: Campaign) -> tuple[PeerId, ...]:
+        """The last that said that they have everything: earlier messages have named the others."""
+        return tuple(campaign.holders)[-MAX_HOLDERS:]
 
     def _concerned(self, manifest: Manifest) -> list[PeerId]:
         """Members before and after a manifest."""
@@ -339,7 +344,7 @@ class Convener(Collector):
             self._poll_reducers(campaign)
         elif campaign.stage is Stage.VOTE and campaign.proposal:
             message = Propose(
-                campaign.ballot, campaign.proposal, tuple(campaign.holders), campaign.evidence
+                campaign.ballot, campaign.proposal, self._holders(campaign), campaign.evidence
             )
             for peer in self._concerned(campaign.proposal):
                 # Those that have voted need a sign of life only now and then.

@@ -11,9 +11,8 @@ from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
+from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
 from swarm.protocol.weights import weights
-
-MAX_RESULTS = 200
 
 
 class Reducer(Acceptor):
@@ -114,6 +113,8 @@ class Reducer(Acceptor):
                 if digest not in self._stored:
                     missing |= job.failed.get(digest, {})
         missing.pop(self.me, None)
+        # Once the first are left out, the next round's roster meets the others.
+        missing = dict(sorted(missing.items())[:MAX_MISSING])
         units = sorted(job.results)
         # In several messages if need be: each must stay under 64 kB.
         for start in range(0, max(1, len(units)), MAX_RESULTS):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from swarm.protocol.adoption import experts_due
-from swarm.protocol.digests import digest_of
+from swarm.protocol.digests import canonical, digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.rounds.deals import tokens_problem, work_of
+from swarm.protocol.rounds.deals import tokens_problem
 from swarm.protocol.rounds.rules import Rules
 
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
@@ -22,6 +21,7 @@ class Plan:
     """A closed roster and all that follows from it."""
 
     roster_id: Digest
+    """Of tip, offers and who may reduce: all else follows from them."""
     offers: Mapping[PeerId, Offer]
     sources: Sources
     """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
@@ -103,9 +103,9 @@ def plan_roster(
     sources = sources_of(ordered)
     able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
     reducers = _assigned(sources, ordered, able, rules.unit_bytes)
-    what = [tip.digest, sources, reducers, work_of(ordered)]
-    identity = json.dumps(what, sort_keys=True, separators=(",", ":"))
-    return Plan(digest_of(identity.encode()), ordered, sources, reducers, able)
+    digests = {peer: offer.digest for peer, offer in ordered.items()}
+    identity = digest_of(canonical([tip.digest, digests, able]))
+    return Plan(identity, ordered, sources, reducers, able)
 
 
 def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
