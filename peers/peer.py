@@ -52,6 +52,7 @@ from swarm.network.shelf import Shelf
 from swarm.network.steady_clock import passed_s
 from swarm.network.tips import asked_tip
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Signature
 from swarm.protocol.records import PeerState, RunRecord, encode_record
@@ -73,6 +74,7 @@ class Peer:
     stop: Stop
     driver: RoundDriver | None = None
     exchange: MomentsExchange | None = None
+    invitation: Invitation | None = None
     announced: RunRecord | None = None
     """What this peer says, when asked which run it is in."""
 
@@ -162,6 +164,7 @@ class Peer:
             self._status,
             self.text,
             self._announce,
+            invitation=self.invitation,
             vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
@@ -210,6 +213,8 @@ class Peer:
     def train(self, started: Started) -> None:
         """Takes part in the run until it is finished or the person stops this peer."""
         run, layout = started.run, started.layout
+        if run.run.admission == "invited":
+            click.echo("Who joins needs an invitation: --invitation and what swarm-invite prints.")
         agreed = Agreed(started.store, layout)
         status = self._status(run)
         status.directory = started.directory
@@ -295,6 +300,7 @@ class Peer:
             sign=self._sign,
             is_dialable=self.is_dialable,
             chain=RecordFile(started.directory.record_path).read_chain(started.record),
+            invitation=self.invitation,
         )
 
     def _sign(self, statement: bytes) -> Signature:
@@ -330,7 +336,8 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "tip", "state_dir", "rounds", "peers", "settings",
+    "run", "config", "initial_peers", "run_id", "tip", "invitation", "state_dir", "rounds", "peers",
+    "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",
@@ -357,7 +364,7 @@ def main(options: Options) -> None:
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     state = StateDirectory(options.state_dir)
-    peer = Peer(config, state, Stop(config.peer.leave_timeout_s))
+    peer = Peer(config, state, Stop(config.peer.leave_timeout_s), invitation=options.invitation)
     try:
         node = peer.start_node()
     except BaseException:

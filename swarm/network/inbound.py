@@ -20,12 +20,14 @@ from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import peer_id_of, verify
+from swarm.network.invitations import is_signed
 from swarm.network.ledger import Cost, Held, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
-from swarm.protocol.manifest import Digest, PeerId, Wish, leave_statement
+from swarm.protocol.invitation import Invitation
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
     Accept,
     Ballot,
@@ -248,8 +250,14 @@ def verified(header: Header, message: Message, source: PeerId, run: str) -> Mess
 
     Raises:
         HostileInput: an ACCEPT that its sender did not sign, or a wish to leave that its peer
-            did not, be it in a READY or in a manifest that is to be voted for.
+            did not, or an invitation that its inviter did not, be they in a READY or in a
+            manifest that is to be voted for.
     """
+    for invitation in _invitations(message):
+        if not is_signed(invitation):
+            raise HostileInput(
+                "bad_signature", f"{invitation.inviter[-6:]} has not signed an invitation"
+            )
     for peer, tip, wish in _wishes(message, source, header):
         if not _wishes_to_leave(peer, tip, wish, run):
             raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
@@ -284,17 +292,27 @@ def _wishes(
     message: Message, source: PeerId, header: Header
 ) -> Iterator[tuple[PeerId, Digest, Wish]]:
     """Whose wishes to leave a message holds, and after which manifest they want to."""
-    manifests = []
-    if isinstance(message, Ready):
-        if message.wish:
-            yield source, header.tip, message.wish
-        if message.accepted:
-            manifests.append(message.accepted.manifest)
-    elif isinstance(message, Propose):
-        manifests.append(message.manifest)
-    for manifest in manifests:
+    if isinstance(message, Ready) and message.wish:
+        yield source, header.tip, message.wish
+    for manifest in _undecided(message):
         for peer, wish in manifest.wishes.items():
             yield peer, manifest.parent or "", wish
+
+
+def _invitations(message: Message) -> Iterator[Invitation]:
+    """The invitations that a message holds, and that nobody has voted for yet."""
+    if isinstance(message, Ready) and message.invitation:
+        yield message.invitation
+    for manifest in _undecided(message):
+        yield from manifest.invited.values()
+
+
+def _undecided(message: Message) -> Iterator[Manifest]:
+    """The manifests in a message that are to be voted for."""
+    if isinstance(message, Ready) and message.accepted:
+        yield message.accepted.manifest
+    elif isinstance(message, Propose):
+        yield message.manifest
 
 
 def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str) -> bool:

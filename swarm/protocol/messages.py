@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
 MAX_ATTEMPT = 2**31
@@ -136,6 +137,8 @@ class Ready:
     """What the sender's local steps have taken so far; with an offer, until it was made."""
     wish: Wish | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
+    invitation: Invitation | None = None
+    """Of a stranger that asks to join, if it has one [R8]."""
 
 
 @dataclass(frozen=True)

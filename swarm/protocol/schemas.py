@@ -11,6 +11,7 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Head, Wish
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -207,6 +208,7 @@ class ReadySchema(Schema):
     remaining_s: Seconds | None
     worked_s: Seconds
     wish: WishSchema | None
+    invitation: Invitation | None
 
 
 class RosterSchema(Schema):

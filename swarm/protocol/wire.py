@@ -19,6 +19,7 @@ from typing import Any
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.invitation import as_plain
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
     Accept,
@@ -172,6 +173,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "remaining_s": message.remaining_s,
                 "worked_s": message.worked_s,
                 "wish": vars(message.wish) if message.wish else None,
+                "invitation": as_plain(message.invitation) if message.invitation else None,
             }
         case Roster():
             body = {
@@ -296,6 +298,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.remaining_s,
                 body.worked_s,
                 body.wish.value() if body.wish else None,
+                body.invitation,
             )
         case RosterSchema():
             offers = {

@@ -20,7 +20,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hypothesis import HealthCheck, Phase, given, settings
 
 from swarm.config import PeerConfig, RunConfig, parse_config
-from swarm.errors import ConfigError, HostileInput, RunMismatch
+from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch
 from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
 from swarm.network.daemon import Address
@@ -35,6 +35,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Received, Record, Tick
 from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.invitation import as_text, from_text
 from swarm.protocol.layout import layout_of
 from swarm.protocol.moments import (
     Moments,
@@ -65,7 +66,7 @@ from swarm.protocol.wire import (
 )
 from tests.hostile.fuzzing import Decoder, spoilt
 from tests.protocol.test_records import MERGE, PEER, RUN, VALIDATION
-from tests.protocol.test_wire import HEADER, MESSAGES, NEXT, OFFER, RULES, TIP
+from tests.protocol.test_wire import HEADER, INVITATION, MESSAGES, NEXT, OFFER, RULES, TIP
 from tests.scenarios.swarms import EXACT
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -214,6 +215,11 @@ DECODERS: dict[str, Decoder] = {
     ),
     "validation_record": Decoder(
         lambda b: decode_record(ValidationRecord, b), HOSTILE, (encode_record(VALIDATION),)
+    ),
+    "invitation": Decoder(
+        lambda b: from_text(bytes(b).decode(errors="replace")),
+        (InvitationError,),
+        (as_text(INVITATION).encode(),),
     ),
     "subkey": Decoder(judge_subkey, (), (b"[owner:ssh-rsa AAAA]", b"[owner:ssh-rsa " * 9)),
     "msgpack": Decoder(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swarm.errors import BadManifest, BadMessage, HostileInput
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
+from swarm.protocol.invitation import Invitation, Used
 from swarm.protocol.manifest import Kind, Manifest, Member
 from swarm.protocol.messages import (
     Accept,
@@ -42,6 +43,7 @@ from tests.protocol.round_pump import found, make_offer, make_rules, name
 
 RULES = make_rules()
 TIP = replace(found(RULES, ["A", "B"]), run="run-1")
+INVITATION = Invitation("run-1", "0" * 32, 2, 7, "A", "a2V5", "c2ln")
 NEXT = replace(
     TIP,
     height=1,
@@ -50,6 +52,8 @@ NEXT = replace(
     parent=TIP.digest,
     sources={"shared.0": (("A", name(1)), ("B", name(2)))},
     lineage=((0, (2, "ab" * 16)),),
+    invited={"B": INVITATION},
+    invitations={INVITATION.name: Used(7, ("B",))},
     reasons=("B joined",),
 )
 OFFER = make_offer(RULES, "A", TIP)
@@ -70,6 +74,7 @@ MESSAGES: list[Message] = [
     Commit(NEXT, CERTIFICATE, TIP),
     Commit(NEXT, None, None),
     Commit(NEXT, None, None, (Link(TIP.head), Link(NEXT.head, CERTIFICATE, TIP.head))),
+    Ready(Ballot(0, "A"), None, None, 1.0, invitation=INVITATION),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Ballot, Offer, Ready, ReducedUnit, Signature
 from swarm.protocol.rounds.rosters import Plan
@@ -59,6 +60,8 @@ class Campaign:
     """When there was somebody to wait for."""
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     joiners: dict[PeerId, float] = field(default_factory=dict)
+    invitations: dict[PeerId, Invitation] = field(default_factory=dict)
+    """What joiners have shown."""
     capacities: dict[PeerId, float] = field(default_factory=dict)
     """What members declared last."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)

@@ -85,6 +85,8 @@ class Collector(Merger):
         if source not in self.tip.members:
             if not ready.leave:
                 campaign.joiners[source] = ready.capacity
+                if ready.invitation:
+                    campaign.invitations[source] = ready.invitation
             return
         campaign.seen[source] = self._now
         if not ready.dialable:

@@ -69,7 +69,11 @@ class Convener(Collector):
         if any(unit not in campaign.results for unit in plan.reducers):
             return
         attendance = Attendance(
-            {self.me, *campaign.seen}, campaign.leaving, campaign.joiners, campaign.capacities
+            {self.me, *campaign.seen},
+            campaign.leaving,
+            campaign.joiners,
+            campaign.capacities,
+            campaign.invitations,
         )
         manifest = compose_round(self.tip, plan, campaign.results, attendance, self.rules)
         self._propose(
