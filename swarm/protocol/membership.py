@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from swarm.protocol.invitation import Invitation, Used, invitation_problem, still_good, with_use
 from swarm.protocol.manifest import Digest, Manifest, Member, PeerId, turn
-from swarm.protocol.voting import counted, with_voters
+from swarm.protocol.voting import Elect, counted, with_voters
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def next_members(
     is_open: bool = True,
     invitations: Mapping[PeerId, Invitation] | None = None,
     run: str = "",
+    elect: Elect = with_voters,
 ) -> Membership:
     """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
 
@@ -57,6 +58,7 @@ def next_members(
         is_open: whether strangers become members without an invitation.
         invitations: those that joiners have shown, signed by whom they name.
         run: its id, which invitations name.
+        elect: gives votes.
 
     Returns:
         At least one member: when everybody would go and nobody joins, those that were to leave
@@ -90,7 +92,7 @@ def next_members(
             ("all members stay listed: nobody else would be left to continue the run",),
             invitations=still_good(parent.invitations, parent.round + 1),
         )
-    elected = with_voters(members, contributors, seed=seed, is_open=is_open)
+    elected = elect(members, contributors, seed=seed, is_open=is_open)
     return Membership(
         dict(sorted(elected.members.items())),
         (*reasons, *elected.reasons),

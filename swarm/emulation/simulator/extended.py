@@ -21,6 +21,7 @@ from random import Random
 from swarm.emulation.simulator import faults
 from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
+from swarm.emulation.simulator.keys import KEYS, KeysDraw, KeysMix
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
@@ -174,13 +175,15 @@ LARGE: dict[str, Mix] = {
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
 """Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE}
+ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **KEYS}
 
 
 def draw(mix: Mix, random: Random) -> Scenario:
     """The scenario that a random generator stands for."""
     if isinstance(mix, ExtendedMix):
         return _ExtendedDraw(mix, random).scenario()
+    if isinstance(mix, KeysMix):
+        return KeysDraw(mix, random).scenario()
     return faults.draw(mix, random)
 
 

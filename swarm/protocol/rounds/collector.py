@@ -254,7 +254,8 @@ class Collector(Merger):
         offers = {
             peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
         }
-        unable = campaign.undialable | campaign.relieved
+        # Who vanished after its offer would hold the round up once more as a reducer.
+        unable = campaign.undialable | campaign.relieved | self._gone
         campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
         campaign.results = {}
         campaign.reported_at = {}

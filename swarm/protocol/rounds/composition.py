@@ -65,6 +65,7 @@ def compose_round(
         is_open=rules.is_open,
         invitations=attendance.invitations,
         run=rules.run,
+        elect=rules.with_voters,
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)

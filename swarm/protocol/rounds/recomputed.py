@@ -70,6 +70,7 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
                 is_open=rules.is_open,
                 invitations=manifest.invited,
                 run=rules.run,
+                elect=rules.with_voters,
             )
         )
 
