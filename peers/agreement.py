@@ -1,4 +1,4 @@
-"""Whether a run and a peer agree: on settings that a person asked for, and on the text."""
+"""Whether a run and a peer agree: on settings that a person asked for, text and admission."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from swarm.config import RunConfig
 from swarm.data.corpus import STANDARD_LIBRARY
-from swarm.errors import BadManifest, RunMismatch, TextMismatch
-from swarm.protocol.manifest import Text
+from swarm.errors import BadManifest, InvitationError, RunMismatch, TextMismatch
+from swarm.protocol.invitation import Invitation
+from swarm.protocol.manifest import Manifest, PeerId, Text
+from swarm.protocol.membership import Guests
 
 
 def explain_difference(asked: RunConfig, running: RunConfig) -> str:
@@ -36,6 +38,29 @@ def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:
     ]
     if wrong:
         raise RunMismatch("; ".join(wrong), hint="leave the option out to join as it is")
+
+
+def require_admission(
+    run_id: str, run: RunConfig, tip: Manifest, me: PeerId, invitation: Invitation | None
+) -> None:
+    """Refuses to join a run that would not take this peer in, or not as it was asked to.
+
+    Raises:
+        InvitationError: says why: none, expired, of another run, used up, of no anchor.
+    """
+    if me in tip.members:
+        return
+    is_open = run.run.admission == "open"
+    shown = {me: invitation} if invitation else {}
+    guests = Guests.of(tip, shown, run=run_id, is_open=is_open)
+    if guests.may_come(me) and (invitation is None or guests.problem(me) is None):
+        return
+    kind = "anybody" if is_open else "only peers that are invited"
+    raise InvitationError(
+        f"{guests.problem(me)}; the run takes in {kind}",
+        hint="ask the founder, or whom it invited, for what swarm-invite prints"
+        + (", or join without --invitation" if is_open else ", and give it to --invitation"),
+    )
 
 
 def require_text(needed: Text, have: Text, root: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, InvitationError
+from swarm.network.invitations import is_signed
+from swarm.protocol.invitation import Invitation, from_text
 
 
 class Setting(click.types.StringParamType):
@@ -43,6 +45,23 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     if not found:
         raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
     return found[1]
+
+
+def invitation_given(_: click.Context, __: click.Parameter, text: str | None) -> Invitation | None:
+    """The invitation of a line that swarm-invite printed.
+
+    Raises:
+        InvitationError: it is none, or was damaged.
+    """
+    if text is None:
+        return None
+    invitation = from_text(text)
+    if not is_signed(invitation):
+        raise InvitationError(
+            "the invitation is damaged: its signature does not hold",
+            hint="pass on the whole line that swarm-invite printed",
+        )
+    return invitation
 
 
 def read_text(path: Path) -> str:

@@ -52,6 +52,7 @@ from swarm.network.shelf import Shelf
 from swarm.network.steady_clock import passed_s
 from swarm.network.tips import asked_tip
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.records import PeerState, RunRecord, encode_record
 from swarm.protocol.rounds import RoundMachine, Rules
@@ -72,6 +73,7 @@ class Peer:
     stop: Stop
     driver: RoundDriver | None = None
     exchange: MomentsExchange | None = None
+    invitation: Invitation | None = None
     announced: RunRecord | None = None
     """What this peer says, when asked which run it is in."""
 
@@ -161,6 +163,7 @@ class Peer:
             self._status,
             self.text,
             self._announce,
+            invitation=self.invitation,
             vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
@@ -209,6 +212,8 @@ class Peer:
     def train(self, started: Started) -> None:
         """Takes part in the run until it is finished or the person stops this peer."""
         run, layout = started.run, started.layout
+        if run.run.admission == "invited":
+            click.echo("Who joins needs an invitation: --invitation and what swarm-invite prints.")
         agreed = Agreed(started.store, layout)
         status = self._status(run)
         status.directory = started.directory
@@ -294,6 +299,7 @@ class Peer:
             sign=self.node.identity.sign,
             is_dialable=self.is_dialable,
             chain=RecordFile(started.directory.record_path).read_chain(started.record),
+            invitation=self.invitation,
         )
 
     def _merge(
@@ -325,7 +331,8 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "tip", "state_dir", "rounds", "peers", "settings",
+    "run", "config", "initial_peers", "run_id", "tip", "invitation", "state_dir", "rounds", "peers",
+    "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",
@@ -353,7 +360,7 @@ def main(options: Options) -> None:
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     state = StateDirectory(options.state_dir)
-    peer = Peer(config, state, Stop(config.peer.leave_timeout_s))
+    peer = Peer(config, state, Stop(config.peer.leave_timeout_s), invitation=options.invitation)
     try:
         node = peer.start_node()
     except BaseException:

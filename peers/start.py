@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from peers.agreement import require_admission
 from peers.link_check import measured_verdict, require_link
 from peers.live_model import initial_contents
 from peers.run_text import RunText
@@ -30,6 +31,7 @@ from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.events import Record
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.records import RunRecord, RunState
@@ -78,6 +80,8 @@ class Starter:
     """This machine's, which must be the run's before anything of the run is kept or trained."""
     announce: Callable[[RunRecord], None]
     """Keeps what others are told that ask this peer for its run."""
+    invitation: Invitation | None = None
+    """With what this peer asks to join."""
     vouched: Digest | None = None
     """The head that the person vouches for (`--tip`); manifest 0 where there is none."""
 
@@ -220,6 +224,7 @@ class Starter:
         else:
             question = newest_tip(self.node, downloads, record, peers, trust)
             shown = self.wait_for(question)
+            require_admission(record.run, run, shown.record.tip, self.node.peer_id, self.invitation)
             tip = self._without_old_votes(shown.record)
             if tip is shown.record:  # a member that comes back has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.tip.members}

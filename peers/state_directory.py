@@ -203,8 +203,7 @@ class StateDirectory:
     @property
     def current_run(self) -> str | None:
         """Id of the run that this peer was in last."""
-        run_id = _read_text(self.path / "current_run").strip()
-        return run_id if IS_RUN_ID.fullmatch(run_id) else None
+        return _current_run(self.path)
 
     @current_run.setter
     def current_run(self, run_id: str) -> None:
@@ -216,12 +215,39 @@ class StateDirectory:
         Raises:
             StateError: no run has this id; such a name could lead out of this directory.
         """
-        if not IS_RUN_ID.fullmatch(run_id):
-            raise StateError(
-                f"{run_id[:80]!r} is no run id",
-                hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
-            )
-        return RunDirectory(self.path / "runs" / run_id)
+        return _run_directory(self.path, run_id)
+
+
+def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
+    """The run of a state directory that another process may be using; nothing is written.
+
+    Args:
+        path: the state directory.
+        run_id: which run is meant; None for the one that the peer was in last.
+
+    Raises:
+        StateError: there is none.
+    """
+    chosen = run_id or _current_run(path)
+    if chosen is None:
+        raise StateError(
+            f"--state-dir {path} knows of no run", hint="name the --state-dir of a peer of the run"
+        )
+    return chosen, _run_directory(path, chosen)
+
+
+def _current_run(path: Path) -> str | None:
+    run_id = _read_text(path / "current_run").strip()
+    return run_id if IS_RUN_ID.fullmatch(run_id) else None
+
+
+def _run_directory(path: Path, run_id: str) -> RunDirectory:
+    if not IS_RUN_ID.fullmatch(run_id):
+        raise StateError(
+            f"{run_id[:80]!r} is no run id",
+            hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
+        )
+    return RunDirectory(path / "runs" / run_id)
 
 
 def _last_byte(file: IO[bytes]) -> bytes:

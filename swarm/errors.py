@@ -183,6 +183,12 @@ class LinkTooSlow(SwarmError):
     exit_code = 10
 
 
+class InvitationError(SwarmError):
+    """An invitation is needed, damaged, expired, of another run, used up, or not ours to give."""
+
+    exit_code = 13
+
+
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 

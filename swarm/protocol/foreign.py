@@ -36,6 +36,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_GENERATION, (manifest.generation, *(id_ for _, (_, id_) in manifest.lineage))),
         (IS_PEER, _peers(manifest)),
         (IS_SIGNATURE, manifest.wishes.values()),
+        (IS_DIGEST, manifest.invitations),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
         (IS_NAME, [manifest.run] if manifest.run else []),
     )
@@ -84,7 +85,7 @@ def _amounts(member: Member) -> tuple[float, float]:
 def _peers(manifest: Manifest) -> Iterator[str]:
     yield manifest.founding.founder
     yield from (*manifest.members, *manifest.contributors, *manifest.work, *manifest.dealt)
-    yield from manifest.wishes
+    yield from (*manifest.wishes, *manifest.invited)
     for owners in manifest.owners.values():
         yield from owners
     for entry in manifest.entries.values():

@@ -28,6 +28,7 @@ from pydantic import (
 
 from swarm.errors import BadManifest
 from swarm.protocol.digests import DIGEST_BYTES, Buffer, digest_of
+from swarm.protocol.invitation import Invitation, Used, as_plain
 
 PeerId = str
 Digest = str
@@ -286,6 +287,10 @@ class Manifest:
     """What of the text is dealt and what is open, see `swarm.protocol.dealing`."""
     wishes: Mapping[PeerId, Wish] = field(default_factory=dict)
     """Why members of the parent are gone that were heard: they asked, and signed that."""
+    invited: Mapping[PeerId, Invitation] = field(default_factory=dict)
+    """Why members that came with this manifest vote at once [R8]."""
+    invitations: Mapping[Digest, Used] = field(default_factory=dict)
+    """Invitations that were used and are still good, by name [R8]."""
     seed: Digest | None = None
     """What orders the members; the manifest's own digest unless given (a merge inherits [M4])."""
     reasons: tuple[str, ...] = ()
@@ -372,8 +377,10 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Entry | Founding | Text) -> object:
+def _plain(value: Kind | Member | Entry | Founding | Text | Invitation | Used) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
+    if isinstance(value, (Invitation, Used)):
+        return as_plain(value)  # they keep derived values beside their fields
     return value.value if isinstance(value, Kind) else vars(value)
 
 

@@ -1,12 +1,13 @@
-"""Who takes part in the next round, and who of them elects it [R1, R2, R7]."""
+"""Who takes part in the next round, and who of them elects it [R1, R2, R7, R8]."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from swarm.protocol.manifest import Manifest, Member, PeerId, turn
-from swarm.protocol.voting import counted, with_voters
+from swarm.protocol.invitation import Invitation, Used, invitation_problem, still_good, with_use
+from swarm.protocol.manifest import Digest, Manifest, Member, PeerId, turn
+from swarm.protocol.voting import Elect, counted, with_voters
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class Membership:
     members: dict[PeerId, Member]
     """In peer-id order."""
     reasons: tuple[str, ...]
+    invited: dict[PeerId, Invitation] = field(default_factory=dict)
+    """With what newcomers came that vote at once, in peer-id order."""
+    invitations: dict[Digest, Used] = field(default_factory=dict)
+    """Invitations that were used and are still good."""
 
 
 def next_members(
@@ -29,13 +34,16 @@ def next_members(
     silent_limit: int = 3,
     capacities: Mapping[PeerId, float] | None = None,
     is_open: bool = True,
+    invitations: Mapping[PeerId, Invitation] | None = None,
+    run: str = "",
+    elect: Elect = with_voters,
 ) -> Membership:
     """Counts silence, lets leavers go, takes joiners in, and gives votes to who has earned them.
 
-    A stranger is a trainee at first, who was removed before likewise; the founder votes at once
-    whenever it comes back. Not contributing never removes a voter: a live majority that is merely
-    slow would otherwise be voted out by the rounds it was too late for. Only silence does, and
-    asking to leave.
+    A stranger is a trainee at first, who was removed before likewise; the founder and who is
+    invited vote at once. In a run that is not open nobody else comes. Not contributing never
+    removes a voter: a live majority that is merely slow would otherwise be voted out by the rounds
+    it was too late for. Only silence does, and asking to leave.
 
     Args:
         parent: manifest whose members decide.
@@ -48,6 +56,9 @@ def next_members(
         silent_limit: K; a member goes after more than so many silent rounds.
         capacities: of members that declared one in this campaign; others keep theirs.
         is_open: whether strangers become members without an invitation.
+        invitations: those that joiners have shown, signed by whom they name.
+        run: its id, which invitations name.
+        elect: gives votes.
 
     Returns:
         At least one member: when everybody would go and nobody joins, those that were to leave
@@ -59,12 +70,19 @@ def next_members(
     members = {peer: counted(member, peer in contributors) for peer, member in members.items()}
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
-    room = max(1, len(parent.members))
-    for peer in strangers[:room]:
-        votes = peer == parent.founding.founder
-        members[peer] = Member(1, joiners[peer], counted=0, votes=votes)
-        reasons.append(f"{peer} joined{'' if votes else ' as a trainee'}")
-    reasons.extend(f"{peer} not yet taken in: {room} joiners a round" for peer in strangers[room:])
+    guests = Guests.of(parent, invitations or {}, run=run, is_open=is_open)
+    room, num_taken, num_refused = max(1, len(parent.members)), 0, 0
+    for peer in strangers:
+        if not guests.may_come(peer):
+            num_refused += 1
+        elif num_taken == room:
+            reasons.append(f"{peer} not yet taken in: {room} joiners a round")
+        else:
+            num_taken += 1
+            members[peer], reason = guests.received(peer, joiners[peer])
+            reasons.append(reason)
+    if num_refused:
+        reasons.append(f"{num_refused} strangers not taken in: not invited")
     if not members:
         return Membership(
             {
@@ -72,9 +90,70 @@ def next_members(
                 for peer, member in sorted(parent.members.items())
             },
             ("all members stay listed: nobody else would be left to continue the run",),
+            invitations=still_good(parent.invitations, parent.round + 1),
         )
-    elected = with_voters(members, contributors, seed=seed, is_open=is_open)
-    return Membership(dict(sorted(elected.members.items())), (*reasons, *elected.reasons))
+    elected = elect(members, contributors, seed=seed, is_open=is_open)
+    return Membership(
+        dict(sorted(elected.members.items())),
+        (*reasons, *elected.reasons),
+        dict(sorted(guests.came_with.items())),
+        still_good(guests.uses, parent.round + 1),
+    )
+
+
+@dataclass
+class Guests:
+    """Who may come, one newcomer after the other [R8].
+
+    Attributes:
+        shown: the invitation of each joiner that has one.
+        uses: of invitations, by the parent and by those that have come since.
+        came_with: the invitations of those.
+    """
+
+    parent: Manifest
+    shown: Mapping[PeerId, Invitation]
+    uses: dict[Digest, Used]
+    is_open: bool
+    run: str
+    came_with: dict[PeerId, Invitation] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, parent: Manifest, shown: Mapping[PeerId, Invitation], *, run: str, is_open: bool
+    ) -> Guests:
+        """Before anybody has come."""
+        return cls(parent, shown, dict(parent.invitations), is_open, run)
+
+    def may_come(self, peer: PeerId) -> bool:
+        """Whether a stranger may become a member now."""
+        is_founder = peer == self.parent.founding.founder
+        return self.is_open or is_founder or self.problem(peer) is None
+
+    def problem(self, peer: PeerId) -> str | None:
+        """Why a stranger does not count as invited; None when it does."""
+        invitation = self.shown.get(peer)
+        if invitation is None:
+            return "it has no invitation"
+        return invitation_problem(
+            invitation,
+            peer,
+            run=self.run,
+            number=self.parent.round + 1,
+            uses=self.uses,
+            is_anchor=self.parent.is_anchor(invitation.inviter),
+        )
+
+    def received(self, peer: PeerId, capacity: float) -> tuple[Member, str]:
+        """The newcomer as a member, and what to say about it."""
+        if self.problem(peer) is None:
+            invitation = self.came_with[peer] = self.shown[peer]
+            self.uses = with_use(self.uses, invitation, peer)
+            member = Member(1, capacity, counted=0, invited=True)
+            return member, f"{peer} joined, invited by {invitation.inviter}"
+        if peer == self.parent.founding.founder:
+            return Member(1, capacity, counted=0), f"{peer} joined again, the founder"
+        return Member(1, capacity, counted=0, votes=False), f"{peer} joined as a trainee"
 
 
 def _staying(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from swarm.experts import expert_of_unit
 from swarm.protocol.digests import canonical, digest_of
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 
 SIGNATURE_BYTES = 64
@@ -198,6 +199,8 @@ class Ready:
     """What the sender's local steps have taken so far; with an offer, until it was made."""
     wish: Wish | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
+    invitation: Invitation | None = None
+    """Of a stranger that asks to join, if it has one [R8]."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Head
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -204,6 +205,7 @@ class ReadySchema(Schema):
     remaining_s: Seconds | None
     worked_s: Seconds
     wish: SignatureText | None
+    invitation: Invitation | None
     signature: SignatureText
 
 

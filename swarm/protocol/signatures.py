@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from swarm.errors import HostileInput
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Wish, leave_statement
 from swarm.protocol.messages import (
     Accept,
@@ -42,6 +43,10 @@ def verified(header: Header, message: Message, source: PeerId, run: str, holds: 
         HostileInput: an ACCEPT, READY or REDUCED that its sender did not sign, or a wish to leave
             that its peer did not, be it in a READY or in a manifest that is to be voted for.
     """
+    for invitation in _invitations(message):
+        if not is_signed(invitation, holds):
+            problem = f"{invitation.inviter[-6:]} has not signed an invitation"
+            raise HostileInput("bad_signature", problem)
     for peer, tip, wish in _wishes(message, source, header):
         if not _wishes_to_leave(peer, tip, wish, run, holds):
             raise HostileInput("bad_signature", f"{peer[-6:]} has not signed a wish to leave")
@@ -127,17 +132,36 @@ def _wishes(
     message: Message, source: PeerId, header: Header
 ) -> Iterator[tuple[PeerId, Digest, Wish]]:
     """Whose wishes to leave a message holds, and after which manifest they want to."""
-    manifests = []
-    if isinstance(message, Ready):
-        if message.wish:
-            yield source, header.tip, message.wish
-        if message.accepted:
-            manifests.append(message.accepted.manifest)
-    elif isinstance(message, Propose):
-        manifests.append(message.manifest)
-    for manifest in manifests:
+    if isinstance(message, Ready) and message.wish:
+        yield source, header.tip, message.wish
+    for manifest in _undecided(message):
         for peer, wish in manifest.wishes.items():
             yield peer, manifest.parent or "", wish
+
+
+def _invitations(message: Message) -> Iterator[Invitation]:
+    """The invitations that a message holds, and that nobody has voted for yet."""
+    if isinstance(message, Ready) and message.invitation:
+        yield message.invitation
+    for manifest in _undecided(message):
+        yield from manifest.invited.values()
+
+
+def _undecided(message: Message) -> Iterator[Manifest]:
+    """The manifests in a message that are to be voted for."""
+    if isinstance(message, Ready) and message.accepted:
+        yield message.accepted.manifest
+    elif isinstance(message, Propose):
+        yield message.manifest
+
+
+def is_signed(invitation: Invitation, holds: Holds) -> bool:
+    """Whether the peer that an invitation names as its inviter has signed it."""
+    try:
+        signature = b64decode(invitation.signature, validate=True)
+    except ValueError:
+        return False
+    return holds(invitation.inviter, invitation.statement, signature)
 
 
 def _wishes_to_leave(peer: PeerId, tip: Digest, wish: Wish, run: str, holds: Holds) -> bool:

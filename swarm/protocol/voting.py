@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from swarm.protocol.manifest import SEASONED_ROUNDS, Manifest, Member, PeerId, turn
 
@@ -33,6 +34,21 @@ class Electorate:
 
     members: dict[PeerId, Member]
     reasons: tuple[str, ...]
+
+
+class Elect(Protocol):
+    """What `with_voters` is."""
+
+    def __call__(
+        self,
+        members: Mapping[PeerId, Member],
+        contributors: Collection[PeerId],
+        *,
+        seed: str,
+        is_open: bool,
+    ) -> Electorate:
+        """See `with_voters`."""
+        ...  # pragma: no cover
 
 
 def with_voters(

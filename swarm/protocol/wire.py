@@ -21,6 +21,7 @@ from swarm.errors import BadMessage, StateError
 from swarm.protocol.digests import Buffer, canonical, digest_of
 from swarm.protocol.evidence import MAX_EVIDENCE_BYTES, encode_evidence, known_evidence
 from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.invitation import as_plain
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
     Accept,
@@ -215,6 +216,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "remaining_s": message.remaining_s,
                 "worked_s": message.worked_s,
                 "wish": message.wish,
+                "invitation": as_plain(message.invitation) if message.invitation else None,
                 "signature": signature_text(message.signature),
             }
         case Roster():
@@ -359,6 +361,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.remaining_s,
                 body.worked_s,
                 body.wish,
+                body.invitation,
                 b64decode(body.signature),
             )
         case RosterSchema():

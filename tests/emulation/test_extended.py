@@ -53,6 +53,10 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:23",
+    "vote_at_once": "V:0",
+    "all_that_have_earned_it": "V:0",
+    "any_number_is_young": "V:1",
+    "trainees_count": "V:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes F --mutant NAME`."""

@@ -20,7 +20,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hypothesis import HealthCheck, Phase, given, settings
 
 from swarm.config import PeerConfig, RunConfig, parse_config
-from swarm.errors import ConfigError, HostileInput, RunMismatch
+from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch
 from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
 from swarm.network.daemon import Address
@@ -37,6 +37,7 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Received, Record, Tick
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.invitation import as_text, from_text
 from swarm.protocol.layout import layout_of
 from swarm.protocol.messages import Ballot, Header, Propose
 from swarm.protocol.moments import (
@@ -70,7 +71,16 @@ from tests.hostile.fuzzing import Decoder, spoilt
 from tests.protocol.test_evidence import RULES as SHOWN_RULES
 from tests.protocol.test_evidence import TRUE as SHOWN
 from tests.protocol.test_records import MERGE, PEER, RUN, VALIDATION
-from tests.protocol.test_wire import EVIDENCE, HEADER, MESSAGES, NEXT, OFFER, RULES, TIP
+from tests.protocol.test_wire import (
+    EVIDENCE,
+    HEADER,
+    INVITATION,
+    MESSAGES,
+    NEXT,
+    OFFER,
+    RULES,
+    TIP,
+)
 from tests.scenarios.swarms import EXACT
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -241,6 +251,11 @@ DECODERS: dict[str, Decoder] = {
     ),
     "validation_record": Decoder(
         lambda b: decode_record(ValidationRecord, b), HOSTILE, (encode_record(VALIDATION),)
+    ),
+    "invitation": Decoder(
+        lambda b: from_text(bytes(b).decode(errors="replace")),
+        (InvitationError,),
+        (as_text(INVITATION).encode(),),
     ),
     "subkey": Decoder(
         judge_subkey, (), (MSGPackSerializer.dumps(identity().public_key), b"\xc4\x20" + bytes(32))

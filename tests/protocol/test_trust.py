@@ -119,6 +119,24 @@ def test_a_newcomer_believes_a_reform_only_with_the_founders_signature() -> None
     assert step_problem(parent, signed(left, "a", "f"), is_new=True) is None
 
 
+def test_more_than_half_of_the_anchors_vouch_for_a_reform_in_the_founders_place() -> None:
+    parent = head("fabcd", 3, head("fabcd"), anchors="1c")  # a, b and c
+    assert parent.anchored == set("abc")
+    left = reform(parent, "abd")
+    assert step_problem(parent, signed(left, "a", "b"), is_new=True) is None
+    assert "its 3 anchors" in (step_problem(parent, signed(left, "a", "d"), is_new=True) or "")
+    nobody = head("fabcd", 3, head("fabcd"))
+    assert step_problem(nobody, signed(reform(nobody, "abcd"), *"abcd"), is_new=True)
+
+
+def test_the_founder_counts_as_an_elector_of_a_reform_wherever_it_was_gone() -> None:
+    parent = head("ab", 3, head("ab"))
+    alone = reform(parent, "f")
+    assert step_problem(parent, signed(alone, "f")) is None
+    assert step_problem(parent, signed(alone, "f"), is_new=True) is None
+    assert step_problem(parent, signed(reform(parent, "x"), "x")) is not None
+
+
 # ---------------------------------------------------------------- proofs and chains
 
 

@@ -12,6 +12,7 @@ from swarm.errors import BadManifest, BadMessage, HostileInput, StateError
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
 from swarm.protocol.evidence import encode_evidence
+from swarm.protocol.invitation import Invitation, Used
 from swarm.protocol.manifest import Kind, Manifest, Member
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -50,6 +51,7 @@ from tests.protocol.round_pump import found, make_offer, make_rules, name
 
 RULES = make_rules()
 TIP = replace(found(RULES, ["A", "B"]), run="run-1")
+INVITATION = Invitation("run-1", "0" * 32, 2, 7, "A", "A" * 86 + "==")
 NEXT = replace(
     TIP,
     height=1,
@@ -58,6 +60,8 @@ NEXT = replace(
     parent=TIP.digest,
     sources={"shared.0": (("A", name(1)), ("B", name(2)))},
     lineage=((0, (2, "ab" * 16)),),
+    invited={"B": INVITATION},
+    invitations={INVITATION.name: Used(7, ("B",))},
     reasons=("B joined",),
 )
 OFFER = make_offer(RULES, "A", TIP)
@@ -89,6 +93,7 @@ MESSAGES: list[Message] = [
     Commit(NEXT, CERTIFICATE, TIP),
     Commit(NEXT, None, None),
     Commit(NEXT, None, None, (Link(TIP.head), Link(NEXT.head, CERTIFICATE, TIP.head))),
+    Ready(Ballot(0, "A"), None, None, 1.0, invitation=INVITATION),
 ]
 
 

@@ -22,6 +22,7 @@ from swarm.emulation.simulator import faults
 from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
 from swarm.emulation.simulator.forging import FORGERIES, forge
+from swarm.emulation.simulator.keys import KEYS, KeysDraw, KeysMix
 from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
@@ -202,7 +203,7 @@ LARGE: dict[str, Mix] = {
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
 """Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING}
+ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
 
 
 def draw(mix: Mix, random: Random) -> Scenario:
@@ -211,6 +212,8 @@ def draw(mix: Mix, random: Random) -> Scenario:
         return _LyingDraw(mix, random).scenario()
     if isinstance(mix, ExtendedMix):
         return _ExtendedDraw(mix, random).scenario()
+    if isinstance(mix, KeysMix):
+        return KeysDraw(mix, random).scenario()
     return faults.draw(mix, random)
 
 

@@ -21,10 +21,11 @@ from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.dealing import Book, num_samples
 from swarm.protocol.events import Record, SyncFailed
-from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.manifest import Digest, Manifest, Member, PeerId
 from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
 
 # ---------------------------------------------------------------- lost and damaged records
 
@@ -167,6 +168,54 @@ class _DealtAnewAtReform(Rules):
         return self.next_book(book, {}, quotas)
 
 
+class _VoteAtOnce(Rules):
+    def with_voters(
+        self,
+        members: Mapping[PeerId, Member],
+        contributors: Collection[PeerId],
+        *,
+        seed: str,
+        is_open: bool,
+    ) -> Electorate:
+        return Electorate({peer: replace(m, votes=True) for peer, m in members.items()}, ())
+
+
+class _AllThatHaveEarnedIt(Rules):
+    def with_voters(
+        self,
+        members: Mapping[PeerId, Member],
+        contributors: Collection[PeerId],
+        *,
+        seed: str,
+        is_open: bool,
+    ) -> Electorate:
+        needed = 1 if sum(m.votes for m in members.values()) < FEW else TRIAL_ROUNDS
+        given = {p: replace(m, votes=m.votes or m.counted >= needed) for p, m in members.items()}
+        return Electorate(given, ())
+
+
+class _AnyNumberIsYoung(Rules):
+    def with_voters(
+        self,
+        members: Mapping[PeerId, Member],
+        contributors: Collection[PeerId],
+        *,
+        seed: str,
+        is_open: bool,
+    ) -> Electorate:
+        old = {p: replace(m, invited=m.votes) for p, m in members.items()}
+        given = super().with_voters(old, contributors, seed=seed, is_open=is_open).members
+        return Electorate({p: replace(m, votes=given[p].votes) for p, m in members.items()}, ())
+
+
+class _TraineesCount(RoundMachine):
+    def _electorate(self) -> Collection[PeerId]:
+        return self.tip.members
+
+    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+        return 2 * len(self.tip.members.keys() & set(peers)) > len(self.tip.members)
+
+
 def _under(changed: type[Rules]) -> Cast:
     """Machines that all go by these rules."""
 
@@ -248,6 +297,12 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
     "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
+    "vote_at_once": Mutant("R7: a vote is earned", _under(_VoteAtOnce)),
+    "all_that_have_earned_it": Mutant(
+        "R7: few become voters in a round", _under(_AllThatHaveEarnedIt)
+    ),
+    "any_number_is_young": Mutant("R7: the young are few", _under(_AnyNumberIsYoung)),
+    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(_TraineesCount)),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS, **WAITING_MUTANTS}

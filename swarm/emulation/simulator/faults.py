@@ -130,6 +130,8 @@ class Scenario:
     heal_s: float
     script: tuple[tuple[float, Callable[..., None], tuple[object, ...]], ...]
     """(time, method of `World`, arguments), in order of time."""
+    progress_s: float = 90.0
+    """How often that is."""
 
 
 def draw(mix: Mix, random: Random) -> Scenario:

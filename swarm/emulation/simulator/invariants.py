@@ -296,6 +296,7 @@ class Invariants:
             f"{name}: contributors {manifest.contributors} of {sorted(parent.members)}",
         )
         self._check_offers(manifest, parent)
+        self._check_votes(manifest, parent)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
@@ -327,6 +328,21 @@ class Invariants:
                 "I12",
                 f"{short(manifest)}: {peer} has not offered {values_of} with {work} tokens",
             )
+
+    def _check_votes(self, manifest: Manifest, parent: Manifest) -> None:
+        """Votes are given few at a time to who has worked, and the young stay few [R7]."""
+        staying = manifest.voters & parent.voters
+        new = manifest.voters - parent.voters - {manifest.founding.founder}
+        is_small, most = len(staying) < 8, max(1, len(staying) // 10)
+        young = [p for p in manifest.voters if manifest.members[p].counted < 50]
+        earned = all(manifest.members[p].counted >= (1 if is_small else 10) for p in new)
+        few = is_small or not new or 4 * len(young) < len(manifest.voters)
+        require(
+            not staying or (earned and few and len(new) <= most),
+            "V1",
+            f"{short(manifest)}: {sorted(new)} vote now, {sorted(young)} are young, "
+            f"{len(staying)} voted before",
+        )
 
     def _check_sources(
         self,

@@ -38,7 +38,7 @@ from swarm.protocol.messages import (
     reduced_statement,
 )
 from swarm.protocol.rounds.composition import Attendance, compose_round
-from swarm.protocol.rounds.evidence import attendance_of, offers_shown
+from swarm.protocol.rounds.evidence import Brought, attendance_of, offers_shown
 from swarm.protocol.rounds.rosters import plan_roster
 from swarm.protocol.weights import weights
 
@@ -193,7 +193,9 @@ class Liar:
                     self._shell.task.values.digest_of(mean_of(unit, inputs, weighed))
                 )
             results[unit] = ReducedUnit(digest, rules.unit_bytes[unit])
-        attendance: Attendance = attendance_of(evidence, manifest.wishes, tip)
+        attendance: Attendance = attendance_of(
+            evidence, Brought(manifest.wishes, manifest.invited), tip
+        )
         if attended:
             attendance = replace(attendance, **attended)  # type: ignore[arg-type]
         forged = compose_round(tip, plan, results, attendance, rules)

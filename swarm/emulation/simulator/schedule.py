@@ -17,8 +17,6 @@ from swarm.protocol.manifest import Kind, Manifest
 RECOVERY_LIMIT_S = 320.0
 """After healing, all live peers have three more rounds within this time."""
 ROUNDS_AFTER_HEALING = 3
-PROGRESS_LIMIT_S = 90.0
-"""A spared majority has a round at least this often."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class _Judge:
 
     def _require_progress(self) -> None:
         waited_s, spared = self.world.now - self._progress_s, self.scenario.stable
-        if spared and waited_s > PROGRESS_LIMIT_S:
+        if spared and waited_s > self.scenario.progress_s:
             raise Violation("I3", f"no round for {waited_s:.1f} s although {spared} were spared")
 
     def _is_recovered(self) -> bool:

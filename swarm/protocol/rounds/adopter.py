@@ -19,6 +19,7 @@ from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.fetching import Fetching
 from swarm.protocol.rounds.state import CatchUp, Exchanged
 from swarm.protocol.trust import Foothold, proof_problem, reform_electors, step_problem
+from swarm.protocol.voting import why_no_vote
 
 MAX_KNOWN_PEERS = 512
 RELIEF_ROUNDS = 4
@@ -161,7 +162,8 @@ class Adopter(Fetching):
         self._persist(record, self._lengthen_chain(commit, certificate))
         self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
         self._effects.append(Apply(manifest, old.tip.digest))
-        for sentence in manifest.reasons:
+        lack = why_no_vote(manifest, self.me, is_open=self.rules.is_open)
+        for sentence in (*manifest.reasons, *([lack] if lack else [])):
             self._explain(Topic.MEMBERSHIP, sentence)
         self._remember_peers(manifest.members)
         self._reset_height(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import (
     Ballot,
@@ -69,6 +70,8 @@ class Campaign:
     offers: dict[PeerId, Offer] = field(default_factory=dict)
     grounds: Grounds = field(default_factory=Grounds)
     """What members and joiners have declared."""
+    invitations: dict[PeerId, Invitation] = field(default_factory=dict)
+    """What joiners have shown."""
     leaving: dict[PeerId, Wish] = field(default_factory=dict)
     """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)

@@ -214,6 +214,8 @@ def reform_problem(manifest: Manifest, rules: Rules) -> str | None:
         return f"{electors} of its {len(manifest.voters)} voters were voters before"
     if manifest.seed is not None or manifest.sources or manifest.work or manifest.wishes:
         return "a reform averages nothing, has no wishes and orders its members by its own digest"
+    if manifest.invited:
+        return "a reform takes in nobody with an invitation"
     if rules.is_dealt and manifest.dealt.keys() != manifest.members.keys():
         return "it does not deal to its members"
     if not rules.is_dealt and book_of(manifest) != Book():
@@ -232,6 +234,8 @@ def _reform_of_tip_problem(manifest: Manifest, tip: Manifest, rules: Rules) -> s
 
 def _survivors_problem(manifest: Manifest, tip: Manifest) -> str | None:
     """Why a reform gives votes, or counts rounds, that its parent did not; None if it does not."""
+    if manifest.invitations != tip.invitations:
+        return "its invitations are not its parent's"
     rounds = {peer: member.counted for peer, member in tip.members.items()}
     able, (_, (electors, _)) = reform_electors(tip.head), manifest.lineage[-1]
     for peer, member in manifest.members.items():

@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
     Accepted,
     Ballot,
@@ -99,8 +100,7 @@ class Collector(Merger):
     def _take_ready(self, campaign: Campaign, source: PeerId, ready: Ready) -> None:
         """Notes promise, offer, and the wish to come or go."""
         if source not in self.tip.members:
-            if not ready.leave:
-                campaign.grounds.note(source, ready.declared)
+            self._note_joiner(campaign, source, ready)
             return
         if ready.leave and not ready.wish:
             self._refuse(source, "READY", "it leaves without a signed wish")
@@ -120,6 +120,15 @@ class Collector(Merger):
         campaign.worked[source] = (ready.worked_s, self._now)
         if ready.offer and campaign.offers.get(source) != ready.offer:
             self._take_offer(campaign, source, ready.offer)
+
+    def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
+        """Notes a stranger's wish to come; who may not is not among those drawn by lot [R8]."""
+        shown = {stranger: ready.invitation} if ready.invitation else {}
+        guests = Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
+        if ready.leave or not guests.may_come(stranger):
+            return
+        campaign.grounds.note(stranger, ready.declared)
+        campaign.invitations |= shown
 
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
@@ -282,7 +291,8 @@ class Collector(Merger):
         offers = {
             peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
         }
-        unable = campaign.undialable | campaign.relieved
+        # Who vanished after its offer would hold the round up once more as a reducer.
+        unable = campaign.undialable | campaign.relieved | self._gone
         campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
         campaign.grounds.close(offers)
         campaign.results = {}

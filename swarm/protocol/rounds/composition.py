@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit, Wish
 from swarm.protocol.membership import next_members
 from swarm.protocol.merging import merged_until
@@ -30,6 +31,8 @@ class Attendance:
     """Capacity of each stranger that asked to join."""
     capacities: Mapping[PeerId, float] = field(default_factory=dict)
     """What members that were heard declare now."""
+    invitations: Mapping[PeerId, Invitation] = field(default_factory=dict)
+    """What strangers have shown; whoever it names has signed it."""
 
 
 def compose_round(
@@ -60,6 +63,9 @@ def compose_round(
         seed=tip.digest,
         silent_limit=rules.silent_limit,
         is_open=rules.is_open,
+        invitations=attendance.invitations,
+        run=rules.run,
+        elect=rules.with_voters,
     )
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
@@ -89,6 +95,8 @@ def compose_round(
             for peer in sorted(tip.members.keys() & attendance.leaving.keys())
             if peer not in members
         },
+        invited=membership.invited,
+        invitations=membership.invitations,
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
     )
@@ -173,6 +181,7 @@ def compose_merge(
         merged=merged_until(tip.step, rules.merging),
         sources={},
         wishes={},
+        invited={},
         entries=entries,
         seed=tip.seed or tip.digest,
         reasons=(),
@@ -224,6 +233,7 @@ def compose_reform(
         sources={},
         work={},
         wishes={},
+        invited={},
         cursor=book.cursor,
         holes=book.holes,
         dealt=book.dealt,

@@ -6,6 +6,7 @@ from base64 import b64encode
 
 from swarm.protocol.events import Expected, Topic
 from swarm.protocol.manifest import PeerId, Wish, leave_statement
+from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
     Ballot,
     Declaration,
@@ -74,6 +75,7 @@ class Contributor(Adopter):
             None if self._ready_at is None else max(0.0, self._ready_at - self._now),
             self._worked_s(),
             self._wish() if self.is_leaving else None,
+            None if self.is_member else self.invitation,
             self._signed_declaration(declaration),
         )
 
@@ -123,3 +125,19 @@ class Contributor(Adopter):
         wants_out = self.is_member and self.is_leaving
         if (wants_in or wants_out) and not self._has_left:
             self._say_ready()
+            if wants_in:
+                self._tell_why_outside()
+
+    def _tell_why_outside(self) -> None:
+        """Says once a tip why nobody will take this peer in; the others need not be asked."""
+        shown = {self.me: self.invitation} if self.invitation else {}
+        rules = self.rules
+        guests = Guests.of(self.tip, shown, run=rules.run, is_open=rules.is_open)
+        if not guests.may_come(self.me) and not self._has_told_outside:
+            self._has_told_outside = True
+            self._explain(
+                Topic.MEMBERSHIP,
+                f"this run takes in peers that were invited, and this one is not: "
+                f"{guests.problem(self.me)}; ask an anchor for what swarm-invite prints, and pass "
+                "it on with --invitation",
+            )

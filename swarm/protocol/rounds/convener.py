@@ -18,7 +18,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.collector import Collector
-from swarm.protocol.rounds.evidence import compose_from, newest_results
+from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results
 from swarm.protocol.rounds.state import Proposal
 from swarm.protocol.schemas import MAX_HOLDERS
 from swarm.protocol.updates import REFUSALS
@@ -80,7 +80,8 @@ class Convener(Collector):
             plan.roster_id,
             tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
         )
-        manifest = compose_from(self.tip, plan, evidence, campaign.leaving, self.rules)
+        brought = Brought(campaign.leaving, campaign.invitations)
+        manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
         self._propose(
             campaign,
             manifest,

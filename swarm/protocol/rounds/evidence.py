@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Evidence, Offer, OfferedUnit, ReducedUnit, Report
 from swarm.protocol.rounds.composition import Attendance, compose_round
@@ -76,7 +77,7 @@ def _judged(case: _Case) -> str | None:
     for unit, reducer in plan.reducers.items():
         if unit not in results:
             return f"{reducer} has not signed a mean of {unit}"
-    expected = compose_from(tip, plan, evidence, manifest.wishes, rules)
+    expected = compose_from(tip, plan, evidence, Brought(manifest.wishes, manifest.invited), rules)
     return None if expected.encoded == manifest.encoded else _difference(manifest, expected)
 
 
@@ -145,8 +146,18 @@ def results_of(reports: Sequence[Report], plan: Plan, rules: Rules) -> dict[Unit
     return results
 
 
+@dataclass(frozen=True)
+class Brought:
+    """Signed papers that a manifest keeps itself, so that they need not be shown beside it."""
+
+    wishes: Mapping[PeerId, Wish]
+    """What those have signed that leave."""
+    invitations: Mapping[PeerId, Invitation]
+    """With what strangers have come, signed by whom it names."""
+
+
 def compose_from(
-    tip: Manifest, plan: Plan, evidence: Evidence, wishes: Mapping[PeerId, Wish], rules: Rules
+    tip: Manifest, plan: Plan, evidence: Evidence, brought: Brought, rules: Rules
 ) -> Manifest:
     """The manifest that follows from what was declared and found.
 
@@ -154,26 +165,29 @@ def compose_from(
         tip: its parent.
         plan: the closed roster.
         evidence: of every member that was heard; has a result of every unit that is reduced.
-        wishes: what those have signed that leave.
+        brought: wishes and invitations.
         rules: the run's rules.
     """
     results = results_of(evidence.reports, plan, rules)
-    return compose_round(tip, plan, results, attendance_of(evidence, wishes, tip), rules)
+    return compose_round(tip, plan, results, attendance_of(evidence, brought, tip), rules)
 
 
-def attendance_of(evidence: Evidence, wishes: Mapping[PeerId, Wish], tip: Manifest) -> Attendance:
+def attendance_of(evidence: Evidence, brought: Brought, tip: Manifest) -> Attendance:
     """Who was there and what became of it, by what each has declared."""
     said = {peer: declared.declaration for peer, declared in evidence.declared.items()}
     members = {peer: each for peer, each in said.items() if peer in tip.members}
     return Attendance(
         heard=members.keys(),
-        leaving={peer: wishes.get(peer, NO_WISH) for peer, each in members.items() if each.leave},
+        leaving={
+            peer: brought.wishes.get(peer, NO_WISH) for peer, each in members.items() if each.leave
+        },
         joiners={
             peer: each.capacity
             for peer, each in said.items()
             if peer not in members and not each.leave
         },
         capacities={peer: each.capacity for peer, each in members.items()},
+        invitations=brought.invitations,
     )
 
 

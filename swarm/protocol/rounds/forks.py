@@ -90,14 +90,17 @@ class Forks(Adopter):
             self._post(source, Hello(ask=False))
 
     def _tick_hello(self) -> None:
-        """Greets two members and one who may be on another chain."""
+        """Greets two voters, and one of the others, who may be on another chain.
+
+        Voters must hear a quorum of each other every few seconds, however many others there are.
+        """
         if self._now < self._next_hello:
             return
         self._next_hello = self._now + self.timers.hello_s
-        members = [peer for peer in sorted(self.tip.members) if peer != self.me]
-        greeted = self._random.sample(members, min(GREETED_PER_HELLO, len(members)))
-        strangers = [p for p in self._known if p not in self.tip.members and p != self.me]
-        greeted += self._random.sample(strangers, min(1, len(strangers)))
+        voters = [peer for peer in sorted(self.tip.voters) if peer != self.me]
+        greeted = self._random.sample(voters, min(GREETED_PER_HELLO, len(voters)))
+        others = [p for p in self._known if p not in self.tip.voters and p != self.me]
+        greeted += self._random.sample(others, min(1, len(others)))
         for peer in greeted:
             self._post(peer, Hello(ask=True))
 

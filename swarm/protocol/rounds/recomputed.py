@@ -1,4 +1,4 @@
-"""What of a round follows from parent and manifest, computed anew [R1, R2, R4, R5, R7]. Pure.
+"""What of a round follows from parent and manifest, computed anew [R1, R2, R4, R5, R7, R8]. Pure.
 
 A convener says whom it heard, who asked to join and who asked to leave. Everything else about
 members and owners follows from that, so a proposal is compared with what its own claims lead to.
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from swarm.protocol.manifest import Manifest, Member, PeerId
-from swarm.protocol.membership import next_members
+from swarm.protocol.membership import Membership, next_members
 from swarm.protocol.rounds.composition import owners_after
 from swarm.protocol.rounds.rules import Rules
 
 
 def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
-    """Why these cannot be the members after a round; None when they can [R1, R2, R7].
+    """Why these cannot be the members after a round; None when they can [R1, R2, R7, R8].
 
     Silence counts on or begins anew, a capacity changes only when its member was heard, nobody goes
     unless it was silent for too long or has signed a wish to, not too many come, and nobody votes
@@ -29,23 +29,31 @@ def members_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str |
     if not manifest.wishes.keys() <= gone:
         return "it holds wishes to leave of others than those that it lets go"
     claimed = _without_pace(manifest.members)
-    if any(members == claimed for members in _possible(manifest, parent, rules)):
-        return None
-    expected = next(_possible(manifest, parent, rules))
+    guests = (manifest.invited, manifest.invitations)
+    for possible in _possible(manifest, parent, rules):
+        if (_without_pace(possible.members), (possible.invited, possible.invitations)) == (
+            claimed,
+            guests,
+        ):
+            return None
+    first = next(_possible(manifest, parent, rules))
+    expected = _without_pace(first.members)
+    if expected == claimed:
+        return "its invitations do not follow from its parent"
     different = [
         peer for peer in sorted({*expected, *claimed}) if expected.get(peer) != claimed.get(peer)
     ]
     return f"its member {different[0]} does not follow from its parent"
 
 
-def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[dict[PeerId, Member]]:
-    """What members there are by the manifest's own claims.
+def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Membership]:
+    """What membership there is by the manifest's own claims.
 
     Either those went that it lets go, or all would have gone: then they stay listed.
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
-        yield _without_pace(
+        yield (
             next_members(
                 parent,
                 heard=heard,
@@ -60,7 +68,10 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[di
                 seed=parent.digest,
                 silent_limit=rules.silent_limit,
                 is_open=rules.is_open,
-            ).members
+                invitations=manifest.invited,
+                run=rules.run,
+                elect=rules.with_voters,
+            )
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -12,8 +12,9 @@ from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Manifest, PeerId, Unit
+from swarm.protocol.manifest import Manifest, Member, PeerId, Unit
 from swarm.protocol.updates import StepBound
+from swarm.protocol.voting import Electorate, with_voters
 
 T = TypeVar("T")
 
@@ -96,6 +97,17 @@ class Rules:
     def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
         """The book of a reform [T4]."""
         return reformed_book(book, quotas)
+
+    def with_voters(
+        self,
+        members: Mapping[PeerId, Member],
+        contributors: Collection[PeerId],
+        *,
+        seed: str,
+        is_open: bool,
+    ) -> Electorate:
+        """The members after a round, each with its vote or without [R7]."""
+        return with_voters(members, contributors, seed=seed, is_open=is_open)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
         """Cumulative steps after a round that brings the run to so many tokens [W3].

@@ -19,6 +19,7 @@ from swarm.protocol.events import (
     Sync,
     Topic,
 )
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import (
@@ -107,10 +108,13 @@ class MachineState(ABC):
         sign: Sign = unsigned,
         is_dialable: bool = True,
         chain: Chain | None = None,
+        invitation: Invitation | None = None,
     ) -> None:
         self.me = me
         self.capacity = capacity
         self.is_dialable = is_dialable
+        self.invitation = invitation
+        """With what this peer asks to join [R8]."""
         self.rules = rules
         self.timers = timers
         self.record = record
@@ -177,7 +181,7 @@ class MachineState(ABC):
         self._readies: dict[PeerId, Ready] = {}
         self._signed: dict[Declaration, Signature] = {}  # by this peer, for the tip
         self._campaign: Campaign | None = None
-        self._has_told_wait = False
+        self._has_told_wait = self._has_told_outside = False
         self._distrusted: set[PeerId] = set()  # conveners whose proposals were refused [A4]
         self._job: Job | None = None
         self._proposal: Proposal | None = None

@@ -1,0 +1,93 @@
+"""swarm-invite: prints an invitation to a run, which swarm-peer --invitation takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from peers.options import Options, option, options, program
+from peers.state_directory import RunDirectory, current_run_of
+from swarm.errors import InvitationError, StateError
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import invite
+from swarm.network.record_file import RecordFile
+from swarm.protocol.invitation import MAX_ROUND, MAX_USES, as_text
+
+PACE_ROUNDS = 32
+"""The present pace is that of so many rounds."""
+DEFAULT_ROUNDS = 1000
+
+
+@program("swarm-invite")
+@options("state_dir", "identity_path", "run_id", "log_format")
+@option("--uses", type=click.IntRange(1, MAX_USES), default=1, help="How many peers may come.")
+@option(
+    "--rounds",
+    dest="good_for",
+    type=click.IntRange(min=1),
+    default=DEFAULT_ROUNDS,
+    help="In so many rounds from now on.",
+)
+def main(given: Options, uses: int, good_for: int) -> None:
+    """Prints one line with which others join this peer's run and vote at once.
+
+    The founder of a run may invite, and so may who was invited. It needs the state directory only,
+    also while the peer runs: nobody is asked. Whom it invites may invite others in turn. An
+    invitation ends with a round and not at an hour, since all peers must agree on whether it is
+    good; stderr says what that is at the run's present pace.
+    """
+    folder = given.state_dir.expanduser()
+    run_id, directory = current_run_of(folder, given.run_id)
+    key = Path(given.identity_path).expanduser() if given.identity_path else None
+    path = key or folder / "identity.key"
+    if not path.exists():
+        raise StateError(f"{path} is missing", hint="name the --state-dir of a peer of the run")
+    identity = load_or_create_identity(path)
+    record = RecordFile(directory.record_path).read()
+    if record is None:
+        raise StateError(f"{directory.path} has no record: this peer has not joined yet")
+    tip = record.tip
+    if not tip.is_anchor(identity.peer_id):
+        raise InvitationError(
+            "this peer is no anchor of the run: it did not found it, and was not invited",
+            hint=f"ask its founder, {tip.founding.founder}",
+        )
+    last_round = min(tip.round + good_for, MAX_ROUND)
+    invitation = invite(identity, run_id, uses=uses, last_round=last_round)
+    hours = hours_of(good_for, events_of(directory))
+    pace = f", about {hours:.1f} hours at the run's present pace" if hours is not None else ""
+    click.echo(
+        f"Good for {uses} peer(s) until round {last_round}, {good_for} from now{pace}:", err=True
+    )
+    click.echo(as_text(invitation))
+
+
+def events_of(directory: RunDirectory) -> list[tuple[int, float]]:
+    """Round and time (in seconds) of each manifest in a run's history; torn lines are passed."""
+    if not directory.events_path.exists():
+        return []
+    seen = []
+    for line in directory.events_path.read_bytes().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("event") == "applied":
+            seen.append((int(event["round"]), float(event["time"])))
+    return seen
+
+
+def hours_of(rounds: int, seen: Iterable[tuple[int, float]]) -> float | None:
+    """How long so many rounds take by the last ones that were seen; None if too few were."""
+    last = list(seen)[-PACE_ROUNDS:]
+    if len(last) < 2 or last[-1][0] <= last[0][0]:
+        return None
+    seconds = (last[-1][1] - last[0][1]) / (last[-1][0] - last[0][0])
+    return rounds * seconds / 3600
+
+
+if __name__ == "__main__":
+    main()

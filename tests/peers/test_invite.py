@@ -1,0 +1,128 @@
+"""swarm-invite prints what swarm-peer takes, and a joiner is told why it may not come."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from peers.agreement import require_admission
+from peers.invite import hours_of
+from peers.invite import main as swarm_invite
+from peers.option_values import invitation_given
+from peers.state_directory import write_whole
+from swarm.config import RunConfig, parse_config
+from swarm.errors import ConfigError, InvitationError, StateError
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import invite
+from swarm.network.record_file import RecordFile
+from swarm.protocol.events import Record
+from swarm.protocol.invitation import Invitation, Used, as_text, from_text
+from swarm.protocol.manifest import Manifest
+from tests.protocol.round_pump import found, make_rules
+
+RUN = "demo-0123456789abcdef"
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
+
+
+def state_of(folder: Path, founder: str | None = None) -> tuple[Path, Manifest]:
+    """A state directory whose peer is at round 40 of a run, which it or another has founded."""
+    me = load_or_create_identity(folder / "identity.key").peer_id
+    tip = replace(found(make_rules(), [founder or me, me]), run=RUN, round=40, height=40)
+    run = folder / "runs" / RUN
+    run.mkdir(parents=True)
+    RecordFile(run / "record").write(Record(tip, None, None))
+    write_whole(folder / "current_run", f"{RUN}\n".encode())
+    events = [{"event": "applied", "round": n, "time": 100.0 * n} for n in range(10, 41)]
+    lines = [json.dumps(event) for event in events] + ['{"torn']
+    (run / "events.jsonl").write_text("\n".join(lines))
+    return folder, tip
+
+
+def run_invite(folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(swarm_invite, ["--state-dir", str(folder), *options])
+
+
+def test_the_founder_prints_one_line_that_a_joiner_takes(tmp_path: Path) -> None:
+    folder, tip = state_of(tmp_path)
+    result = run_invite(folder, "--uses", "3", "--rounds", "72")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    invitation = invitation_given(None, None, line)  # type: ignore[arg-type]
+    assert invitation and is_signed(invitation)
+    assert (invitation.run, invitation.uses, invitation.last_round) == (RUN, 3, 112)
+    assert "until round 112, 72 from now, about 2.0 hours" in result.stderr
+    assert tip.is_anchor(invitation.inviter)
+
+
+def test_who_is_no_anchor_is_refused(tmp_path: Path) -> None:
+    folder, _ = state_of(tmp_path, founder="F")
+    result = run_invite(folder)
+    assert result.exit_code == InvitationError.exit_code == 13
+    assert "no anchor" in result.stderr and not result.stdout
+
+
+def test_a_directory_without_a_peer_of_a_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    assert run_invite(tmp_path).exit_code == StateError.exit_code
+    assert not list(tmp_path.iterdir()), "no key was made"
+    folder, _ = state_of(tmp_path / "peer")
+    (folder / "identity.key").unlink()
+    assert run_invite(folder).exit_code == StateError.exit_code
+    assert run_invite(folder, "--run-id", "../../etc").exit_code == StateError.exit_code
+
+
+def test_hours_follow_from_the_last_rounds() -> None:
+    assert hours_of(10, []) is None and hours_of(10, [(1, 5.0)]) is None
+    assert hours_of(10, [(1, 5.0), (1, 9.0)]) is None, "a merge is no round"
+    assert hours_of(36, [(1, 0.0), (3, 200.0)]) == pytest.approx(1.0)
+    assert hours_of(36, [(0, -1e9), *((n, 100.0 * n) for n in range(1, 33))]) == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------- the joiner
+
+
+def demo(*overrides: str) -> RunConfig:
+    return parse_config(RunConfig, DEMO.read_text(), source="demo", overrides=overrides)
+
+
+def test_admission_is_a_setting_that_all_peers_share() -> None:
+    assert demo().run.admission == "open"
+    assert demo("run.admission=invited").fingerprint() != demo().fingerprint()
+    with pytest.raises(ConfigError, match="admission"):
+        demo("run.admission=closed")
+
+
+def test_a_joiner_is_told_why_a_run_would_not_take_it_in(tmp_path: Path) -> None:
+    _, tip = state_of(tmp_path)
+    anchor = load_or_create_identity(tmp_path / "identity.key")
+    good = invite(anchor, RUN, uses=1, last_round=41)
+    closed, is_open = demo("run.admission=invited"), demo()
+
+    def refusal(run: RunConfig, given: Invitation | None, at: Manifest = tip) -> str:
+        with pytest.raises(InvitationError) as refused:
+            require_admission(RUN, run, at, "Z", given)
+        return str(refused.value)
+
+    require_admission(RUN, closed, tip, "Z", good)
+    require_admission(RUN, is_open, tip, "Z", None)
+    require_admission(RUN, closed, tip, anchor.peer_id, None)
+    assert "no invitation; the run takes in only peers that are invited" in refusal(closed, None)
+    late = replace(tip, round=41)
+    used = replace(tip, invitations={good.name: Used(41, ("Y",))})
+    for run in (closed, is_open):
+        assert "expired: it was good until round 41" in refusal(run, good, late)
+        assert "used up" in refusal(run, good, used)
+        other = invite(anchor, "demo-fedcba9876543210", uses=1, last_round=41)
+        assert "another run" in refusal(run, other)
+    assert "without --invitation" in refusal(is_open, good, late)
+
+
+@pytest.mark.parametrize("spoil", [lambda t: t[:-4] + "AAAA", lambda t: t[:-40], lambda t: "x" + t])
+def test_a_damaged_line_is_a_typed_error(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+    anchor = load_or_create_identity(tmp_path / "identity.key")
+    line = as_text(invite(anchor, RUN, uses=1, last_round=41))
+    with pytest.raises(InvitationError, match=r"damaged|no invitation"):
+        invitation_given(None, None, spoil(line))  # type: ignore[arg-type]
+    assert from_text(line)

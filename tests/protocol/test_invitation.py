@@ -1,0 +1,242 @@
+"""Who is invited, by whom, how often and how long; and what of it all peers compute alike [R8]."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import InvitationError, SwarmError
+from swarm.protocol.invitation import (
+    MAX_TEXT,
+    Invitation,
+    Used,
+    as_text,
+    from_text,
+    invitation_problem,
+    still_good,
+    with_use,
+)
+from swarm.protocol.manifest import Manifest, Member
+from swarm.protocol.membership import Membership, next_members
+from swarm.protocol.messages import Ballot, Header, Ready
+from swarm.protocol.rounds.recomputed import members_problem
+from swarm.protocol.voting import why_no_vote
+from swarm.protocol.wire import decode, encode
+from tests.protocol.round_pump import found, make_rules, start_swarm
+from tests.protocol.test_rounds_membership import join
+
+RUN = "run-1"
+RULES = replace(make_rules(), run=RUN, is_open=False)
+GOOD = Invitation(RUN, "0" * 32, 2, 5, "A", "A" * 86 + "==")
+
+
+def problem(invitation: Invitation = GOOD, peer: str = "Z", **changes: object) -> str | None:
+    known: dict[str, object] = {"run": RUN, "number": 5, "uses": {}, "is_anchor": True}
+    return invitation_problem(invitation, peer, **known | changes)  # type: ignore[arg-type]
+
+
+def test_an_invitation_is_good_for_its_run_its_rounds_its_uses_and_from_an_anchor() -> None:
+    assert problem() is None
+    assert "for another run" in (problem(run="run-2") or "")
+    assert "is no anchor" in (problem(is_anchor=False) or "")
+    expired = problem(number=6) or ""
+    assert expired == ("the invitation has expired: it was good until round 5, the next is round 6")
+    full = {GOOD.name: Used(5, ("X", "Y"))}
+    assert "used up: 2 of 2 peers" in (problem(uses=full) or "")
+    assert problem(peer="Y", uses=full) is None, "who comes back does not count again"
+    assert problem(uses={GOOD.name: Used(5, ("X",))}) is None
+
+
+def test_two_invitations_share_no_uses_whoever_made_them() -> None:
+    other = replace(GOOD, inviter="B")
+    names = {GOOD.name, other.name, replace(GOOD, uses=3).name, replace(GOOD, last_round=6).name}
+    assert len(names) == 4
+    assert replace(GOOD, signature="other").name == GOOD.name, "a signature may be made anew"
+
+
+def test_uses_are_counted_as_long_as_the_invitation_is_good() -> None:
+    uses = with_use(with_use({}, GOOD, "Z"), GOOD, "Y")
+    assert uses == with_use(uses, GOOD, "Z") == {GOOD.name: Used(5, ("Z", "Y"))}
+    assert still_good(uses, 4) == uses
+    assert still_good(uses, 5) == {}
+
+
+# ---------------------------------------------------------------- as people pass it on
+
+
+def test_the_line_that_people_pass_on_reads_as_it_was_written() -> None:
+    text = as_text(GOOD)
+    assert from_text(f"  {text}\n") == GOOD
+    assert len(text) < MAX_TEXT and "\n" not in text
+
+
+@given(st.integers(0, len(as_text(GOOD)) - 1), st.characters())
+def test_a_changed_line_is_another_invitation_or_a_typed_error(place: int, mark: str) -> None:
+    text = as_text(GOOD)
+    try:
+        assert isinstance(from_text(text[:place] + mark + text[place + 1 :]), Invitation)
+    except SwarmError as error:
+        assert isinstance(error, InvitationError)
+
+
+@pytest.mark.parametrize("text", ["", "x", "swarm-invitation-", as_text(GOOD)[:-9], "y" * 10**6])
+def test_what_is_no_invitation_is_told_so(text: str) -> None:
+    with pytest.raises(InvitationError, match=r"no invitation|damaged"):
+        from_text(text)
+
+
+@pytest.mark.parametrize("change", [{"uses": 0}, {"uses": 2000}, {"last_round": 2**31}])
+def test_an_invitation_beyond_the_bounds_is_none(change: dict[str, int]) -> None:
+    with pytest.raises(InvitationError):
+        from_text(as_text(replace(GOOD, **change)))
+
+
+def test_a_ready_carries_it() -> None:
+    tip = found(RULES, ["A"])
+    ready = Ready(Ballot(0, "A"), None, None, 1.0, invitation=GOOD)
+    header = Header(tip.code, tip.digest, tip.generation)
+    assert decode(encode(header, ready)[0], {})[1] == ready
+
+
+# ---------------------------------------------------------------- who becomes a member
+
+
+def parent_of(**changes: object) -> Manifest:
+    known: dict[str, object] = {"run": RUN, "round": 4}
+    return replace(found(RULES, ["A", "B"]), **known | changes)  # type: ignore[arg-type]
+
+
+def came(
+    parent: Manifest, shown: dict[str, Invitation | None], *, is_open: bool = False
+) -> Membership:
+    return next_members(
+        parent,
+        heard=list(parent.members),
+        contributors=list(parent.members),
+        leaving=(),
+        joiners=dict.fromkeys(shown, 1.0),
+        seed=parent.digest,
+        is_open=is_open,
+        invitations={peer: invitation for peer, invitation in shown.items() if invitation},
+        run=RUN,
+    )
+
+
+def test_who_is_invited_votes_at_once_and_is_an_anchor() -> None:
+    membership = came(parent_of(), {"Z": GOOD})
+    member = membership.members["Z"]
+    assert member.votes and member.invited and not member.counted
+    assert membership.invited == {"Z": GOOD}
+    assert membership.invitations == {}, "it was good until this round"
+    assert "Z joined, invited by A" in membership.reasons
+    later = came(parent_of(), {"Z": replace(GOOD, last_round=9)})
+    assert list(later.invitations.values()) == [Used(9, ("Z",))]
+    child = parent_of(members=later.members)
+    assert child.is_anchor("Z") and child.is_anchor("A") and not child.is_anchor("B")
+    assert child.head.anchored == {"A", "Z"}
+
+
+def test_only_the_invited_and_the_founder_come_into_an_invited_run() -> None:
+    bad = replace(GOOD, inviter="B")
+    membership = came(parent_of(), {"X": None, "Y": bad, "Z": GOOD})
+    assert membership.members.keys() == {"A", "B", "Z"}
+    assert "2 strangers not taken in: not invited" in membership.reasons
+    without_founder = parent_of(members={"B": Member(0, 1.0)})
+    assert came(without_founder, {"A": None}).members["A"].votes
+
+
+def test_strangers_without_invitations_take_no_room_from_the_invited() -> None:
+    shown = dict.fromkeys([f"X{number}" for number in range(20)]) | {"Y": GOOD, "Z": GOOD}
+    assert came(parent_of(), shown).members.keys() == {"A", "B", "Y", "Z"}
+
+
+def test_in_an_open_run_others_are_trainees_and_are_told_what_is_wrong() -> None:
+    late = replace(GOOD, last_round=3)
+    membership = came(parent_of(), {"X": None, "Y": late}, is_open=True)
+    assert not any(membership.members[peer].votes for peer in "XY")
+    assert any("Y joined as a trainee: the invitation has exp" in r for r in membership.reasons)
+
+
+def test_one_use_takes_in_one_of_those_that_come_at_once() -> None:
+    once = replace(GOOD, uses=1, last_round=9)
+    membership = came(parent_of(), {"X": once, "Y": once})
+    assert len(membership.members.keys() & {"X", "Y"}) == 1
+    child = parent_of(members=membership.members, invitations=membership.invitations, round=5)
+    assert len(came(child, {"W": once}).members) == 3
+
+
+# ---------------------------------------------------------------- what acceptors compute
+
+
+def test_acceptors_compute_the_same_uses_and_refuse_any_others() -> None:
+    parent = parent_of()
+    membership = came(parent, {"Y": replace(GOOD, last_round=9), "Z": GOOD})
+    child = replace(
+        parent,
+        members=membership.members,
+        contributors=tuple(parent.members),
+        invited=membership.invited,
+        invitations=membership.invitations,
+        round=5,
+    )
+    assert members_problem(child, parent, RULES) is None
+    wrong = {
+        "forgotten": replace(child, invitations={}),
+        "without": replace(child, invited={"Z": GOOD}),
+        "another run's": replace(child, invited={**child.invited, "Z": replace(GOOD, run="r-2")}),
+        "of no anchor": replace(child, invited={**child.invited, "Z": replace(GOOD, inviter="B")}),
+        "expired": replace(child, invited={**child.invited, "Z": replace(GOOD, last_round=4)}),
+        "of who did not come": replace(child, invited={**child.invited, "B": GOOD}),
+    }
+    for name, manifest in wrong.items():
+        assert members_problem(manifest, parent, RULES), name
+    used = replace(parent, invitations={GOOD.name: Used(5, ("P", "Q"))})
+    assert members_problem(child, used, RULES), "used up"
+    made = {**child.members, "Z": Member(1, 1.0)}
+    assert members_problem(replace(child, members=made), parent, RULES), "seasoned at once"
+
+
+def test_acceptors_refuse_votes_that_were_not_earned() -> None:
+    rules = replace(RULES, is_open=True)
+    members = {peer: Member(0, 1.0) for peer in "ABCDEFGH"} | {
+        "T": Member(0, 1.0, counted=8, votes=False)
+    }
+    parent = parent_of(members=members)
+    child = replace(
+        parent,
+        members={**members, "T": replace(members["T"], counted=9)},
+        contributors=tuple(members),
+        round=5,
+    )
+    assert members_problem(child, parent, rules) is None
+    for member in (
+        replace(members["T"], counted=9, votes=True),
+        replace(members["T"], counted=10),
+        replace(members["T"], counted=9, invited=True),
+    ):
+        assert members_problem(
+            replace(child, members={**child.members, "T": member}), parent, rules
+        )
+    assert "9 of 10" in (why_no_vote(child, "T", is_open=True) or "")
+
+
+# ---------------------------------------------------------------- between machines
+
+
+def test_an_invited_peer_votes_from_the_manifest_on_that_takes_it_in() -> None:
+    pump = start_swarm("ABC", RULES)
+    pump.run_to_height(1)
+    guest, stranger = join(pump, "J"), join(pump, "S")
+    guest.machine.invitation = replace(GOOD, uses=1, last_round=99)
+    thief = join(pump, "T")
+    pump.run(pump.now + 20, lambda: "J" in pump.nodes["A"].machine.tip.voters)
+    assert "J" in pump.nodes["A"].machine.tip.voters
+    thief.machine.invitation = guest.machine.invitation
+    pump.run(pump.now + 30)
+    assert pump.nodes["A"].machine.tip.members.keys() == set("ABCJ")
+    heard = [reason.text for reason in stranger.reasons]
+    assert any("takes in peers that were invited" in text for text in heard)
+    assert any("no invitation" in text for text in heard)
+    assert any("used up" in reason.text for reason in thief.reasons)
+    assert "J" in pump.nodes["A"].machine.tip.head.anchored
