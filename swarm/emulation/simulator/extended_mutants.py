@@ -13,6 +13,7 @@ from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.keeper import Found, Keeper
+from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
@@ -250,4 +251,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
 }
-ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS, **WAITING_MUTANTS}
+ALL_MUTANTS: Mapping[str, Mutant] = {
+    **MUTANTS,
+    **EXTENDED_MUTANTS,
+    **WAITING_MUTANTS,
+    **LYING_MUTANTS,
+}
