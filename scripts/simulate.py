@@ -6,9 +6,10 @@ import sys
 import time
 
 from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
-from swarm.emulation.simulator.extended import ALL_CLASSES, EXTENDED
+from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
+from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
 PROGRESS_EVERY_S = 10.0
@@ -22,9 +23,9 @@ def parse() -> argparse.Namespace:
 D short time-outs, E the same with cut links. Of the extended model: F lost and rolled-back disks,
 G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow links with adapted
 timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time. Large swarms,
-only by --classes: S 64 peers (some seconds each), T 256 peers (half a minute each). Exit status: 0
-if no invariant broke
-(with --mutant: if one did), else 1.""",
+only by --classes: S 64 peers (some seconds each), T 256 peers (half a minute each). Hostile ones,
+likewise: P a member that lies and strangers that forge, W one that votes twice, Q a peer that was
+away for 300 rounds. Exit status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")

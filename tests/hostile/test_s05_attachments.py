@@ -16,7 +16,16 @@ from swarm.network.ledger import LIMITS, Cost
 from swarm.protocol.claims import MAX_STRANGER_PROOF_BYTES
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Manifest
-from swarm.protocol.messages import Ballot, Commit, Header, Message, Ready, Roster
+from swarm.protocol.messages import (
+    Ballot,
+    Commit,
+    Header,
+    Message,
+    Ready,
+    Roster,
+    Signature,
+    ready_statement,
+)
 from swarm.protocol.wire import encode
 from tests.hostile.victim import RUN, Victim, post
 from tests.network.conftest import Peers
@@ -92,7 +101,9 @@ def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
     assert len(victim.transfers.aside.store) == 0, "nothing in memory"
     assert victim.received_from(attacker) == 0
     ready = Ready(Ballot(0, victim.node.peer_id), make_offer(RULES, member.peer_id, tip), None, 1.0)
-    payload, attachments = encode(header_of(tip), ready)
+    statement = ready_statement(RUN, tip.digest, ready.declared.declaration)
+    signature = Signature(member.identity.public_key, member.identity.sign(statement))
+    payload, attachments = encode(header_of(tip), replace(ready, signature=signature))
     for digest, blob in attachments.items():
         sent.put(blob, digest)
     assert post(member, victim, payload) == 1

@@ -7,7 +7,7 @@ import pytest
 from swarm.errors import HostileInput
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import verified
-from swarm.network.invitations import invite
+from swarm.network.invitations import invite, is_signed
 from swarm.protocol.invitation import Invitation, as_text, from_text
 from swarm.protocol.messages import Accepted, Ballot, Header, Message, Propose, Ready
 from tests.protocol.round_pump import found, make_rules

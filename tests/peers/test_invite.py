@@ -16,7 +16,7 @@ from peers.state_directory import write_whole
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite
+from swarm.network.invitations import invite, is_signed
 from swarm.network.record_file import RecordFile
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation, Used, as_text, from_text

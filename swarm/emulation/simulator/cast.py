@@ -9,6 +9,7 @@ from math import inf
 
 from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
@@ -65,6 +66,7 @@ class Cast:
     trainer: type[Trainer] = Trainer
     conduct: type[Conduct] = Conduct
     keeper: type[Keeper] = Keeper
+    door: type[Door] = Door
 
 
 Trap = Callable[[Effect], bool]

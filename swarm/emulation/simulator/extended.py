@@ -14,16 +14,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-from swarm.emulation.simulator import faults
 from swarm.emulation.simulator.cast import Character, Loss, Snare
-from swarm.emulation.simulator.faults import CLASSES, Draw, Mix, Scenario
-from swarm.emulation.simulator.forging import FORGERIES, forge
-from swarm.emulation.simulator.keys import KEYS, KeysDraw, KeysMix
-from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
+from swarm.emulation.simulator.faults import Draw, Mix, Scenario
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
@@ -53,6 +48,10 @@ class ExtendedMix(Mix):
     """How long local steps take; None: every peer takes the same number."""
     backup_every: tuple[int, ...] = ()
     """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
+
+    def drawing(self) -> type[ExtendedDraw]:
+        """What draws scenarios of this class."""
+        return ExtendedDraw
 
 
 EXTENDED: dict[str, ExtendedMix] = {
@@ -173,51 +172,15 @@ EXTENDED: dict[str, ExtendedMix] = {
 }
 
 
-@dataclass(frozen=True)
-class LyingMix(ExtendedMix):
-    """What the class with a liar is made of."""
-
-    forgeries: tuple[int, int] = (0, 6)
-    """What strangers send, in number."""
-    votes_twice: bool = False
-
-
-LYING: dict[str, LyingMix] = {
-    "P": LyingMix(
-        peers=(3, 8),
-        minority_only=True,
-        strangers=0.1,
-        window_s=(60.0, 150.0),
-        kinds={"crash": 2.0, "trap": 2.0, "pause": 1.0, "cut": 1.0, "leave": 1.0},
-        faults=(0, 6),
-        loss=0.1,
-        merging=0.2,
-        certificates=1.0,
-        round_seconds=3.2,
-    ),
-}
-"""One member lies, and strangers forge, beside ordinary faults."""
 _LARGE = Mix(strangers=0.1, window_s=(15.0, 30.0), faults=(1, 4), loss=0.1, most_owners=2)
 LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
     "T": replace(_LARGE, peers=(256, 256), experts=288, window_s=(5.0, 15.0)),
 }
 """Few and short schedules of many peers; an expert has one owner or two, a peer some experts."""
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
 
 
-def draw(mix: Mix, random: Random) -> Scenario:
-    """The scenario that a random generator stands for."""
-    if isinstance(mix, LyingMix):
-        return _LyingDraw(mix, random).scenario()
-    if isinstance(mix, ExtendedMix):
-        return _ExtendedDraw(mix, random).scenario()
-    if isinstance(mix, KeysMix):
-        return KeysDraw(mix, random).scenario()
-    return faults.draw(mix, random)
-
-
-class _ExtendedDraw(Draw):
+class ExtendedDraw(Draw):
     """One scenario of the extended model while it is drawn."""
 
     mix: ExtendedMix
@@ -227,6 +190,7 @@ class _ExtendedDraw(Draw):
         self.returned: list[PeerId] = []
 
     def scenario(self) -> Scenario:
+        """Draws everything that is left to be drawn."""
         scenario = super().scenario()
         characters = dict(scenario.setup.characters)
         for peer in self.returned:
@@ -361,23 +325,3 @@ class _ExtendedDraw(Draw):
                 if other not in here:
                     self._plan(time_s, World.cut, source, other)
                     self._plan(time_s + duration_s, World.uncut, source, other)
-
-
-class _LyingDraw(_ExtendedDraw):
-    """One scenario with a liar while it is drawn."""
-
-    mix: LyingMix
-
-    def scenario(self) -> Scenario:
-        random, mix = self.random, self.mix
-        for _ in range(random.randint(*mix.forgeries)):
-            forgery = FORGERIES[random.choice(sorted(FORGERIES))]
-            self._plan(random.uniform(0.0, self.heal_s), forge, forgery)
-        scenario = super().scenario()
-        liar = random.choice(
-            [peer for peer in self.victims if peer not in self.strangers] or self.victims
-        )
-        lies = {random.choice(sorted(CONVENING)), *random.sample(OTHERS, random.randint(0, 2))}
-        if mix.votes_twice:
-            lies |= set(VOTES)
-        return replace(scenario, setup=replace(scenario.setup, liar=liar, lies=frozenset(lies)))

@@ -13,6 +13,7 @@ from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.keeper import Found, Keeper
+from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
@@ -305,4 +306,9 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(_TraineesCount)),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
 }
-ALL_MUTANTS: Mapping[str, Mutant] = {**MUTANTS, **EXTENDED_MUTANTS, **WAITING_MUTANTS}
+ALL_MUTANTS: Mapping[str, Mutant] = {
+    **MUTANTS,
+    **EXTENDED_MUTANTS,
+    **WAITING_MUTANTS,
+    **LYING_MUTANTS,
+}

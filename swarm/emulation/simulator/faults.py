@@ -92,6 +92,10 @@ class Mix:
     certificates: float = 0.5
     """Chance that commits need certificates; agreement must not hang on them."""
 
+    def drawing(self) -> type[Draw]:
+        """What draws scenarios of this class."""
+        return Draw
+
 
 CLASSES: dict[str, Mix] = {
     "A": Mix(),
@@ -136,7 +140,7 @@ class Scenario:
 
 def draw(mix: Mix, random: Random) -> Scenario:
     """The scenario that a random generator stands for."""
-    return Draw(mix, random).scenario()
+    return mix.drawing()(mix, random).scenario()
 
 
 class Draw:

@@ -18,6 +18,7 @@ from swarm.protocol.messages import (
     Ready,
     accept_statement,
 )
+from swarm.protocol.rounds.composition import compose_reform
 
 STRANGER = "x0"
 
@@ -47,30 +48,16 @@ def invented_parent(world: World) -> Forged:
         parent, kind=Kind.QUORUM, height=parent.height + 1, parent=parent.digest, owners=owners
     )
     path = (Link(parent.head), Link(forged.head, _signed(world, forged, [STRANGER]), parent.head))
-    return [_commit(world, forged, parent, [STRANGER], path)]
+    return [_commit(world, forged, [STRANGER], path)]
 
 
 def stranger_reform(world: World) -> Forged:
     """A reform of the tip by somebody that was no member of it."""
     tip = _newest(world)
-    lineage = (*tip.lineage, (tip.height, (0, "ab" * 16)))
-    forged = replace(
-        tip,
-        run=world.task.rules.run,
-        generation="ab" * 16,
-        kind=Kind.REFORM,
-        parent=tip.digest,
-        lineage=lineage,
-        members={STRANGER: Member(0, 1.0)},
-        owners=dict.fromkeys(tip.owners, (STRANGER,)),
-        contributors=(),
-        sources={},
-        work={},
-        wishes={},
-        seed=None,
-    )
+    mine = {STRANGER: Member(0, 1.0)}
+    forged = compose_reform(tip, mine, "ab" * 16, world.task.rules, reformer=STRANGER)
     path = (Link(tip.head), Link(forged.head, _signed(world, forged, [STRANGER]), tip.head))
-    return [_commit(world, forged, tip, [STRANGER], path)]
+    return [_commit(world, forged, [STRANGER], path)]
 
 
 def yesterdays_majority(world: World) -> Forged:
@@ -89,8 +76,37 @@ def yesterdays_majority(world: World) -> Forged:
                 contributors=tuple(sorted(keys)),
             )
             step = Link(forged.head, _signed(world, forged, keys), tip.head)
-            return [_commit(world, forged, tip, keys, (Link(link.head), step))]
+            return [_commit(world, forged, keys, (Link(link.head), step))]
     return []
+
+
+def older_keys(victim: PeerId) -> Forgery:
+    """Those that were members before a peer went away show it what would follow its own tip."""
+
+    def forgery(world: World) -> Forged:
+        tip, node = world.disks[victim].record.tip, world.nodes[victim]
+        for link in node.machine.chain.links[::-1]:
+            keys = [p for p in link.head.voters if p in world.nodes and world.nodes[p].has_left]
+            if link.head.is_quorum(keys) and not tip.is_quorum(keys):
+                mine = {peer: Member(0, 1.0) for peer in sorted(keys)}
+                forged = replace(
+                    tip,
+                    height=tip.height + 1,
+                    round=tip.round + 1,
+                    parent=tip.digest,
+                    members=mine,
+                    contributors=tuple(mine),
+                    owners=dict.fromkeys(tip.owners, tuple(mine)[:1]),
+                )
+                signed = _signed(world, forged, keys)
+                paths = [
+                    (Link(tip.head), Link(forged.head, signed)),
+                    (Link(link.head), Link(forged.head, signed, tip.head)),
+                ]
+                return [_commit(world, forged, keys, path) for path in paths]
+        return []
+
+    return forgery
 
 
 def unsigned_ready(world: World) -> Forged:
@@ -128,9 +144,8 @@ def _signed(world: World, manifest: Manifest, keys: Iterable[PeerId]) -> Certifi
 def _commit(
     world: World,
     manifest: Manifest,
-    parent: Manifest,
     keys: Iterable[PeerId],
     path: tuple[Link, ...],
 ) -> tuple[PeerId, Packet]:
     header = Header(manifest.code, manifest.digest, manifest.generation)
-    return STRANGER, Packet(header, Commit(manifest, _signed(world, manifest, keys), parent, path))
+    return STRANGER, Packet(header, Commit(manifest, _signed(world, manifest, keys), None, path))

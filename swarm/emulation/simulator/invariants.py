@@ -65,6 +65,8 @@ class Invariants:
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
         self._offered: dict[tuple[PeerId, Digest], list[Offer]] = {}
+        self.capacities: Mapping[PeerId, float] = {}
+        """Of all peers that there will ever be."""
         self.liar: PeerId | None = None
         """A peer whose word is not judged, and whose disk is taken to hold what it says."""
 
@@ -295,6 +297,7 @@ class Invariants:
             "I8",
             f"{name}: contributors {manifest.contributors} of {sorted(parent.members)}",
         )
+        self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         self._check_votes(manifest, parent)
         for unit, entry in manifest.entries.items():
@@ -309,6 +312,17 @@ class Invariants:
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
             self._check_value(name, unit, manifest, parent)
+
+    def _check_members(self, manifest: Manifest, parent: Manifest) -> None:
+        """Members are peers that there are, with the capacity that they have said [I12]."""
+        for peer, member in manifest.members.items():
+            before = parent.members.get(peer)
+            is_said = member.capacity in (self.capacities.get(peer), before and before.capacity)
+            require(
+                is_said or peer == self.liar,
+                "I12",
+                f"{short(manifest)}: {peer} has not asked to be a member of {member.capacity}",
+            )
 
     def _check_offers(self, manifest: Manifest, parent: Manifest) -> None:
         """What a manifest counts as a peer's, that very peer has offered, all of it [I12]."""

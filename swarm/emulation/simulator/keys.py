@@ -28,6 +28,10 @@ class KeysMix(Mix):
 
     keys: tuple[int, int] = (4, 50)
 
+    def drawing(self) -> type[Draw]:
+        """What draws its scenarios."""
+        return KeysDraw
+
 
 KEYS: dict[str, Mix] = {
     "V": KeysMix(

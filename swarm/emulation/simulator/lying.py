@@ -24,6 +24,7 @@ from swarm.protocol.messages import (
     MAX_ATTEMPT,
     Accept,
     Ballot,
+    Declared,
     Evidence,
     Header,
     Offer,
@@ -33,13 +34,15 @@ from swarm.protocol.messages import (
     Ready,
     Reduced,
     ReducedUnit,
+    Report,
     accept_statement,
+    declaration_of,
     ready_statement,
     reduced_statement,
 )
 from swarm.protocol.rounds.composition import Attendance, compose_round
 from swarm.protocol.rounds.evidence import Brought, attendance_of, offers_shown
-from swarm.protocol.rounds.rosters import plan_roster
+from swarm.protocol.rounds.rosters import Plan, plan_roster
 from swarm.protocol.weights import weights
 
 PHANTOM = "x9"
@@ -199,7 +202,34 @@ class Liar:
         if attended:
             attendance = replace(attendance, **attended)  # type: ignore[arg-type]
         forged = compose_round(tip, plan, results, attendance, rules)
-        return replace(propose, manifest=forged)
+        if self._random.random() < 0.5:
+            evidence = self._fitted(evidence, plan, attendance, results)
+        return replace(propose, manifest=forged, evidence=evidence)
+
+    def _fitted(
+        self,
+        evidence: Evidence,
+        plan: Plan,
+        attendance: Attendance,
+        results: Mapping[Unit, ReducedUnit],
+    ) -> Evidence:
+        """Evidence that fits the lie, but for the signatures: it has its own key alone."""
+        run, declared = self._shell.task.rules.run, dict(evidence.declared)
+        for peer in [*attendance.heard, *attendance.joiners]:
+            capacity = {**attendance.joiners, **attendance.capacities}.get(peer, 1.0)
+            said = declaration_of(plan.offers.get(peer), capacity, peer in attendance.leaving)
+            known = declared.get(peer)
+            if known is None or known.declaration != said:
+                statement = ready_statement(run, self.tip.digest, said)
+                declared[peer] = Declared(said, sign(self.me, statement))
+        reports = []
+        for reducer in sorted(set(plan.reducers.values())):
+            means = {unit: results[unit] for unit in results if plan.reducers[unit] == reducer}
+            statement = reduced_statement(run, plan.roster_id, means)
+            reports.append(Report(reducer, means, sign(self.me, statement)))
+        if plan.roster_id == evidence.roster_id:
+            reports = list(evidence.reports)
+        return Evidence(declared, plan.able, plan.roster_id, tuple(reports))
 
     def _value(self, unit: Unit, writer: PeerId) -> str:
         """A value of its own making that passes for another's work."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.extended import ALL_CLASSES, draw
-from swarm.emulation.simulator.faults import Mix, Scenario
+from swarm.emulation.simulator.faults import Mix, Scenario, draw
+from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.world import World

@@ -14,7 +14,6 @@ from swarm.emulation.simulator.invariants import Invariants, Violation
 from swarm.emulation.simulator.lying import Liar
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
-from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.surroundings import Packet, Payload
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Values
@@ -61,13 +60,15 @@ class World:
         self.conduct = cast.conduct()
         self.trace = trace
         self.network = Network()
-        self.door = Door(setup.rules.run)
+        self.door = cast.door(setup.rules.run)
         self.task = Task(setup.rules, Values())
         self.founding = found(setup, self.task.values)
         self.invariants = Invariants(setup.rules, self.task.values, self.founding)
         self.nodes: dict[PeerId, Node] = {}
         self.disks: dict[PeerId, Disk] = {}
         self.on_apply: Callable[[Node], None] | None = None
+        characters = setup.characters.items()
+        self.invariants.capacities = {peer: each.capacity for peer, each in characters}
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
@@ -175,6 +176,14 @@ class World:
         else:
             told, chain = Record(tip=self.founding, certificate=None, parent=None), ()
         self.start(peer, Record(told.tip, told.certificate, told.parent), chain)
+
+    def join_shown(self, peer: PeerId) -> None:
+        """A stranger arrives that has fetched tip and all heads of whoever has most of these."""
+        hosts = [node for node in self.nodes.values() if node.is_up]
+        host = max(hosts, key=lambda node: (len(node.machine.chain.links), node.me))
+        told = host.disk.record
+        record = Record(told.tip, told.certificate, told.parent)
+        self.start(peer, record, host.machine.chain.links)
 
     def leave(self, peer: PeerId) -> None:
         """The person at this peer asks it to leave."""

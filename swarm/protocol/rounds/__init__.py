@@ -3,7 +3,7 @@
 One class a role, each built on the one before: `state` (what a peer knows), `adopter` (decided
 manifests), `contributor`, `acceptor`, `reducer`, `merger`, `collector` and `convener`,
 `takeover`, `forks` (listening, gossip, reforms), `machine` (events in, effects out). `rosters`,
-`composition` and `checks` are pure functions on manifests.
+`composition`, `evidence` and `checks` are pure functions on manifests.
 
 Each rule that safety or progress hangs on has a method of its own, which a test can replace to
 see the simulator catch it:
@@ -44,7 +44,7 @@ see the simulator catch it:
 | F3 | `_reform_due` | a lost majority is given up |
 | F3 | `_new_generation` | generations have unique ids |
 | M1 | `_is_due` | a merge is due by the manifest alone |
-| M5 | `_proposal_problem` | merges exactly when due, changing experts alone |
+| A6, M5 | `_proposal_problem` | rounds follow from what others signed; merges exactly when due |
 | M6 | `_awaits_own_merge` | compute first, then fetch |
 | P5 | `_abstains`, `_may_vote` | a rolled-back or lost record casts no vote |
 | S1, S3 | `_offer_problem` | only values trained from the tip |

@@ -101,7 +101,9 @@ class Acceptor(Contributor):
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            problem = self._proposal_problem(manifest, propose.evidence)
+            # What this peer proposes it has just composed, or has checked when it took it up [C2].
+            is_own = source == self.me
+            problem = None if is_own else self._proposal_problem(manifest, propose.evidence)
             if problem:
                 self._refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
                 self._distrusted.add(source)

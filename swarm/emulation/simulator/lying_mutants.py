@@ -1,0 +1,64 @@
+"""Rules that only a liar tries, removed one at a time."""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.hostile import LYING, LyingMix
+from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.signing import Door
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Commit, Evidence, Header, Message
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.checks import successor_problem
+
+
+class _NothingIsShown(RoundMachine):
+    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+        return successor_problem(manifest, self.tip, self.rules, due=self._is_due(self.tip))
+
+
+class _AnybodySigns(Door):
+    def let_in(self, source: PeerId, header: Header, message: Message) -> Message | None:
+        return message
+
+
+class _AnyProof(RoundMachine):
+    def _lacks_proof(self, commit: Commit) -> bool:
+        return False
+
+    def _unproved(self, commit: Commit) -> str | None:
+        return None
+
+
+class _AnyAttempt(RoundMachine):
+    def _attempt_problem(self, source: PeerId, ballot: object) -> str | None:
+        return None
+
+
+_P = cast(LyingMix, LYING["P"])
+CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
+"""A liar alone; whoever believes it shows it soon."""
+
+FORGERS = replace(_P, forgeries=(4, 8))
+
+LYING_MUTANTS: Mapping[str, Mutant] = {
+    "nothing_is_shown": Mutant(
+        "A6: what is voted for follows from evidence", Cast(_NothingIsShown), CALM_LIES
+    ),
+    "anybody_signs": Mutant(
+        "A6, L1: signatures are those of their peers", Cast(door=_AnybodySigns), CALM_LIES
+    ),
+    "any_proof": Mutant(
+        "L1: a tip is believed along certificates", Cast(_AnyProof), replace(_P, forgeries=(4, 8))
+    ),
+    "any_attempt": Mutant(
+        "A5: one message does not use up the ballots", Cast(_AnyAttempt), CALM_LIES
+    ),
+}

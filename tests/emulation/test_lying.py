@@ -1,0 +1,55 @@
+"""One member that lies, strangers that forge, and a peer that was away for hundreds of rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.emulation.simulator.hostile import ALL_CLASSES
+from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
+from swarm.emulation.simulator.schedule import run_schedule
+
+CAUGHT_BY_SCHEDULE = {
+    "nothing_is_shown": "P:2",
+    "anybody_signs": "P:9",
+    "any_proof": "P:2",
+    "any_attempt": "P:20",
+}
+"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+`scripts/simulate --classes P --mutant NAME`."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_honest_peers_agree_and_go_on_beside_a_liar(seed: int) -> None:
+    outcome = run_schedule("P", seed)
+    assert outcome.violation is None, (
+        f"{outcome.violation}; trace: scripts/simulate --replay P:{seed}"
+    )
+
+
+@pytest.mark.slow
+def test_a_peer_comes_back_along_certificates_after_the_whole_membership_changed_thrice() -> None:
+    """It was away for some 400 of these rounds; a reform would mean that it gave up."""
+    outcome = run_schedule("Q", 0)
+    assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:0"
+    assert outcome.rounds > 400
+    assert outcome.reforms == 0
+
+
+def test_every_rule_has_a_schedule_that_shows_its_absence() -> None:
+    assert CAUGHT_BY_SCHEDULE.keys() == LYING_MUTANTS.keys()
+    assert all(where[0] in ALL_CLASSES for where in CAUGHT_BY_SCHEDULE.values())
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY_SCHEDULE)
+def test_a_rule_that_is_removed_is_missed(name: str) -> None:
+    fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
+    mutant = LYING_MUTANTS[name]
+    outcome = run_schedule(fault_class, int(seed), cast=mutant.cast, mix=mutant.mix)
+    assert outcome.violation, f"{mutant.rule}: nothing broke"
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY_SCHEDULE)
+def test_the_same_schedule_holds_with_the_rule(name: str) -> None:
+    fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
+    outcome = run_schedule(fault_class, int(seed), mix=LYING_MUTANTS[name].mix)
+    assert outcome.violation is None, outcome.violation
