@@ -41,7 +41,7 @@ from swarm.network.identity import (
     peer_id_of,
     verify,
 )
-from swarm.network.inbound import MANY
+from swarm.network.inbound import BYTES_A_SIGNATURE, MANY
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
 from swarm.protocol.adoption import due_units
@@ -91,6 +91,7 @@ from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.closing import Absent, OpenRoster, why_close
 from swarm.protocol.rounds.composition import Attendance, compose_round
 from swarm.protocol.rounds.rosters import Plan, assign_reducers, offer_problem, plan_roster
+from swarm.protocol.schemas import MAX_HOLDERS
 from swarm.protocol.sourcing import Sourcing
 
 RUN = Path(__file__).parents[1] / "configs" / "runs" / "spes_7b.toml"
@@ -219,7 +220,7 @@ class Swarm:
         yield Ready(self.ballot, self.offers[peer], None, 1.0, remaining_s=12.5)
         yield Roster(self.ballot, self.plan.roster_id, self.offers, self.plan.able)
         yield Reduced(self.ballot, self.plan.roster_id, means, {})
-        yield Propose(self.ballot, self.manifest, tuple(self.peers))
+        yield Propose(self.ballot, self.manifest, tuple(self.peers[:MAX_HOLDERS]))
         yield Accept(self.ballot, self.manifest.digest, signature)
         certificate = Certificate(self.ballot, dict.fromkeys(quorum, signature))
         yield Commit(self.manifest, certificate, self.tip)
@@ -538,21 +539,32 @@ def measured(num_peers: int, identity: Identity) -> dict[str, list[dict[str, Any
     swarm = Swarm(num_peers, identity)
     messages = message_rows(swarm)
     decisions = decision_rows(swarm)
+    rounds = round_rows(swarm, messages)
     return {
         "messages": messages,
         "decisions": decisions,
         "records": record_rows(swarm),
-        "round": round_rows(swarm, messages),
-        "summary": [summary(swarm, messages, decisions)],
+        "round": rounds,
+        "summary": [summary(swarm, messages, decisions, rounds)],
     }
 
 
 def summary(
-    swarm: Swarm, messages: list[dict[str, Any]], decisions: list[dict[str, Any]]
+    swarm: Swarm,
+    messages: list[dict[str, Any]],
+    decisions: list[dict[str, Any]],
+    rounds: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Largest message and longest block of the event loop; large attachments are decoded off it."""
+    """Largest message and longest block of the event loop; what is large is decoded off it.
+
+    Control bytes are what another peer than the convener sends and gets in a round, in messages.
+    """
+    is_large = (swarm.num_peers // 2 + 1) * BYTES_A_SIGNATURE > LARGE_BYTES
     on_loop = [
-        (row["ms"], row["decision"]) for row in decisions if not row["decision"].endswith(OFF_LOOP)
+        (row["ms"], row["decision"])
+        for row in decisions
+        if not row["decision"].endswith(OFF_LOOP)
+        and (row["decision"] != "certificate verified" or not is_large)
     ]
     on_loop += [
         (row["decode_ms"], f"{row['message']} decoded")
@@ -563,6 +575,9 @@ def summary(
     largest = max(messages, key=lambda row: row.get("bytes", wire.MAX_MESSAGE_BYTES + 1))
     return {
         "peers": swarm.num_peers,
+        "control_bytes_of_a_peer": sum(
+            row["message_bytes"] for row in rounds if row["who"].startswith("another")
+        ),
         "manifest_bytes": len(swarm.manifest.encoded),
         "largest_message": largest["message"],
         "largest_bytes": largest.get("bytes", "over the limit"),
