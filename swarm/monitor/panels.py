@@ -17,6 +17,7 @@ from swarm.monitor.braille import braille
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import printable
+from swarm.protocol.records import PeerState
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 AGREEMENT_STYLES = {
@@ -103,7 +104,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
     cells = [
         keys[record.peer_id],
         Text(_name(record.name or record.peer_id, 24 if wide else 10)),
-        Text(record.state.value.replace("_", " ")),
+        Text(_state(row)),
         Text(str(record.round)),
         Text(record.manifest_digest[:digits], style=style),
         Text(ranges(record.owned_experts)),
@@ -115,6 +116,17 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
     if wide:
         cells += [Text(str(record.steps_skipped)), Text(str(sum(record.refused.values())))]
     return cells
+
+
+def _state(row: PeerRow) -> str:
+    """What it does, or of a trainee how many of ten rounds have counted it."""
+    state = row.record.state
+    is_usual = state in (PeerState.TRAINING, PeerState.AVERAGING)
+    return (
+        f"trainee {row.counted}"
+        if row.votes is False and is_usual
+        else state.value.replace("_", " ")
+    )
 
 
 def _name(name: str, width: int) -> str:

@@ -17,6 +17,7 @@ from swarm.experts import expert_unit
 from swarm.protocol.dealing import num_samples
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import MergeRecord, PeerRecord, ValidationRecord
+from swarm.protocol.voting import TRIAL_ROUNDS
 
 MAX_POINTS = 2000
 ROW_KEYS = (
@@ -68,6 +69,10 @@ class PeerRow:
 
     record: PeerRecord
     agreement: Agreement
+    votes: bool | None = None
+    """By the newest manifest; None: it is no member, or nobody gave the manifest."""
+    counted: int = 0
+    """Of a trainee: rounds that have counted it, of `TRIAL_ROUNDS`."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,10 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         round=round_,
         rounds_total=max(totals, key=lambda total: (totals[total], total)),
         manifest_digest=digest,
-        peers=tuple(PeerRow(row, _agreement(row, generation, height, digest)) for row in rows),
+        peers=tuple(
+            PeerRow(row, _agreement(row, generation, height, digest), *_standing(row, seen.tip))
+            for row in rows
+        ),
         experts=_experts(seen.tip, rows),
         merges=_merges(seen.merges),
         losses=_losses(seen.validations),
@@ -172,7 +180,8 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
     for row in snapshot.peers:
         values = {key: getattr(row.record, key) for key in ROW_KEYS}
         state, owned = row.record.state.value, list(row.record.owned_experts)
-        peers.append(values | {"state": state, "owned_experts": owned})
+        votes = {"votes": row.votes, "counted": row.counted}
+        peers.append(values | {"state": state, "owned_experts": owned} | votes)
     return {
         "run_id": snapshot.run_id,
         "generation": snapshot.generation,
@@ -221,6 +230,12 @@ def _agreement(row: PeerRecord, generation: str, height: int, digest: Digest) ->
     if row.generation != generation or row.height == height:
         return Agreement.DIFFERENT
     return Agreement.BEHIND if row.height < height else Agreement.AHEAD
+
+
+def _standing(row: PeerRecord, tip: Manifest | None) -> tuple[bool | None, int]:
+    """Whether a member votes, and how far its trial is."""
+    member = tip.members.get(row.peer_id) if tip else None
+    return (member.votes, min(member.counted, TRIAL_ROUNDS)) if member else (None, 0)
 
 
 def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, ...]:

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
-SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK)
+SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK, Topic.ADMISSION)
 """Rare, and what a person wants to read of a round that took long."""
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]

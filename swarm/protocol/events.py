@@ -272,6 +272,7 @@ class Topic(Enum):
     ROUND = "round"  # phases of a round: rosters, proposals, decisions
     TAKEOVER = "takeover"  # a convener was replaced or stepped down
     MEMBERSHIP = "membership"  # who joined, left or was removed
+    ADMISSION = "admission"  # what this peer lacks to come in, or to vote
     FORK = "fork"  # reforms and fork choice
     REFUSED = "refused"  # something was not believed; counted
 

@@ -182,5 +182,22 @@ def test_json_has_exactly_the_promised_keys(
         "manifest_digest": "99" * 32,
         "owned_experts": [2],
         "tokens_per_s": 4100.0,
+        "votes": True,
+        "counted": 10,
     }
     assert shown["experts"][1] == {"expert": 1, "owners": ["QmA", "QmB"], "version": 5}
+
+
+def test_members_are_shown_as_voters_or_with_what_they_have_earned_so_far(
+    make_sighting: Callable[..., Sighting], make_manifest: Callable[..., Manifest]
+) -> None:
+    seen = make_sighting(tip=make_manifest())
+    assert seen.tip is not None
+    trainee = dataclasses.replace(seen.tip.members["QmB"], votes=False, counted=3)
+    tip = dataclasses.replace(seen.tip, members={**seen.tip.members, "QmB": trainee})
+    snapshot = snapshot_of(dataclasses.replace(seen, tip=tip))
+    assert snapshot is not None
+    shown = {
+        peer["peer_id"]: (peer["votes"], peer["counted"]) for peer in as_json(snapshot)["peers"]
+    }
+    assert shown["QmA"] == (True, 10) and shown["QmB"] == (False, 3)

@@ -162,9 +162,10 @@ class Adopter(Fetching):
         self._persist(record, self._lengthen_chain(commit, certificate))
         self._explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
         self._effects.append(Apply(manifest, old.tip.digest))
-        lack = why_no_vote(manifest, self.me, is_open=self.rules.is_open)
-        for sentence in (*manifest.reasons, *([lack] if lack else [])):
+        for sentence in manifest.reasons:
             self._explain(Topic.MEMBERSHIP, sentence)
+        if lack := why_no_vote(manifest, self.me, is_open=self.rules.is_open):
+            self._explain(Topic.ADMISSION, lack)
         self._remember_peers(manifest.members)
         self._reset_height(old)
         self._collect_garbage(old)

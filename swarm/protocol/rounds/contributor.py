@@ -136,7 +136,7 @@ class Contributor(Adopter):
         if not guests.may_come(self.me) and not self._has_told_outside:
             self._has_told_outside = True
             self._explain(
-                Topic.MEMBERSHIP,
+                Topic.ADMISSION,
                 f"this run takes in peers that were invited, and this one is not: "
                 f"{guests.problem(self.me)}; ask an anchor for what swarm-invite prints, and pass "
                 "it on with --invitation",
