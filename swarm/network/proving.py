@@ -19,8 +19,9 @@ from swarm.network.ledger import Cost
 from swarm.protocol.claims import Claim
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Commit, Header, Hello, Link, Message
+from swarm.protocol.proofs import decode_proof
 from swarm.protocol.trust import Foothold, Sound
-from swarm.protocol.wire import decode, decode_proof
+from swarm.protocol.wire import decode
 
 MAX_SOURCES = 16
 

@@ -105,17 +105,12 @@ class RoundDriver:
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings, self._expected_at = settings, 0.0
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        deliver = self._inbox.put_nowait
-        self.transfers = Transfers(node, store, layout, deliver)
+        self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
         self.inbound = Inbound(
-            self.transfers,
-            node.ledger,
-            machine.rules.run,
-            deliver,
-            foothold=machine.foothold,
-            judge=machine.foresee,
-        )
+            self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
+            foothold=machine.foothold, judge=machine.foresee,
+        )  # fmt: skip
         self.refused = self.inbound.refused
         node.ledger.admit(*who_takes_part(machine.record))
         self.outbound = Outbound(store)

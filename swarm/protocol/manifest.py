@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -23,11 +22,11 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
 )
 
 from swarm.errors import BadManifest
-from swarm.protocol.digests import DIGEST_BYTES, Buffer, digest_of
+from swarm.protocol.contributed import Sources, packed_sources, sources_from
+from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.invitation import Invitation, Used, as_plain
 
 PeerId = str
@@ -205,52 +204,6 @@ class Head:
         )
 
 
-Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
-
-
-def _packed_sources(sources: Sources, contributors: tuple[PeerId, ...]) -> dict[Unit, object]:
-    """Sources as JSON has them: of units to which all contribute, the digests alone, in base64."""
-    packed: dict[Unit, object] = {}
-    for unit, values in sources.items():
-        packed[unit] = values
-        peers, digests = zip(*values, strict=True) if values else ((), ())
-        if peers and peers == contributors:
-            joined = "".join(digests)
-            if len(joined) == 2 * DIGEST_BYTES * len(peers) and (plain := _from_hex(joined)):
-                packed[unit] = b64encode(plain).decode()
-    return packed
-
-
-def _from_hex(digits: str) -> bytes | None:
-    """The bytes of hex digits in lower case; None for anything else."""
-    try:
-        plain = bytes.fromhex(digits)
-    except ValueError:
-        return None
-    return plain if plain.hex() == digits else None
-
-
-def _sources_from(packed: object, info: ValidationInfo) -> object:
-    """What `_packed_sources` made, unpacked; other things stay, to be judged by their type."""
-    contributors = info.data.get("contributors", ())
-    if not isinstance(packed, Mapping):
-        return packed
-    return {unit: _values_from(values, contributors) for unit, values in packed.items()}
-
-
-def _values_from(packed: object, contributors: tuple[PeerId, ...]) -> object:
-    if not isinstance(packed, str):
-        return packed
-    digests = b64decode(packed, validate=True)  # its error is a ValueError, so one of validation
-    if len(digests) != DIGEST_BYTES * len(contributors):
-        raise ValueError("not a digest for each contributor")
-    starts = range(0, len(digests), DIGEST_BYTES)
-    return tuple(
-        (peer, digests[start : start + DIGEST_BYTES].hex())
-        for peer, start in zip(contributors, starts, strict=True)
-    )
-
-
 @dataclass(frozen=True)
 class Manifest:
     """One agreed state of the run."""
@@ -272,7 +225,7 @@ class Manifest:
     members: Mapping[PeerId, Member]
     contributors: tuple[PeerId, ...]
     """Peers whose shared tensors are in the mean, in peer-id order."""
-    sources: Annotated[Sources, BeforeValidator(_sources_from)]
+    sources: Annotated[Sources, BeforeValidator(sources_from)]
     """Of each renewed unit: the offered values behind it, in peer-id order."""
     owners: Mapping[int, tuple[PeerId, ...]]
     """Owners of each expert in the next round, in peer-id order."""
@@ -300,7 +253,7 @@ class Manifest:
     def encoded(self) -> bytes:
         """Canonical JSON: the manifest's blob."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["sources"] = _packed_sources(self.sources, self.contributors)
+        content["sources"] = packed_sources(self.sources, self.contributors)
         return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
     @cached_property

@@ -8,8 +8,8 @@ from swarm.protocol.events import Record
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from swarm.protocol.messages import Accepted, Link
+from swarm.protocol.proofs import certified, linked
 from swarm.protocol.schemas import LinkSchema, RecordedVoteSchema, RecordSchema, parse
-from swarm.protocol.wire import certified, linked
 
 MAX_RECORD_BYTES = 5 * MAX_MANIFEST_BYTES
 

@@ -11,7 +11,6 @@ value: unknown keys, wrong types, names that could be file paths, sizes out of b
 
 from __future__ import annotations
 
-import json
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +25,10 @@ from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
     Accept,
     Accepted,
-    Certificate,
     Commit,
     Evidence,
     Header,
     Hello,
-    Link,
     Message,
     Offer,
     Prepare,
@@ -48,6 +45,7 @@ from swarm.protocol.offers import (
     known_offer,
     offers_in,
 )
+from swarm.protocol.proofs import MAX_PROOF_BYTES, decode_proof, encode_proof
 from swarm.protocol.schemas import (
     MAX_REASON_CHARACTERS,
     AcceptedSchema,
@@ -58,7 +56,6 @@ from swarm.protocol.schemas import (
     FrameSchema,
     HelloSchema,
     PrepareSchema,
-    ProofSchema,
     ProposeSchema,
     ReadySchema,
     ReducedSchema,
@@ -69,8 +66,6 @@ from swarm.protocol.schemas import (
 )
 
 MAX_MESSAGE_BYTES = 64 * 2**10
-MAX_PROOF_BYTES = 8 * 2**20
-"""Of 16 links at 1,024 members; a certificate of theirs has 420 kB, a head 60."""
 
 
 def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
@@ -242,7 +237,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
             return {
                 "manifest": attach(message.manifest),
                 "parent": attach(message.parent),
-                "proof": attach(_proof(message)),
+                "proof": attach(encode_proof(message)),
             }
         case Prepare():
             body = {}
@@ -264,42 +259,6 @@ def _vote(
         "manifest": attach(accepted.manifest),
         "evidence": attach(accepted.evidence),
     }
-
-
-def certified(certificate: Certificate | None) -> dict[str, Any] | None:
-    """A certificate as JSON."""
-    if certificate is None:
-        return None
-    return {
-        "ballot": certificate.ballot._asdict(),
-        "signatures": {peer: signature_text(s) for peer, s in certificate.signatures.items()},
-    }
-
-
-def _proof(commit: Commit) -> bytes:
-    return canonical(
-        {"certificate": certified(commit.certificate), "path": [*map(linked, commit.path)]}
-    )
-
-
-def linked(link: Link) -> dict[str, Any]:
-    """A link of a proof as JSON."""
-    return {
-        "head": json.loads(link.head.encoded),
-        "certificate": certified(link.certificate),
-        "parent": link.parent and json.loads(link.parent.encoded),
-    }
-
-
-def decode_proof(encoded: Buffer) -> tuple[Certificate | None, tuple[Link, ...]]:
-    """Certificate and path of a COMMIT, from bytes that are not trusted.
-
-    Raises:
-        BadMessage: not of the schema.
-    """
-    proof = parse(ProofSchema, encoded, "proof")
-    certificate = proof.certificate.value() if proof.certificate else None
-    return certificate, tuple(link.value() for link in proof.path)
 
 
 def _frame(payload: Buffer) -> FrameSchema:

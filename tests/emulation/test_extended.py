@@ -10,8 +10,8 @@ from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.extended import EXTENDED, draw
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS, EXTENDED_MUTANTS
 from swarm.emulation.simulator.faults import CALM_TIMERS
-from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.schedule import build, play, run_schedule
+from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import FOUNDING_GENERATION

@@ -8,10 +8,10 @@ import pytest
 from swarm.config import MergingConfig
 from swarm.emulation.simulator.cast import Cast, Character, Setup
 from swarm.emulation.simulator.faults import CALM_TIMERS, Scenario
-from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.schedule import build, play
+from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import FOUNDING_GENERATION
 from swarm.protocol.rounds import RoundMachine, Rules

@@ -26,9 +26,10 @@ from swarm.protocol.messages import (
     Link,
     Signature,
 )
+from swarm.protocol.proofs import certified, linked
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain, Foothold
-from swarm.protocol.wire import certified, encode, linked
+from swarm.protocol.wire import encode
 from tests.network.test_inbound import Desk
 from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_moments import next_round

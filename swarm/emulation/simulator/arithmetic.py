@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Merged, mean_of
+from swarm.emulation.simulator.violation import Violation, short
 from swarm.experts import expert_unit
 from swarm.protocol.events import MergeComputed, Reduce, UnitReduced
 from swarm.protocol.manifest import Digest, Manifest, PeerId

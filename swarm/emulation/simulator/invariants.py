@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.electing import check_votes
 from swarm.emulation.simulator.ledger import Ledger
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
+from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.events import Record
@@ -28,28 +30,6 @@ from swarm.protocol.trust import reform_electors
 from swarm.protocol.weights import weights
 
 DECIDED = (Kind.QUORUM, Kind.MERGE)
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
-
-    def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
-
-
-def require(condition: bool, invariant: str, text: str) -> None:
-    """Raises a `Violation` unless the condition holds."""
-    if not condition:
-        raise Violation(invariant, text)
-
-
-def short(manifest: Manifest) -> str:
-    """A manifest's name in traces and messages."""
-    return (
-        f"{manifest.kind.value}@{manifest.height}/r{manifest.round}"
-        f"[{manifest.generation[:6]}:{manifest.digest[:6]}]"
-    )
 
 
 class Invariants:
@@ -299,7 +279,7 @@ class Invariants:
         )
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
-        self._check_votes(manifest, parent)
+        check_votes(manifest, parent)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
@@ -342,21 +322,6 @@ class Invariants:
                 "I12",
                 f"{short(manifest)}: {peer} has not offered {values_of} with {work} tokens",
             )
-
-    def _check_votes(self, manifest: Manifest, parent: Manifest) -> None:
-        """Votes are given few at a time to who has worked, and the young stay few [R7]."""
-        staying = manifest.voters & parent.voters
-        new = manifest.voters - parent.voters - {manifest.founding.founder}
-        is_small, most = len(staying) < 8, max(1, len(staying) // 10)
-        young = [p for p in manifest.voters if manifest.members[p].counted < 50]
-        earned = all(manifest.members[p].counted >= (1 if is_small else 10) for p in new)
-        few = is_small or not new or 4 * len(young) < len(manifest.voters)
-        require(
-            not staying or (earned and few and len(new) <= most),
-            "V1",
-            f"{short(manifest)}: {sorted(new)} vote now, {sorted(young)} are young, "
-            f"{len(staying)} voted before",
-        )
 
     def _check_sources(
         self,

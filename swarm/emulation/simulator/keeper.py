@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.invariants import Violation
+from swarm.emulation.simulator.violation import Violation
 from swarm.experts import expert_unit
 from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.moments import (

@@ -11,7 +11,6 @@ from swarm.emulation.simulator.arithmetic import average, merge
 from swarm.emulation.simulator.cast import Character, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Fetcher, Get
-from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
@@ -19,6 +18,7 @@ from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer, taken_up
+from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Apply,

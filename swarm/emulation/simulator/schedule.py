@@ -9,8 +9,8 @@ from random import Random
 from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.faults import Mix, Scenario, draw
 from swarm.emulation.simulator.hostile import ALL_CLASSES
-from swarm.emulation.simulator.invariants import Violation, short
 from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.violation import Violation, short
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import Kind, Manifest
 

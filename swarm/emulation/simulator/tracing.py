@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.emulation.simulator.invariants import short
+from swarm.emulation.simulator.violation import short
 from swarm.protocol.events import Apply, Effect, Fetch, Keep, Persist, Reason, Send, Sync
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.messages import Message

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.emulation.simulator.disk import Disk, PrivateState, Progress
-from swarm.emulation.simulator.invariants import Violation
 from swarm.emulation.simulator.values import Trained, Values
+from swarm.emulation.simulator.violation import Violation
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units, still_late
 from swarm.protocol.dealing import Stretches, num_samples, split

@@ -71,8 +71,7 @@ class Convener(Collector):
 
     def _advance_reducing(self, campaign: Campaign) -> None:
         plan = campaign.plan
-        assert plan is not None
-        if any(unit not in campaign.results for unit in plan.reducers):
+        if plan is None or any(unit not in campaign.results for unit in plan.reducers):
             return
         evidence = Evidence(
             campaign.grounds.shown(self.tip),
@@ -82,13 +81,11 @@ class Convener(Collector):
         )
         brought = Brought(campaign.leaving, campaign.invitations)
         manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
-        self._propose(
-            campaign,
-            manifest,
-            evidence,
+        why = (
             f"{len(plan.sources)} units of {len(plan.offers)} peers, "
-            f"{len(plan.reducers)} averaged in {self._now - campaign.stage_at:.1f} s",
+            f"{len(plan.reducers)} averaged in {self._now - campaign.stage_at:.1f} s"
         )
+        self._propose(campaign, manifest, evidence, why)
 
     def _tick_reducing(self, campaign: Campaign) -> None:
         """A new roster without those that hold the round up, once T_red is over [C4].
