@@ -41,7 +41,7 @@ from swarm.network.identity import (
     peer_id_of,
     verify,
 )
-from swarm.network.inbound import BYTES_A_SIGNATURE, MANY
+from swarm.network.inbound import MANY
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
 from swarm.protocol.adoption import due_units
@@ -559,7 +559,7 @@ def summary(
 
     Control bytes are what another peer than the convener sends and gets in a round, in messages.
     """
-    is_large = (swarm.num_peers // 2 + 1) * BYTES_A_SIGNATURE > LARGE_BYTES
+    is_large = swarm.num_peers // 2 + 1 > MANY
     on_loop = [
         (row["ms"], row["decision"])
         for row in decisions

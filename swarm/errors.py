@@ -23,7 +23,8 @@ SwarmError (1)
 ├── NetworkDown (9)            libp2p's daemon did not start, or died again and again
 ├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 ├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
-└── DoesNotFit (12)            a plan needs more disk or memory than a machine has
+├── DoesNotFit (12)            a plan needs more disk or memory than a machine has
+└── InvitationError (13)       an invitation is damaged, or lets nobody into this run
 """
 
 from __future__ import annotations

@@ -96,7 +96,10 @@ def settled(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
 
 def invented(manifest: Manifest, parent: Manifest, me: str) -> Manifest:
     """One more has contributed, with values of the forger's making and the weight of a round."""
-    ghost = next(peer for peer in parent.members if peer not in manifest.contributors)
+    ghosts = [peer for peer in parent.members if peer not in manifest.contributors]
+    if not ghosts:
+        return heavier(manifest, parent, me)
+    ghost = ghosts[0]
     offers = {**offers_of(manifest, parent), ghost: make_offer(RULES, ghost, parent)}
     return composed(manifest, parent, offers)
 

@@ -23,7 +23,6 @@ from swarm.protocol.messages import (
     Message,
     Ready,
     Roster,
-    Signature,
     ready_statement,
 )
 from swarm.protocol.wire import encode
@@ -102,7 +101,7 @@ def test_commits_of_a_stranger_cost_two_megabytes_at_once_and_no_disk(
     assert victim.received_from(attacker) == 0
     ready = Ready(Ballot(0, victim.node.peer_id), make_offer(RULES, member.peer_id, tip), None, 1.0)
     statement = ready_statement(RUN, tip.digest, ready.declared.declaration)
-    signature = Signature(member.identity.public_key, member.identity.sign(statement))
+    signature = member.identity.sign(statement)
     payload, attachments = encode(header_of(tip), replace(ready, signature=signature))
     for digest, blob in attachments.items():
         sent.put(blob, digest)

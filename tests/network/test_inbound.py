@@ -225,7 +225,7 @@ def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
     declared = signed_ready(identities[peer], None).declared
     threads: list[int] = []
     for number in (1, inbound.MANY + 1):
-        evidence = Evidence({f"P{k}": declared for k in range(number)}, (), TIP.digest, ())
+        evidence = Evidence({"P" + "x" * k: declared for k in range(number)}, (), TIP.digest, ())
         manifest = replace(successor(TIP), parent=HEADER.tip, round=number)
         message = Propose(Ballot(0, "A"), manifest, (), evidence)
         payload, desk.downloads.blobs = encode(HEADER, message)

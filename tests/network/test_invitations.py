@@ -9,7 +9,15 @@ from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import verified
 from swarm.network.invitations import invite, is_signed
 from swarm.protocol.invitation import Invitation, as_text, from_text
-from swarm.protocol.messages import Accepted, Ballot, Header, Message, Propose, Ready
+from swarm.protocol.messages import (
+    Accepted,
+    Ballot,
+    Header,
+    Message,
+    Propose,
+    Ready,
+    ready_statement,
+)
 from tests.protocol.round_pump import found, make_rules
 
 RUN = "run-1"
@@ -32,12 +40,21 @@ def messages_with(invitation: Invitation) -> list[Message]:
     ]
 
 
+def signed_by(identity: Identity, message: Message) -> Message:
+    """The message as this peer sends it."""
+    if not isinstance(message, Ready):
+        return message
+    statement = ready_statement(RUN, HEADER.tip, message.declared.declaration)
+    return replace(message, signature=identity.sign(statement))
+
+
 def test_what_an_anchor_signed_is_taken(anchor: Identity) -> None:
     invitation = from_text(as_text(invite(anchor, RUN, uses=3, last_round=7)))
     assert is_signed(invitation)
     assert (invitation.run, invitation.uses, invitation.last_round) == (RUN, 3, 7)
     for message in messages_with(invitation):
-        assert verified(HEADER, message, "B", RUN) == message
+        message = signed_by(anchor, message)
+        assert verified(HEADER, message, anchor.peer_id, RUN) == message
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_a_manifest_without_its_quorums_certificate_is_not_the_tip(
     announced = guest.find(None, WAIT_S)
     seen = guest.look(lonely.id, WAIT_S)
     lonely.votes = {"X": bytes(64)}
-    with pytest.raises(NobodyReachable, match="0 of the 1 members of height 0"):
+    with pytest.raises(NobodyReachable, match="0 of the 1 voters of height 0"):
         guest.tip(announced, seen.peers, WAIT_S)
     assert guest._node.traffic.refused["no_proof"] == 1
 

@@ -12,7 +12,7 @@ from peers.agreement import require_admission
 from peers.invite import hours_of
 from peers.invite import main as swarm_invite
 from peers.option_values import invitation_given
-from peers.state_directory import write_whole
+from swarm import durable
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
@@ -34,7 +34,7 @@ def state_of(folder: Path, founder: str | None = None) -> tuple[Path, Manifest]:
     run = folder / "runs" / RUN
     run.mkdir(parents=True)
     RecordFile(run / "record").write(Record(tip, None, None))
-    write_whole(folder / "current_run", f"{RUN}\n".encode())
+    durable.write_file(folder / "current_run", f"{RUN}\n".encode())
     events = [{"event": "applied", "round": n, "time": 100.0 * n} for n in range(10, 41)]
     lines = [json.dumps(event) for event in events] + ['{"torn']
     (run / "events.jsonl").write_text("\n".join(lines))

@@ -207,7 +207,7 @@ def test_each_lie_of_a_convener_is_found_by_what_was_signed(what: str) -> None:
 def test_who_declared_to_leave_is_let_go_and_with_its_wish_only() -> None:
     leaves = {**TRUE.declared, "D": replace(TRUE.declared["D"], leave=True)}
     evidence = replace(TRUE, declared=leaves).evidence()
-    gone = replace(TRUE, wishes={"D": Wish("key", "signed")}).manifest()
+    gone = replace(TRUE, wishes={"D": "signed"}).manifest()
     assert problem_of(gone, evidence) is None
     assert problem_of(TRUE.manifest(), evidence)
     assert problem_of(replace(gone, wishes={}), evidence)

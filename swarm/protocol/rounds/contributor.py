@@ -129,15 +129,20 @@ class Contributor(Adopter):
                 self._tell_why_outside()
 
     def _tell_why_outside(self) -> None:
-        """Says once a tip why nobody will take this peer in; the others need not be asked."""
+        """Says once a tip what is wrong with its invitation; no other peer will."""
         shown = {self.me: self.invitation} if self.invitation else {}
         rules = self.rules
         guests = Guests.of(self.tip, shown, run=rules.run, is_open=rules.is_open)
-        if not guests.may_come(self.me) and not self._has_told_outside:
-            self._has_told_outside = True
-            self._explain(
-                Topic.ADMISSION,
-                f"this run takes in peers that were invited, and this one is not: "
-                f"{guests.problem(self.me)}; ask an anchor for what swarm-invite prints, and pass "
-                "it on with --invitation",
+        problem = guests.problem(self.me)
+        is_as_expected = problem is None or (guests.may_come(self.me) and not self.invitation)
+        if is_as_expected or self._has_told_outside:
+            return
+        self._has_told_outside = True
+        if guests.may_come(self.me):
+            text = f"this peer comes as a trainee, without a vote: {problem}"
+        else:
+            text = (
+                f"this run takes in peers that were invited, and this one is not: {problem}; ask "
+                "an anchor for what swarm-invite prints, and pass it on with --invitation"
             )
+        self._explain(Topic.ADMISSION, text)
