@@ -122,6 +122,28 @@ def on_trial(members: Mapping[PeerId, Member]) -> tuple[PeerId, ...]:
     return tuple(peer for peer, member in members.items() if member.counted < TRIAL_ROUNDS)
 
 
+def steadiest(
+    members: Mapping[PeerId, Member], peers: Collection[PeerId], setbacks: int, *, seed: str
+) -> frozenset[PeerId]:
+    """With whom a round goes on that had to begin anew, since trainees were missed in it [C4].
+
+    However many keys vanish one after the other, a campaign begins anew a few times only: voters
+    stay, of the trainees after the first setback those that most rounds have counted, a quarter,
+    then a quarter of these, and so on. What the others trained comes later, as experts [O2].
+
+    Args:
+        members: of the tip.
+        peers: that have offered and were not missed.
+        setbacks: how often the round has begun anew without trainees.
+        seed: of the order among those that were counted equally often.
+    """
+    voters = {peer for peer in peers if peer in members and members[peer].votes}
+    trainees = [peer for peer in peers if peer in members and peer not in voters]
+    trainees.sort(key=lambda peer: (-members[peer].counted, turn(seed, peer), peer))
+    kept = len(trainees) >> (2 * max(0, setbacks - 1))
+    return frozenset([*voters, *trainees[:kept]] or peers)
+
+
 def why_no_vote(manifest: Manifest, peer: PeerId, *, is_open: bool) -> str | None:
     """What a trainee lacks to vote; None for voters and strangers."""
     member = manifest.members.get(peer)

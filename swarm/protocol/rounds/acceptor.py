@@ -28,7 +28,21 @@ class Acceptor(Contributor):
             return f"attempt {ballot.attempt} is not its sender's"
         if self._is_distrusted(source):
             return "it has proposed at this height what cannot follow the tip"
-        return self._attempt_problem(source, ballot)
+        return self._attempt_problem(source, ballot) or self._turn_problem(source, ballot)
+
+    def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+        """Why it is others' turn: this peer has voted for what the same convener proposed [A7].
+
+        Without this, one that takes votes and never announces what they decide would come back each
+        time before its successors, and hold the height up for ever.
+        """
+        vote = self.record.accepted
+        if source == self.me or vote is None or vote.ballot.convener != source:
+            return None
+        others = max((a for peer, a in self._claims.items() if peer != source), default=0)
+        if ballot.attempt <= vote.ballot.attempt or others > vote.ballot.attempt:
+            return None
+        return f"its attempt {vote.ballot.attempt} had this peer's vote: others convene next"
 
     def _attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""

@@ -76,6 +76,8 @@ class Campaign:
     """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""
+    setbacks: int = 0
+    """How often a roster was given up because trainees were missed."""
     relieved: set[PeerId] = field(default_factory=set)
     """Reducers whose units were given to others [C4]."""
     quorum_offered_at: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
@@ -29,6 +30,7 @@ from swarm.protocol.rounds.closing import (
 from swarm.protocol.rounds.composition import compose_merge
 from swarm.protocol.rounds.merger import Merger
 from swarm.protocol.rounds.rosters import plan_roster
+from swarm.protocol.voting import steadiest
 
 
 class Collector(Merger):
@@ -286,11 +288,15 @@ class Collector(Merger):
             since = campaign.silent_since.get(peer, since)
         return campaign.seen.get(peer, since)
 
+    def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
+        """Of those that have offered, with whom the roster is closed [C4]."""
+        return steadiest(self.tip.members, peers, setbacks, seed=self.tip.digest)
+
     def _close_roster(self, campaign: Campaign, why: str) -> None:
         """Fixes whose offers are averaged; nothing was proposed yet, so this may be repeated."""
-        offers = {
-            peer: offer for peer, offer in campaign.offers.items() if peer not in campaign.excluded
-        }
+        able = campaign.offers.keys() - campaign.excluded.keys()
+        kept = self._kept_after(able, campaign.setbacks)
+        offers = {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
         # Who vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self._gone
         campaign.plan = plan_roster(self.tip, offers, self.rules, unable)

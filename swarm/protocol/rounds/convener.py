@@ -113,6 +113,7 @@ class Convener(Collector):
             return
         age_s = self._now - campaign.stage_at
         campaign.excluded |= bad
+        campaign.setbacks += any(peer not in self._electorate() for peer in bad)
         for peer, why in bad.items():
             self._explain(
                 Topic.ROUND,
