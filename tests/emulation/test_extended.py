@@ -53,6 +53,7 @@ CAUGHT = {
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",
     "dealt_anew_at_reform": "N:23",
+    "all_are_kept": "V:31000027",
     "vote_at_once": "V:0",
     "all_that_have_earned_it": "V:0",
     "any_number_is_young": "V:1",

@@ -13,6 +13,7 @@ CAUGHT_BY_SCHEDULE = {
     "anybody_signs": "P:9",
     "any_proof": "P:2",
     "any_attempt": "P:20",
+    "returns_at_once": "P:31000026",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes P --mutant NAME`."""

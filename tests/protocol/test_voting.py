@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.protocol.manifest import SEASONED_ROUNDS, Member
-from swarm.protocol.voting import FEW, TRIAL_ROUNDS, why_no_vote, with_voters
+from swarm.protocol.voting import FEW, TRIAL_ROUNDS, steadiest, why_no_vote, with_voters
 from tests.protocol.test_membership import parent_of
 
 OLD = Member(0, 1.0)
@@ -99,3 +99,15 @@ def test_a_trainee_is_told_what_it_lacks() -> None:
     assert said(3, 0) == "this peer has no vote yet: 0 of 1 rounds have counted it"
     full = said(8, 12, young=2)
     assert "10 of 10" in full and "only 0 trainees" in full and "of which 2 are young" in full
+
+
+def test_a_round_that_trainees_hold_up_goes_on_with_fewer_of_them_each_time() -> None:
+    members = swarm(3, **{f"t{index:02}": index % 10 for index in range(40)})
+    kept = [steadiest(members, members, setbacks, seed="s") for setbacks in range(5)]
+    voters = {peer for peer, member in members.items() if member.votes}
+    assert kept[0] == kept[1] == members.keys(), "who was missed is left out, the others stay"
+    assert [len(peers - voters) for peers in kept] == [40, 40, 10, 2, 0]
+    assert all(voters <= peers for peers in kept)
+    assert all(members[peer].counted >= 7 for peer in kept[2] - voters), "those that have worked"
+    only_trainees = members.keys() - voters
+    assert steadiest(members, only_trainees, 9, seed="s") == only_trainees

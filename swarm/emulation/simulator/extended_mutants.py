@@ -169,6 +169,11 @@ class _DealtAnewAtReform(Rules):
         return self.next_book(book, {}, quotas)
 
 
+class _AllAreKept(RoundMachine):
+    def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
+        return peers
+
+
 class _VoteAtOnce(Rules):
     def with_voters(
         self,
@@ -298,6 +303,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
     "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
+    "all_are_kept": Mutant("C4: keys that vanish cost a few rosters", Cast(_AllAreKept)),
     "vote_at_once": Mutant("R7: a vote is earned", _under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", _under(_AllThatHaveEarnedIt)

@@ -131,7 +131,7 @@ class Invariants:
         self._check_owners(manifest)
         if manifest.kind is Kind.REFORM:
             self._check_reform(manifest, parent)
-            self._book_keeping(manifest)
+            self._book_keeping(manifest, parent)
             return
         require(
             manifest.generation == parent.generation and manifest.lineage == parent.lineage,
@@ -149,10 +149,10 @@ class Invariants:
             self._check_merge(manifest, parent)
         else:
             self._check_round(manifest, parent)
-        self._book_keeping(manifest)
+        self._book_keeping(manifest, parent)
 
-    def _book_keeping(self, manifest: Manifest) -> None:
-        problem = self._ledger.enter(manifest)
+    def _book_keeping(self, manifest: Manifest, parent: Manifest) -> None:
+        problem = self._ledger.enter(manifest, parent, self.liar)
         require(problem is None, "T1", f"{short(manifest)}: {problem}")
 
     def _require_blobs(

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from swarm.emulation.simulator.values import Values
 from swarm.experts import expert_of_unit
-from swarm.protocol.dealing import Stretches, num_samples
-from swarm.protocol.manifest import Digest, Kind, Manifest
+from swarm.protocol.dealing import Stretches, num_samples, split
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.rounds import Rules
 
 
@@ -22,15 +22,19 @@ class Ledger:
         self.values = values
         self._counted: dict[Digest, Stretches] = {founding.digest: ()}
 
-    def enter(self, manifest: Manifest) -> str | None:
+    def enter(self, manifest: Manifest, parent: Manifest, liar: PeerId | None) -> str | None:
         """Enters a manifest whose parent was entered; says what is wrong with its samples.
 
         What was counted, the holes and what is dealt are together each sample before the cursor,
-        once.
+        once. What a liar says that it has read of its deal is taken for read.
         """
         counted = [*self._counted[manifest.parent or ""]]
         if manifest.kind is Kind.QUORUM:
             for peer in manifest.contributors:
+                if peer == liar:
+                    samples = manifest.work[peer] // self.rules.sequence_length
+                    counted += split(parent.dealt[peer], samples)[0]
+                    continue
                 read = self._read(manifest, peer)
                 if num_samples(read) * self.rules.sequence_length != manifest.work[peer]:
                     return f"{peer} read {read}, and counts {manifest.work[peer]} tokens"

@@ -14,7 +14,7 @@ from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.messages import Commit, Evidence, Header, Message
+from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.checks import successor_problem
 
@@ -42,6 +42,11 @@ class _AnyAttempt(RoundMachine):
         return None
 
 
+class _ReturnsAtOnce(RoundMachine):
+    def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+        return None
+
+
 _P = cast(LyingMix, LYING["P"])
 CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
 """A liar alone; whoever believes it shows it soon."""
@@ -61,4 +66,5 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     "any_attempt": Mutant(
         "A5: one message does not use up the ballots", Cast(_AnyAttempt), CALM_LIES
     ),
+    "returns_at_once": Mutant("A7: whoever had a vote lets others convene", Cast(_ReturnsAtOnce)),
 }

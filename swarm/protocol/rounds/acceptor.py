@@ -17,6 +17,7 @@ class Acceptor(Contributor):
     def _forget_height(self) -> None:
         super()._forget_height()
         self._claims = {self.me: self._promised().attempt}  # that members have named [A5]
+        self._passed_over = 0  # the highest attempt that was refused as out of turn [A7]
 
     def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Only voters convene, under their own name, and attempt 0 is the first convener's."""
@@ -39,9 +40,12 @@ class Acceptor(Contributor):
         vote = self.record.accepted
         if source == self.me or vote is None or vote.ballot.convener != source:
             return None
-        others = max((a for peer, a in self._claims.items() if peer != source), default=0)
-        if ballot.attempt <= vote.ballot.attempt or others > vote.ballot.attempt:
+        # Whoever convenes now has the time that it is given [K1]; all others have it in turn.
+        places = 1 if self._convener() != source else len(self._electorate())
+        limit_s = self.timers.heartbeat_s * (1 + places)
+        if ballot.attempt <= vote.ballot.attempt or self._now - self._convener_at > limit_s:
             return None
+        self._passed_over = max(self._passed_over, ballot.attempt)
         return f"its attempt {vote.ballot.attempt} had this peer's vote: others convene next"
 
     def _attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:

@@ -88,7 +88,9 @@ class Collector(Merger):
                 self._note_ballot(ready.ballot)
             return
         if source in self._electorate() and ready.ballot > campaign.ballot:
-            self._note_ballot(ready.ballot)
+            # What is out of turn here deposes nobody: its convener would refuse all others [A7].
+            if not self._turn_problem(ready.ballot.convener, ready.ballot):
+                self._note_ballot(ready.ballot)
             return
         self._take_ready(campaign, source, ready)
         self._advance_campaign()

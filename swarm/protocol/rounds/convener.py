@@ -305,7 +305,7 @@ class Convener(Collector):
     def _next_ballot(self) -> Ballot:
         """Higher than everything seen or promised at this height [K1]."""
         highest = max(self._promised(), self._top or self._promised())
-        return Ballot(highest.attempt + 1, self.me)
+        return Ballot(max(highest.attempt, self._passed_over) + 1, self.me)
 
     # ------------------------------------------------------------ time
 
