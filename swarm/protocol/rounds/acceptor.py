@@ -10,6 +10,10 @@ from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.state import Proposal
 
+MAX_PROPOSALS = 2
+"""Different ones of one convener, one after the other, that a member takes up at one height [A7].
+The second may lack the sources that the first was waiting for [C6]."""
+
 
 class Acceptor(Contributor):
     """Votes. Only voters of the tip do; trainees and joiners fetch proposals but stay silent."""
@@ -32,21 +36,31 @@ class Acceptor(Contributor):
         return self._attempt_problem(source, ballot) or self._turn_problem(source, ballot)
 
     def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
-        """Why it is others' turn: this peer has voted for what the same convener proposed [A7].
+        """Why it is others' turn: this one's proposals had a vote, or their time, in vain [A7].
 
         Without this, one that takes votes and never announces what they decide would come back each
         time before its successors, and hold the height up for ever.
         """
-        vote = self.record.accepted
-        if source == self.me or vote is None or vote.ballot.convener != source:
+        had = self._what_it_had(source)
+        if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
         # Whoever convenes now has the time that it is given [K1]; all others have it in turn.
         places = 1 if self._convener() != source else len(self._electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
-        if ballot.attempt <= vote.ballot.attempt or self._now - self._convener_at > limit_s:
+        if self._now - self._convener_at > limit_s:
             return None
         self._passed_over = max(self._passed_over, ballot.attempt)
-        return f"its attempt {vote.ballot.attempt} had this peer's vote: others convene next"
+        return f"{had[1]}: others convene next"
+
+    def _what_it_had(self, convener: PeerId) -> tuple[int, str] | None:
+        """With which attempt a convener had its chance at this height; None if it has one yet."""
+        vote = self.record.accepted
+        if vote and vote.ballot.convener == convener:
+            return vote.ballot.attempt, f"its attempt {vote.ballot.attempt} had this peer's vote"
+        reign = self._reign
+        if self._convener() == convener and len(reign.proposals) >= MAX_PROPOSALS:
+            return reign.last_attempt, f"{len(reign.proposals)} proposals of it came to nothing"
+        return None
 
     def _attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""
@@ -150,6 +164,8 @@ class Acceptor(Contributor):
         return proposal_problem(manifest, evidence, self.tip, self.rules, due=due)
 
     def _take_up_proposal(self, propose: Propose) -> None:
+        self._reign.proposals.add(propose.manifest.digest)
+        self._reign.last_attempt = propose.ballot.attempt
         self._cancel_fetch(Purpose.PROPOSAL, self._proposal)
         self._proposal = Proposal(
             propose.manifest,

@@ -58,7 +58,7 @@ class Forks(Adopter):
 
     def _end_listening(self) -> None:
         self._listen_until = None
-        self._top_since = self._convener_at = self._now
+        self._top_since = self._convener_at = self._reign.since = self._now
         self._begin_height()
 
     def _have_spoken(self) -> bool:

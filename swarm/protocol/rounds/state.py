@@ -88,6 +88,19 @@ class CatchUp(Pursuit):
     commit: Commit
 
 
+@dataclass
+class Reign:
+    """The attempts that one convener has begun at one height, one after the other [K1, A7]."""
+
+    since: float
+    attempt: int
+    """The first."""
+    last_attempt: int = 0
+    """With a proposal."""
+    proposals: set[Digest] = field(default_factory=set)
+    """What this peer has taken up of them."""
+
+
 class MachineState(ABC):
     """State of one peer; the roles are subclasses that together make the `RoundMachine`.
 
@@ -175,6 +188,7 @@ class MachineState(ABC):
         self._somebody_is_ahead = False
         self._was_deaf = False  # in the last campaign that it gave up [C7]
         self._top: Ballot | None = None
+        self._reign = Reign(self._now, 0)
         self._offer: Offer | None = None
         self._offered_at: float | None = None  # with shared tensors
         self._merged: dict[Unit, ReducedUnit] | None = None

@@ -6,6 +6,7 @@ from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Ballot, Hello
 from swarm.protocol.rounds.convener import Convener
+from swarm.protocol.rounds.state import Reign
 
 
 class Takeover(Convener):
@@ -15,6 +16,8 @@ class Takeover(Convener):
         """Remembers the highest ballot; a convener that was overtaken steps down [C7]."""
         if self._top is not None and ballot <= self._top:
             return
+        if self._top is None or self._top.convener != ballot.convener:
+            self._reign = Reign(self._now, ballot.attempt)
         self._top = ballot
         self._top_since = self._convener_at = self._now
         if self._campaign and self._campaign.ballot < ballot:
@@ -66,7 +69,7 @@ class Takeover(Convener):
         place = self._place_after_convener()
         silence_limit_s = self._silence_limit_s(convener) * (1 + place)
         age_limit_s = timers.attempt_limit_s(attempt) + timers.heartbeat_s * place
-        vain = self._why_in_vain(attempt, place)
+        vain = self._why_in_vain(place)
         if silent_s <= silence_limit_s and age_s <= age_limit_s and not vain:
             return None
         if self._is_busy_catching_up():
@@ -84,7 +87,7 @@ class Takeover(Convener):
         """Silence after which a convener is replaced by the member after it."""
         return self.timers.poll_s if convener in self._gone else self.timers.heartbeat_s
 
-    def _why_in_vain(self, attempt: int, place: int) -> str | None:
+    def _why_in_vain(self, place: int) -> str | None:
         """Why the present proposal will not be decided: a part of it cannot be had [K1].
 
         Its convener may have what nobody else can fetch, or what all others refuse, and an attempt
@@ -93,9 +96,11 @@ class Takeover(Convener):
         proposal = self._proposal
         if proposal is None or not proposal.missing:
             return None
-        # Under a new ballot its convener gets the time anew, else two would depose each other.
-        stuck_s = self._now - max(proposal.progress_at, self._top_since)
-        limit_s = self.timers.proposal_limit_s(attempt) + self.timers.heartbeat_s * place
+        # Another convener gets the time anew, else two would depose each other; the same one does
+        # not, or it could go on for ever.
+        stuck_s = self._now - max(proposal.progress_at, self._reign.since)
+        limit_s = self.timers.proposal_limit_s(self._reign.attempt)
+        limit_s += self.timers.heartbeat_s * place
         if stuck_s <= limit_s:
             return None
         return (
