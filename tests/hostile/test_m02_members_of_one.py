@@ -253,3 +253,23 @@ def test_a_wish_of_somebody_that_stays_is_refused() -> None:
     assert successor_problem(tip, parent, RULES, due=False) is None
     wished = replace(tip, wishes={"B": ""})
     assert successor_problem(wished, parent, RULES, due=False)
+
+
+def test_a_convener_that_takes_votes_and_announces_nothing_is_replaced() -> None:
+    """It came back before its successors each time, so there was no round for minutes."""
+
+    class Silent(RoundMachine):
+        def _is_chosen(self, campaign: Campaign) -> bool:
+            return False
+
+    pump = start_swarm("ABCD", RULES)
+    pump.run_to_height(2)
+    forger = pump.nodes["A"].machine.tip.order[0]
+    pump.nodes[forger].machine.__class__ = Silent
+    honest = "".join(sorted(pump.nodes.keys() - forger))
+    began_s = pump.now
+    height = pump.nodes[honest[0]].machine.tip.height
+    pump.run_to_height(height + 1, honest, within_s=200.0)
+    assert pump.now - began_s < pump.timers.attempt_limit_s(0) + 5 * pump.timers.heartbeat_s
+    refusals = "".join(reason.text for peer in honest for reason in pump.nodes[peer].reasons)
+    assert "its attempt 0 had this peer's vote: others convene next" in refusals
