@@ -10,9 +10,9 @@ from swarm.emulation.simulator.schedule import run_schedule
 
 CAUGHT_BY_SCHEDULE = {
     "nothing_is_shown": "P:2",
-    "anybody_signs": "P:9",
+    "anybody_signs": "P:2",
     "any_proof": "P:2",
-    "any_attempt": "P:20",
+    "any_attempt": "P:23",
     "returns_at_once": "P:31000026",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
