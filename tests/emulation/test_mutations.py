@@ -49,7 +49,7 @@ CAUGHT_BY_SCHEDULE = {
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
     "promise_in_memory": "B:548",
-    "promise_not_recorded": "C:92",
+    "promise_not_recorded": "C:109",
     "lowest_accepted": "A:581",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with

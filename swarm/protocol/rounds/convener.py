@@ -255,8 +255,7 @@ class Convener(Collector):
     def _signers(self, campaign: Campaign) -> list[PeerId]:
         """A smallest quorum among the votes, so that certificates stay small."""
         votes = sorted(peer for peer in campaign.accepts if peer in self._electorate())
-        wanted = len(self.tip.voters) // 2 + 1
-        return votes[:wanted]
+        return votes[: len(self.tip.voters) // 2 + 1]
 
     def _tick_voting(self, campaign: Campaign) -> None:
         """Blobs are missing here and T_vote is over: start anew without their sources [C6].
