@@ -1,11 +1,15 @@
 """S12: keys that join, train nothing or a little, and vanish cost no quorum; rounds go on."""
 
+from pathlib import Path
+
 import pytest
 
+from swarm.emulation.local_swarm import LocalSwarm
 from swarm.emulation.simulator.extended_mutants import EXTENDED_MUTANTS
 from swarm.emulation.simulator.schedule import run_schedule
 from tests.protocol.round_pump import Pump, start_swarm
 from tests.protocol.test_rounds_membership import join
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 KEYS = "WXYZ"
 
@@ -51,3 +55,35 @@ def test_fifty_keys_leave_no_gap_of_three_rounds(seed: int) -> None:
 )
 def test_each_rule_is_needed(mutant: str, seed: int) -> None:
     assert run_schedule("V", seed, cast=EXTENDED_MUTANTS[mutant].cast).violation is not None
+
+
+@pytest.mark.scenario
+def test_four_real_peers_that_join_idle_and_are_killed_hold_no_round_up(tmp_path: Path) -> None:
+    """T_reform is ten minutes here, so nothing but the quorum of the three can go on."""
+    run_file = write_run(tmp_path, ["run.rounds=400", "round.reform_after_s=600.0"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
+        swarm.start()
+        honest = swarm.peers[:3]
+        # Whoever is there when the run is founded votes at once.
+        swarm.wait_until(has_rounds(1), what="a round of the three", timeout_s=2 * ROUND_S)
+        swarm.program = "tests.hostile.idle_peer"
+        keys = [swarm.add(["--initial-peers", honest[0].join_address()]) for _ in KEYS]
+
+        def all_are_members(_: LocalSwarm) -> bool:
+            last = rounds(honest[0])[-1:]
+            return bool(last) and len(last[0]["members"]) == 7
+
+        swarm.wait_until(all_are_members, what="the keys", timeout_s=4 * ROUND_S)
+        ids = {peer_id(key) for key in keys}
+        for key in keys:
+            key.kill()
+        swarm.peers = honest
+        seen = max(rounds(peer)[-1]["round"] for peer in honest)
+        swarm.wait_until(has_rounds(seen + 4), what="rounds without keys", timeout_s=2 * ROUND_S)
+        histories = [rounds(peer) for peer in honest]
+    for history in histories:
+        assert {event["generation"] for event in history} == {"0"}
+        assert not any(ids & set(event["contributors"]) for event in history)
+    digests = [{event["height"]: event["digest"] for event in history} for history in histories]
+    common = set.intersection(*(set(each) for each in digests))
+    assert all(len({each[height] for each in digests}) == 1 for height in common)
