@@ -142,8 +142,8 @@ class Peer:
             if answer is not None:
                 return answer
         if driver and (trusted := asked_tip(payload, driver.machine.rules.run)):
-            return driver.commit_of_tip(trusted)
-        return b""
+            return driver.heads.commit_of_tip(trusted)
+        return await driver.heads.answer(source, payload) if driver else b""
 
     def serve(self, store: BlobStore) -> Downloads:
         """Makes a store's blobs available to others and returns what fetches into it."""

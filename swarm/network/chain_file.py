@@ -1,5 +1,7 @@
 """The chain of heads on disk: one link a line, appended before the record that ends with it.
 
+It is replaced as a whole when heads have come that it lacked.
+
 Layout of a line: 64 hex digits of BLAKE3 over the JSON, a blank, the link as canonical JSON. A line
 that does not match its digest is torn or was changed and is left out; whoever lacks links can prove
 less to others, and believes nothing more.
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from swarm import durable
 from swarm.errors import BadMessage
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
@@ -39,6 +42,10 @@ class ChainFile:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
+
+    def rewrite(self, links: Sequence[Link]) -> None:
+        """Puts these links in the place of all that are there, durably; raises OSError."""
+        durable.write_file(self.path, b"".join(_line(link) for link in links))
 
     def read(self) -> tuple[Link, ...]:
         """All links that are whole, oldest first; none if there is no file."""

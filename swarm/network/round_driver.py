@@ -23,6 +23,7 @@ from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmErr
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
 from swarm.network.draft import Draft
+from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
@@ -51,6 +52,7 @@ from swarm.protocol.events import (
     Persist,
     Reason,
     Reduce,
+    RewriteChain,
     Send,
     Stored,
     Sync,
@@ -64,7 +66,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import Commit, Header, Offer, ReducedUnit
+from swarm.protocol.messages import Offer, ReducedUnit
 from swarm.protocol.rounds import RoundMachine
 
 logger = logging.getLogger(__name__)
@@ -111,9 +113,9 @@ class RoundDriver:
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
             foothold=machine.foothold, judge=machine.foresee,
         )  # fmt: skip
-        self.refused = self.inbound.refused
         node.ledger.admit(*who_takes_part(machine.record))
-        self.outbound = Outbound(store)
+        self.refused, self.outbound = self.inbound.refused, Outbound(store)
+        self.heads = Heads(node, machine, self.outbound, self._inbox.put_nowait)
         self.reasons: deque[Reason] = deque(maxlen=64)
         self._actor = Tasks("the round driver", on_failure=self._fail)
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
@@ -219,6 +221,7 @@ class RoundDriver:
     async def _start(self) -> None:
         self._actor.spawn(self._run())
         self._actor.spawn(self._tick())
+        self._work.spawn(self.heads.complete())
 
     async def stop(self) -> None:
         """Ends all work of the driver; runs in the node's loop."""
@@ -266,6 +269,9 @@ class RoundDriver:
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
         self.node.ledger.admit(*who_takes_part(effect.record))
+
+    async def _rewrite_chain(self, effect: RewriteChain) -> None:
+        await self._patiently("chain of heads", self.record_file.chain.rewrite, effect.links)
 
     async def _send(self, effect: Send) -> None:
         try:
@@ -373,6 +379,7 @@ class RoundDriver:
 
     _actions: Mapping[type[Any], Callable[[RoundDriver, Any], Coroutine[Any, Any, None]]] = {
         Persist: _persist,
+        RewriteChain: _rewrite_chain,
         Send: _send,
         Fetch: _fetch,
         CancelFetch: _cancel_fetch,
@@ -386,13 +393,6 @@ class RoundDriver:
     }
 
     # ------------------------------------------------ for others
-
-    def commit_of_tip(self, trusted: Digest) -> bytes:
-        """The tip as a COMMIT, proved to a stranger that trusts this head, as far as can be."""
-        record = self.machine.record
-        tip, path = record.tip, self.machine.chain.proof(trusted)
-        header = Header(tip.code, tip.digest, tip.generation)
-        return self.outbound.encode(header, Commit(tip, record.certificate, record.parent, path))
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""

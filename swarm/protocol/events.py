@@ -147,6 +147,14 @@ class Discovered:
     peers: tuple[PeerId, ...]
 
 
+@dataclass(frozen=True)
+class HeadsFound:
+    """Members have sent heads that the chain lacked; wrong signatures were dropped from them."""
+
+    links: tuple[Link, ...]
+    """All of one gap, oldest first."""
+
+
 Event = (
     Tick
     | Received
@@ -161,6 +169,7 @@ Event = (
     | MergeComputed
     | LeaveAsked
     | Discovered
+    | HeadsFound
 )
 
 
@@ -193,6 +202,13 @@ class Persist:
 
     record: Record
     links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewriteChain:
+    """Make the whole chain of heads durable in the place of what was kept of it."""
+
+    links: tuple[Link, ...]
 
 
 class Send(NamedTuple):
@@ -289,6 +305,7 @@ class Reason:
 
 Effect = (
     Persist
+    | RewriteChain
     | Send
     | Fetch
     | CancelFetch

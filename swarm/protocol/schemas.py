@@ -55,6 +55,10 @@ RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Peers = Annotated[list[PeerText], Field(max_length=4096)]
 Height = Annotated[int, Field(ge=0, le=2**40)]
 Electors = Annotated[int, Field(ge=0, le=2**20)]
+CodeList = Annotated[
+    list[tuple[Height, tuple[Electors, Generation] | tuple[()]]],
+    Field(min_length=1, max_length=MAX_REFORMS + 1),
+]
 Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]
 """A reason of which each character takes one byte in JSON."""
 Capacity = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -94,10 +98,7 @@ class RecordedBallotSchema(BallotSchema):
 class HeaderSchema(Schema):
     """A header."""
 
-    code: Annotated[
-        list[tuple[Height, tuple[Electors, Generation] | tuple[()]]],
-        Field(min_length=1, max_length=MAX_REFORMS + 1),
-    ]
+    code: CodeList
     tip: DigestText
     generation: Generation
 

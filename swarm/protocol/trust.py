@@ -186,7 +186,7 @@ class Foothold:
             raise BadMessage("false_proof", "what comes with the manifest is not its parent")
         checked = [Link(path[0].head)]
         for link in path[1:]:
-            link = replace(link, certificate=link.certificate and sound(*_counted(link, checked)))
+            link = replace(link, certificate=link.certificate and sound(*counted(link, checked)))
             problem = step_problem(checked[-1].head, link)
             if problem:
                 raise BadMessage("false_proof", problem)
@@ -194,7 +194,7 @@ class Foothold:
         return tuple(checked)
 
 
-def _counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
+def counted(link: Link, before: Sequence[Link]) -> tuple[Certificate, Digest]:
     """A certificate with only those signatures that can count, so that no others cost time."""
     assert link.certificate is not None
     electors = {*reform_electors(before[-1].head), *(link.parent.voters if link.parent else ())}

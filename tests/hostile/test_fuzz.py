@@ -37,6 +37,15 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Received, Record, Tick
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.foreign import foreign_manifest
+from swarm.protocol.gaps import (
+    between,
+    decode_page,
+    encode_page,
+    filled,
+    gaps,
+)
+from swarm.protocol.gaps import decode_question as decode_heads_question
+from swarm.protocol.gaps import encode_question as encode_heads_question
 from swarm.protocol.invitation import as_text, from_text
 from swarm.protocol.layout import layout_of
 from swarm.protocol.messages import Ballot, Header, Propose
@@ -60,6 +69,7 @@ from swarm.protocol.records import (
 )
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.checks import proposal_problem, successor_problem
+from swarm.protocol.trust import Chain
 from swarm.protocol.wire import (
     attachments_of,
     attachments_within,
@@ -70,6 +80,7 @@ from swarm.protocol.wire import (
 from tests.hostile.fuzzing import Decoder, spoilt
 from tests.protocol.test_evidence import RULES as SHOWN_RULES
 from tests.protocol.test_evidence import TRUE as SHOWN
+from tests.protocol.test_gaps import long_chain, without
 from tests.protocol.test_records import MERGE, PEER, RUN, VALIDATION
 from tests.protocol.test_wire import (
     EVIDENCE,
@@ -165,6 +176,20 @@ def hear_content(encoded: bytes) -> None:
                 machine.handle(Tick(), 12.0)
 
 
+def ask_for_heads(encoded: bytes) -> None:
+    """Of a peer that has them."""
+    decode_page(encode_page(between(HEADS, decode_heads_question(encoded))))
+
+
+def show_heads(encoded: bytes) -> None:
+    """To a peer that lacks them: what it takes is what was there."""
+    page = decode_page(encoded)
+    gap = GAP.extended(page, lambda certificate, _: certificate)
+    chain, problem = filled(GAPPED, gap.links)
+    heads = [link.head for link in chain.links]
+    assert heads == [link.head for link in (GAPPED if problem else HEADS).links]
+
+
 def judge_run_record(encoded: bytes) -> None:
     record = decode_record(RunRecord, encoded)
     check_announcement(record)
@@ -227,6 +252,9 @@ RUN_OF_CONFIG = RunRecord(
 DICTIONARY = DictionaryDHTValue()
 DICTIONARY.store(identity().public_key, MSGPackSerializer.dumps(b"{}"), 2e9)
 LETTER = seal(identity(), Letter.REQUEST, "QmDestination", b"question")
+HEADS = Chain(tuple(long_chain(9)))
+GAPPED = without(HEADS.links, {3, 4, 5})
+(GAP,) = gaps(GAPPED)
 HOSTILE = (HostileInput,)
 DECODERS: dict[str, Decoder] = {
     "message": Decoder(hear_message, HOSTILE, tuple(encode(HEADER, m)[0] for m in MESSAGES)),
@@ -285,6 +313,8 @@ DECODERS: dict[str, Decoder] = {
     "moments_answer": Decoder(
         decode_answer, HOSTILE, (encode_answer([Moments(1, 2, "0" * 64, 3)]),)
     ),
+    "heads_question": Decoder(ask_for_heads, HOSTILE, (encode_heads_question(GAP.question),)),
+    "heads": Decoder(show_heads, HOSTILE, (encode_page(between(HEADS, GAP.question)),)),
     "address": Decoder(
         lambda b: Address.parse(b.decode("utf-8", "replace")),
         (ConfigError,),

@@ -128,6 +128,7 @@ class FakeMachine:
 
     def __init__(self) -> None:
         self.record = Record(TIP, None, None)
+        self.chain = Chain.of(self.record)
         self.timers = Timers(tick_s=0.05)
         self.rules = SimpleNamespace(run="run-1")
         self.first: list[Effect] = []
@@ -507,7 +508,7 @@ def test_strangers_get_the_tip_with_its_certificate_and_parent(bench: Bench) -> 
     bench.machine.record = Record(decided, certificate, TIP)
     bench.start()
     bench.machine.chain = Chain.of(bench.machine.record)
-    payload = bench.driver.commit_of_tip(TIP.digest)
+    payload = bench.driver.heads.commit_of_tip(TIP.digest)
     blobs = {digest: bytes(bench.store.get(digest)) for digest, _ in attachments_of(payload)}
     assert {m.blob for m in (decided, TIP)} < blobs.keys()
     header, message = decode(payload, blobs)

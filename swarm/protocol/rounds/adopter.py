@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from swarm.protocol.abstaining import abstain_until
-from swarm.protocol.events import Apply, CancelFetch, Keep, Left, Purpose, Record, Topic
+from swarm.protocol.events import (
+    Apply,
+    CancelFetch,
+    HeadsFound,
+    Keep,
+    Left,
+    Purpose,
+    Record,
+    RewriteChain,
+    Topic,
+)
+from swarm.protocol.gaps import filled
 from swarm.protocol.manifest import Code, Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import (
     Certificate,
@@ -189,6 +200,16 @@ class Adopter(Fetching):
         last, before = Link(commit.manifest.head, certificate, parent), self.chain
         self.chain = before.grown((*commit.path[:-1], last))
         return self.chain.beyond(before)
+
+    def _on_heads_found(self, event: HeadsFound) -> None:
+        """Puts heads that were passed over into the chain, to prove more to others [L3]."""
+        self.chain, problem = filled(self.chain, event.links)
+        if problem:
+            self._explain(Topic.ROUND, f"heads were not put into the chain: {problem}")
+            return
+        self._effects.append(RewriteChain(self.chain.links))
+        first, last = event.links[0].head.height, event.links[-1].head.height
+        self._explain(Topic.ROUND, f"the heads of heights {first} to {last} are in the chain now")
 
     def _reset_height(self, old: Record) -> None:
         """Forgets everything that referred to the height after the old tip."""

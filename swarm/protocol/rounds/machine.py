@@ -9,6 +9,7 @@ from swarm.protocol.events import (
     Effect,
     Event,
     Expected,
+    HeadsFound,
     LeaveAsked,
     MergeComputed,
     Offered,
@@ -128,6 +129,8 @@ class RoundMachine(Forks, Takeover):
             self._on_leave_asked()
         elif isinstance(event, Discovered):
             self._on_discovered(event)
+        elif isinstance(event, HeadsFound):
+            self._on_heads_found(event)
 
     def _tick(self) -> None:
         self._tick_catch_up()

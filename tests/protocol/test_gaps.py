@@ -1,0 +1,259 @@
+"""Heads that a chain lacks come from others, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import BadMessage
+from swarm.protocol import gaps as module
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import HeadsFound, Record, RewriteChain
+from swarm.protocol.gaps import (
+    MAX_PAGE_BYTES,
+    Filling,
+    between,
+    decode_page,
+    decode_question,
+    encode_page,
+    encode_question,
+    filled,
+    gaps,
+)
+from swarm.protocol.manifest import Digest, Head
+from swarm.protocol.messages import Certificate, Link
+from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.schemas import MAX_LINKS
+from swarm.protocol.trust import Chain, proof_problem
+from tests.protocol.round_pump import found, make_rules
+from tests.protocol.test_moments import next_round
+from tests.protocol.test_trust import SIGNED, chain_of, head, reform, signed
+
+WRONG = b"w" * 64
+PEOPLE = "ABCDEFGHJK"
+
+
+def sound(certificate: Certificate, _: Digest) -> Certificate:
+    """Signatures are right or wrong by what they say."""
+    right = {peer: s for peer, s in certificate.signatures.items() if s == SIGNED}
+    return replace(certificate, signatures=right)
+
+
+def long_chain(heights: int, reformed: Sequence[int] = ()) -> list[Link]:
+    """Everybody is replaced little by little; reforms are at some heights."""
+    links = chain_of(["ABCD"])
+    members = list("ABCD")
+    for height in range(1, heights):
+        members[height % 4] = PEOPLE[height % len(PEOPLE)]
+        before = links[-1].head
+        if height in reformed:
+            generation = f"{height:032x}"
+            electors = len({*before.voters, before.founder}.intersection(members))
+            lineage = (*before.lineage, (before.height, (electors, generation)))
+            new = reform(before, members, generation=generation, lineage=lineage)
+            links.append(signed(new, *before.voters))
+            before = new
+        links.append(chain_of_next(before, members))
+    return links
+
+
+def chain_of_next(before: Head, members: Sequence[str]) -> Link:
+    return signed(head(sorted(set(members)), before.height + 1, before), *before.voters)
+
+
+def without(links: Sequence[Link], lost: set[int]) -> Chain:
+    """The chain without some of its links, as it is after steps over them."""
+    kept = []
+    for at, link in enumerate(links):
+        if at in lost:
+            continue
+        if at - 1 in lost:
+            link = replace(link, parent=links[at - 1].head)
+        kept.append(link)
+    return Chain(tuple(kept))
+
+
+def carried(page: Sequence[Link]) -> tuple[Link, ...]:
+    return decode_page(encode_page(page))
+
+
+def completed(chain: Chain, whole: Chain) -> Chain:
+    """What becomes of a chain whose peer asks one that has everything."""
+    for gap in gaps(chain):
+        while not gap.is_whole:
+            question = decode_question(encode_question(gap.question))
+            gap = gap.extended(carried(between(whole, question)), sound)
+        chain, problem = filled(chain, gap.links)
+        assert problem is None
+    return chain
+
+
+# ---------------------------------------------------------------- whole again
+
+
+@given(st.data())
+def test_a_chain_with_any_gaps_is_whole_again_after_it_has_asked_for_them(
+    data: st.DataObject,
+) -> None:
+    heights = data.draw(st.integers(3, 40))
+    reforms = data.draw(st.lists(st.integers(1, heights - 1), max_size=3))
+    links = long_chain(heights, reforms)
+    whole = Chain(tuple(links))
+    middle = st.integers(1, len(links) - 2)
+    chain = without(links, data.draw(st.sets(middle, max_size=len(links) - 2)))
+    lacking = [
+        (before.head, after.head)
+        for before, after in zip(chain.links, chain.links[1:], strict=False)
+        if after.head.parent != before.head.digest
+    ]
+    assert [(gap.before.head, gap.after.head) for gap in gaps(chain)] == lacking
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "MAX_LINKS", data.draw(st.integers(1, 6)))
+        assert completed(chain, whole) == whole
+    assert gaps(whole) == ()
+
+
+def test_a_page_from_a_chain_that_has_gaps_itself_is_the_part_that_touches_the_end() -> None:
+    links = long_chain(12)
+    chain, other = without(links, set(range(2, 10))), without(links, {4, 5})
+    (gap,) = gaps(chain)
+    page = between(other, gap.question)
+    assert [link.head.height for link in page] == [6, 7, 8, 9]
+    assert page[0].parent == links[5].head
+    part = gap.extended(page, sound)
+    assert not part.is_whole
+    assert between(other, part.question) == ()
+    assert "does not follow from height 1" in (filled(chain, part.links)[1] or "")
+    assert part.extended(between(Chain(tuple(links)), part.question), sound).is_whole
+
+
+def test_a_page_is_bounded_in_number_and_bytes() -> None:
+    links = long_chain(MAX_LINKS + 20)
+    chain = without(links, set(range(1, len(links) - 1)))
+    (gap,) = gaps(chain)
+    page = between(Chain(tuple(links)), gap.question)
+    assert len(page) == MAX_LINKS
+    assert len(encode_page(page)) < MAX_PAGE_BYTES
+    crowd = [f"{number:052d}".replace("0", "z") for number in range(256)]
+    crowded = chain_of([crowd] * 100)
+    (gap,) = gaps(without(crowded, set(range(1, 99))))
+    page = between(Chain(tuple(crowded)), gap.question)
+    assert 10 < len(page) < 99
+    assert MAX_PAGE_BYTES / 2 < len(encode_page(page)) < 1_000_000
+    assert between(Chain(tuple(crowded)), replace(gap.question, until="0" * 64)) == ()
+
+
+def test_more_heads_than_a_page_has_are_refused() -> None:
+    line = encode_page(long_chain(2)[1:])
+    with pytest.raises(BadMessage):
+        decode_page(b"\n".join([line] * (MAX_LINKS + 1)))
+
+
+# ---------------------------------------------------------------- what is false
+
+
+def spoil(page: list[Link], how: str, at: int) -> list[Link]:
+    link = page[at]
+    if how == "signatures":
+        certificate = replace(link.certificate, signatures=dict.fromkeys(PEOPLE, WRONG))
+        page[at] = replace(link, certificate=certificate)
+    elif how == "too few":
+        few = dict(list(link.certificate.signatures.items())[:1])
+        page[at] = replace(link, certificate=replace(link.certificate, signatures=few))
+    elif how == "no certificate":
+        page[at] = replace(link, certificate=None)
+    elif how == "another body":
+        page[at] = replace(link, head=replace(link.head, body="1" * 64))
+    elif how == "another parent":
+        page[at] = replace(link, head=replace(link.head, parent="1" * 64))
+    elif how == "order":
+        page.reverse()
+    elif how == "left out":
+        del page[at]
+    return page
+
+
+FALSE = ("signatures", "too few", "no certificate", "another body", "another parent", "order",
+         "left out")  # fmt: skip
+
+
+@given(st.sampled_from(FALSE), st.integers(0, 6))
+def test_links_that_are_not_in_order_change_nothing(how: str, at: int) -> None:
+    links = long_chain(10)
+    chain = without(links, set(range(2, 9)))
+    (gap,) = gaps(chain)
+    page = spoil(list(between(Chain(tuple(links)), gap.question)), how, at)
+    with pytest.raises(BadMessage):
+        gap.extended(page, sound)
+    if how not in ("signatures", "too few"):
+        same, problem = filled(chain, page)
+        assert same is chain
+        assert problem
+
+
+def test_heads_beyond_the_gap_and_of_no_gap_are_refused() -> None:
+    links = long_chain(10)
+    chain = without(links, {4, 5})
+    (gap,) = gaps(chain)
+    beyond = [replace(links[2], parent=links[1].head), *links[3:6]]
+    with pytest.raises(BadMessage, match="beyond"):
+        gap.extended(beyond, sound)
+    with pytest.raises(BadMessage, match="missing"):
+        gap.extended(links[5:6], sound)
+    for useless in ((), links[3:4], links[9:], links[4:5]):
+        same, problem = filled(chain, useless)
+        assert same is chain
+        assert problem
+
+
+# ---------------------------------------------------------------- what it is for
+
+
+def test_who_joined_along_a_proof_proves_its_tip_afterwards_to_who_has_a_head_it_passed() -> None:
+    """Nobody else is left to do so, if all members have joined like that."""
+    links = long_chain(30)
+    whole = Chain(tuple(links))
+    joined = Chain(links[:1]).grown(whole.proof(links[0].head.digest)[1:])
+    passed = [gap.before.head.height + 1 for gap in gaps(joined)]
+    assert passed
+    away = links[passed[0]].head
+    path = joined.proof(away.code)
+    assert proof_problem(path, joined.tip, {away.digest})
+    after = completed(joined, whole)
+    path = after.proof(away.code)
+    assert proof_problem(path, after.tip, {away.digest}) is None
+
+
+RULES = make_rules()
+MANIFESTS = [found(RULES, ["A", "B", "C"])]
+for _ in range(6):
+    MANIFESTS.append(next_round(MANIFESTS[-1], RULES, ["A", "B", "C"]))
+
+
+def machine_of(chain: Chain) -> RoundMachine:
+    tip, parent = MANIFESTS[-1], MANIFESTS[-2]
+    record = Record(tip, chain.links[-1].certificate, parent)
+    machine = RoundMachine(
+        "A", 1.0, RULES, Timers(), record, stored=[], now=0.0, random=random.Random(1), chain=chain
+    )
+    machine.start(0.0)
+    return machine
+
+
+def test_the_machine_puts_what_was_found_into_its_chain_and_onto_the_disk() -> None:
+    heads = [manifest.head for manifest in MANIFESTS]
+    links = [Link(heads[0]), *(signed(head, "A", "B", "C") for head in heads[1:])]
+    machine = machine_of(without(links, {2, 3, 4}))
+    (gap,) = gaps(machine.chain)
+    whole = Filling(gap.before, gap.after, tuple(links[2:5]))
+    effects = machine.handle(HeadsFound(whole.links), 1.0)
+    assert machine.chain == Chain(tuple(links))
+    assert RewriteChain(tuple(links)) in effects
+    effects = machine.handle(HeadsFound(whole.links), 2.0)  # it had been closed meanwhile
+    assert machine.chain == Chain(tuple(links))
+    assert not [effect for effect in effects if isinstance(effect, RewriteChain)]
