@@ -10,7 +10,7 @@ import pytest
 from swarm.emulation.local_swarm import digests_by_height, tokens_lost
 
 ROOT = Path(__file__).parents[2]
-KILLS = 6
+KILLS = 4
 KILL_S = 120.0
 """A kill with the return of its victim takes 10 to 20 s on two idle cores."""
 
@@ -20,7 +20,7 @@ def applied(height: int, digest: str, **fields: object) -> dict[str, object]:
 
 
 @pytest.mark.scenario
-def test_six_kills_leave_one_chain_and_no_round_hangs(tmp_path: Path) -> None:
+def test_four_kills_leave_one_chain_and_no_round_hangs(tmp_path: Path) -> None:
     drill = subprocess.run(
         [sys.executable, "scripts/drill.py", "--kills", str(KILLS), "--seed", "1", "--json"],
         cwd=ROOT,
