@@ -24,7 +24,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.alone]  # it measures a pace
 
 SECONDS = 6.0
 STEP_S = (0.1, 0.4)
