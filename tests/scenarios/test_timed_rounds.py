@@ -24,7 +24,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-# Known fault: agreeing takes 3 to 4 s now and then with two peers, so that one is late for a round of 6 s.
+# Known fault: with two peers a vote comes 3 to 4 s late now and then, too late for rounds of 6 s.
 pytestmark = [pytest.mark.scenario, pytest.mark.alone, pytest.mark.exhaustive]
 
 SECONDS = 6.0
