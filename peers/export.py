@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from peers.live_model import Agreed
+from peers.option_values import require_folder
 from peers.options import Options, option, options, program
 from peers.state_directory import StateDirectory
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
 from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
-from swarm.errors import BadBlob, ConfigError, CorruptState, StateError, StateLocked
+from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
@@ -66,18 +66,6 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
             export(_from_peers(observer, store, run_id), out)
         finally:
             observer.stop()
-
-
-def require_folder(out: Path) -> None:
-    """Makes sure, before any work, that an export can be written.
-
-    Raises:
-        ConfigError: it is a file, or cannot be written to.
-    """
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    why = f"{place} is a file" if not place.is_dir() else f"{place} is not writable"
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise ConfigError(f"cannot export to {out}: {why}", hint="name another folder")
 
 
 def export(found: Found, out: Path) -> None:

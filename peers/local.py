@@ -15,8 +15,7 @@ from typing import Any
 
 import click
 
-from peers.export import require_folder
-from peers.option_values import read_text
+from peers.option_values import read_text, require_folder
 from peers.options import Options, option, options, program
 from peers.run_text import corpus_of
 from swarm.config import parse_override

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from swarm.errors import ConfigError, InvitationError
-from swarm.network.invitations import is_signed
-from swarm.protocol.invitation import Invitation, from_text
+from swarm.errors import ConfigError
 
 
 class Setting(click.types.StringParamType):
@@ -47,21 +46,16 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     return found[1]
 
 
-def invitation_given(_: click.Context, __: click.Parameter, text: str | None) -> Invitation | None:
-    """The invitation of a line that swarm-invite printed.
+def require_folder(out: Path) -> None:
+    """Makes sure, before any work, that an export can be written.
 
     Raises:
-        InvitationError: it is none, or was damaged.
+        ConfigError: it is a file, or cannot be written to.
     """
-    if text is None:
-        return None
-    invitation = from_text(text)
-    if not is_signed(invitation):
-        raise InvitationError(
-            "the invitation is damaged: its signature does not hold",
-            hint="pass on the whole line that swarm-invite printed",
-        )
-    return invitation
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    why = f"{place} is a file" if not place.is_dir() else f"{place} is not writable"
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError(f"cannot export to {out}: {why}", hint="name another folder")
 
 
 def read_text(path: Path) -> str:

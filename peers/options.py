@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 import click
 
 from peers.local_faults import named_fault
-from peers.option_values import Setting, head_digest, invitation_given, read_text, split_addresses
+from peers.option_values import Setting, head_digest, read_text, split_addresses
 from peers.program_log import LOG_FORMATS, configure_logging
 from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
-from swarm.protocol.invitation import Invitation
 from swarm.protocol.printable import printable
 
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
@@ -157,7 +156,6 @@ OPTIONS = {
     "invitation": option(
         "--invitation",
         metavar="TEXT",
-        callback=invitation_given,
         help="What an anchor's swarm-invite printed: with it this peer votes at once.",
     ),
     "name": option("--name", help="For people only."),
@@ -233,7 +231,7 @@ class Options:
     relay: bool | None = None
     run_id: str | None = None
     tip: str | None = None
-    invitation: Invitation | None = None
+    invitation: str | None = None
     name: str | None = None
     capacity: float | None = None
     wait_for_peers: int | None = None

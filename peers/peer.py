@@ -40,6 +40,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.finding import RUN_QUESTION, runs_of
+from swarm.network.invitations import read_invitation
 from swarm.network.ledger import Ledger
 from swarm.network.moments import MomentsExchange
 from swarm.network.node import Handlers, Node
@@ -354,13 +355,14 @@ def main(options: Options) -> None:
     if options.print_config:
         click.echo(as_toml(*([wanted] if wanted else []), config))
         return
+    invitation = read_invitation(options.invitation) if options.invitation else None
     device_of(config.compute.device)  # a missing GPU ends it before it begins
     start_threads(config.compute)
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     state = StateDirectory(options.state_dir)
-    peer = Peer(config, state, Stop(config.peer.leave_timeout_s), invitation=options.invitation)
+    peer = Peer(config, state, Stop(config.peer.leave_timeout_s), invitation=invitation)
     try:
         node = peer.start_node()
     except BaseException:

@@ -113,9 +113,11 @@ def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]
 
 def standing_in(record: Record, peer: PeerId) -> Standing:
     """What a sender is to a peer with this record."""
-    if peer not in plausible_members(record):
-        return Standing.STRANGER
-    return Standing.TRAINEE if peer in plausible_trainees(record) else Standing.VOTER
+    manifests = _plausible(record)
+    if any(peer in manifest.voters for manifest in manifests):
+        return Standing.VOTER
+    is_member = any(peer in manifest.members for manifest in manifests)
+    return Standing.TRAINEE if is_member else Standing.STRANGER
 
 
 def _plausible(record: Record) -> list[Manifest]:

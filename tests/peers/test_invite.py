@@ -11,12 +11,11 @@ from click.testing import CliRunner, Result
 from peers.agreement import require_admission
 from peers.invite import hours_of
 from peers.invite import main as swarm_invite
-from peers.option_values import invitation_given
 from swarm import durable
 from swarm.config import RunConfig, parse_config
 from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite, is_signed
+from swarm.network.invitations import invite, is_signed, read_invitation
 from swarm.network.record_file import RecordFile
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation, Used, as_text, from_text
@@ -50,8 +49,8 @@ def test_the_founder_prints_one_line_that_a_joiner_takes(tmp_path: Path) -> None
     result = run_invite(folder, "--uses", "3", "--rounds", "72")
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
-    invitation = invitation_given(None, None, line)  # type: ignore[arg-type]
-    assert invitation and is_signed(invitation)
+    invitation = read_invitation(line)
+    assert is_signed(invitation)
     assert (invitation.run, invitation.uses, invitation.last_round) == (RUN, 3, 112)
     assert "until round 112, 72 from now, about 2.0 hours" in result.stderr
     assert tip.is_anchor(invitation.inviter)
@@ -124,5 +123,5 @@ def test_a_damaged_line_is_a_typed_error(tmp_path: Path, spoil: Callable[[str], 
     anchor = load_or_create_identity(tmp_path / "identity.key")
     line = as_text(invite(anchor, RUN, uses=1, last_round=41))
     with pytest.raises(InvitationError, match=r"damaged|no invitation"):
-        invitation_given(None, None, spoil(line))  # type: ignore[arg-type]
+        read_invitation(spoil(line))
     assert from_text(line)

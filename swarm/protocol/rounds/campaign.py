@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, Wish
+from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import (
     Ballot,
     Evidence,
@@ -95,7 +95,6 @@ class Campaign:
     proposal: Manifest | None = None
     evidence: Evidence | None = None
     """Of the proposal."""
-    proposal_digest: Digest = ""
     holders: dict[PeerId, None] = field(default_factory=dict)
     """Peers known to hold every blob of the proposal."""
     accepts: dict[PeerId, Signature] = field(default_factory=dict)
