@@ -84,6 +84,11 @@ class OpenRoster:
     """Offers of trainees, likewise."""
 
     @property
+    def num_all(self) -> int:
+        """Offers with shared tensors, of voters and trainees."""
+        return self.num_offers + self.num_of_trainees
+
+    @property
     def names(self) -> str:
         """Of those that are waited for."""
         return ", ".join(absent.peer for absent in self.absent)
@@ -91,11 +96,10 @@ class OpenRoster:
 
 def why_close(roster: OpenRoster, timers: Timers) -> str | None:
     """Why no more offers are waited for, with the numbers; None while they are."""
-    num_offers = roster.num_offers + roster.num_of_trainees
-    if not num_offers:
+    if not roster.num_all:
         return None
     why = _why(roster, timers)
-    return why and (f"roster closed with {num_offers} of {roster.num_members} offers: {why}")
+    return why and (f"roster closed with {roster.num_all} of {roster.num_members} offers: {why}")
 
 
 def keeps_word(roster: OpenRoster, timers: Timers) -> bool:

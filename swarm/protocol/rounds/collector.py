@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
     Accepted,
     Ballot,
@@ -127,12 +126,11 @@ class Collector(Merger):
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
         """Notes a stranger's wish to come; who may not is not among those drawn by lot [R8]."""
-        shown = {stranger: ready.invitation} if ready.invitation else {}
-        guests = Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
+        guests = self._guests(stranger, ready.invitation)
         if ready.leave or not guests.may_come(stranger):
             return
         campaign.grounds.note(stranger, ready.declared)
-        campaign.invitations |= shown
+        campaign.invitations |= guests.shown
 
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
@@ -221,13 +219,12 @@ class Collector(Merger):
         why = why_close(roster, self.timers)
         if not why and keeps_word(roster, self.timers):
             campaign.awaited_at = self._now
-        num_offers = roster.num_offers + roster.num_of_trainees
-        is_long = num_offers and roster.age_s >= self.timers.roster_s
+        is_long = roster.num_all and roster.age_s >= self.timers.roster_s
         if not why and is_long and not campaign.has_told_wait:
             campaign.has_told_wait = True
             self._explain(
                 Topic.ROUND,
-                f"roster open after {roster.age_s:.1f} s: {num_offers} of "
+                f"roster open after {roster.age_s:.1f} s: {roster.num_all} of "
                 f"{roster.num_members} offers, waits for {roster.names}",
             )
         return why

@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 
 from swarm.protocol.events import Expected, Topic
+from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import PeerId, Wish, leave_statement
 from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
@@ -128,14 +129,18 @@ class Contributor(Adopter):
             if wants_in:
                 self._tell_why_outside()
 
+    def _guests(self, peer: PeerId, invitation: Invitation | None) -> Guests:
+        """Who may come after the tip, as far as this one peer is concerned [R8]."""
+        shown = {peer: invitation} if invitation else {}
+        return Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
+
     def _tell_why_outside(self) -> None:
         """Says once a tip what is wrong with its invitation; no other peer will."""
-        shown = {self.me: self.invitation} if self.invitation else {}
-        rules = self.rules
-        guests = Guests.of(self.tip, shown, run=rules.run, is_open=rules.is_open)
+        if self._has_told_outside:
+            return
+        guests = self._guests(self.me, self.invitation)
         problem = guests.problem(self.me)
-        is_as_expected = problem is None or (guests.may_come(self.me) and not self.invitation)
-        if is_as_expected or self._has_told_outside:
+        if problem is None or (guests.may_come(self.me) and not self.invitation):
             return
         self._has_told_outside = True
         if guests.may_come(self.me):
