@@ -24,8 +24,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-# Known fault: with two peers a vote comes 3 to 4 s late now and then, too late for rounds of 6 s.
-pytestmark = [pytest.mark.scenario, pytest.mark.alone, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.scenario, pytest.mark.alone]
 
 SECONDS = 6.0
 STEP_S = (0.1, 0.4)
