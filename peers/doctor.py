@@ -24,10 +24,7 @@ from peers.findings import (
     findings_of,
     nat_of,
 )
-from peers.link_check import Rates, measured_rates, verdict_for
-from peers.machine import this_machine, wishes_of
 from peers.options import Options, option, options, program
-from peers.state_directory import StateDirectory
 from swarm import __version__
 from swarm.config import ComputeSection, NetworkSection, RunConfig
 from swarm.errors import (
@@ -47,6 +44,9 @@ from swarm.network.joining import present_peers
 from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
+from swarm.peer.link_check import Rates, measured_rates, verdict_for
+from swarm.peer.machine import this_machine, wishes_of
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.printable import printable
 from swarm.protocol.records import PeerRecord, RunState

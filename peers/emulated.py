@@ -31,11 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import trainer
 from peers.peer import main
 from peers.start import Started, Starter
-from peers.state_directory import RunDirectory
-from peers.status import PeerStatus
 from swarm.emulation.controls import (
     FOLDER_VARIABLE,
     INDEX_VARIABLE,
@@ -45,6 +42,9 @@ from swarm.emulation.controls import (
 )
 from swarm.network.blobs import BlobStore
 from swarm.network.round_driver import RoundDriver
+from swarm.peer import trainer
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import PeerStatus
 from swarm.protocol.events import Apply, ComputeMerge, Event, Fetch, Persist, Received, Reduce, Send
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Commit, Offer, Propose, Roster

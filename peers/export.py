@@ -12,10 +12,8 @@ import click
 import torch
 from torch import Tensor
 
-from peers.live_model import Agreed
 from peers.option_values import require_folder
 from peers.options import Options, option, options, program
-from peers.state_directory import StateDirectory
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
 from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
@@ -24,6 +22,8 @@ from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
 from swarm.network.record_file import RecordFile
+from swarm.peer.live_model import Agreed
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Manifest
 

@@ -8,14 +8,14 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from peers.live_model import initial_contents
 from peers.start import Started, Starter, blobs_of
-from peers.status import NO_DIGEST
 from swarm.config import RunConfig
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
+from swarm.peer.live_model import initial_contents
+from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of

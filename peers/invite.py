@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from peers.options import Options, option, options, program
-from peers.state_directory import RunDirectory, current_run_of
 from swarm.errors import InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite
 from swarm.network.record_file import RecordFile
+from swarm.peer.state_directory import RunDirectory, current_run_of
 from swarm.protocol.invitation import MAX_ROUND, MAX_USES, as_text
 
 PACE_ROUNDS = 32

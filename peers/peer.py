@@ -12,15 +12,9 @@ from pathlib import Path
 
 import click
 
-from peers.agreement import explain_difference, require_settings
 from peers.found import found
-from peers.leaving import Stop, leave
-from peers.live_model import Agreed, LiveModel, merge_blobs, validation_batch
 from peers.local_faults import raise_file_limit
-from peers.machine import device_of, engine_for
-from peers.moments import MomentsKeeper
 from peers.options import Options, as_toml, options, program
-from peers.publisher import Publisher
 from peers.run_text import RunText
 from peers.start import (
     Started,
@@ -28,10 +22,6 @@ from peers.start import (
     Stopped,
     announcement,
 )
-from peers.state_directory import StateDirectory
-from peers.status import PeerStatus
-from peers.threads import start_threads
-from peers.trainer import StopAsked, Trainer
 from swarm.codecs import Content
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.loader import Loader
@@ -52,6 +42,16 @@ from swarm.network.serve import BlobServer
 from swarm.network.shelf import Shelf
 from swarm.network.steady_clock import passed_s
 from swarm.network.tips import asked_tip
+from swarm.peer.agreement import explain_difference, require_settings
+from swarm.peer.leaving import Stop, leave
+from swarm.peer.live_model import Agreed, LiveModel, merge_blobs, validation_batch
+from swarm.peer.machine import device_of, engine_for
+from swarm.peer.moments import MomentsKeeper
+from swarm.peer.publisher import Publisher
+from swarm.peer.state_directory import StateDirectory
+from swarm.peer.status import PeerStatus
+from swarm.peer.threads import start_threads
+from swarm.peer.trainer import StopAsked, Trainer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit

@@ -11,12 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peers.fitting import shortfalls
-from peers.machine import described_machine, this_machine, wishes_of
 from peers.options import Options, as_toml, options, program
 from swarm.config import RunConfig
 from swarm.errors import DoesNotFit
 from swarm.model.cost import Cost, cost_of, owned_per_peer
+from swarm.peer.fitting import shortfalls
+from swarm.peer.machine import described_machine, this_machine, wishes_of
 from swarm.train.ladder import EnginePlan, Machine, describe, most_experts, plan_engine
 
 KEYS = (

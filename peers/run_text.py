@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
-from peers.agreement import joiners_need, missing_text, require_text
 from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.loader import held_out_sequences, held_out_tokens, require_a_batch
 from swarm.data.shards import Shards, open_shards
 from swarm.data.tokenise import tokenizer_name
 from swarm.errors import BadManifest, DataError
+from swarm.peer.agreement import joiners_need, missing_text, require_text
 from swarm.protocol.manifest import Text
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from peers.agreement import require_admission
-from peers.link_check import measured_verdict, require_link
-from peers.live_model import initial_contents
 from peers.run_text import RunText
-from peers.state_directory import RunDirectory, StateDirectory
-from peers.status import PeerStatus
 from swarm.config import PeerConfig, RunConfig
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
@@ -29,6 +24,11 @@ from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
+from swarm.peer.agreement import require_admission
+from swarm.peer.link_check import measured_verdict, require_link
+from swarm.peer.live_model import initial_contents
+from swarm.peer.state_directory import RunDirectory, StateDirectory
+from swarm.peer.status import PeerStatus
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation

@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "swarm.monitor": PROTOCOL,
     "swarm.emulation": PROTOCOL,
 }
+MAY_IMPORT["swarm.peer"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["peers"] = frozenset(MAY_IMPORT)
 
 # Outside package -> the only parts that may import it.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from peers.offering import Offering
 from peers.peer import main
 from swarm.codecs import Content, encoded
+from swarm.peer.offering import Offering
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import MAX_ATTEMPT, Ballot, Message, Prepare
 from swarm.protocol.rounds import RoundMachine

@@ -2,9 +2,9 @@
 
 import torch
 
-from peers.offering import Offering
 from peers.peer import main
 from swarm.codecs import Content, encoded
+from swarm.peer.offering import Offering
 from swarm.protocol.manifest import Digest, Manifest, Unit
 
 GARBAGE = 1e18

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import peers.trainer
+import swarm.peer.trainer
 from peers.peer import main
 from swarm.train.local_steps import LocalStats
 
@@ -18,6 +18,6 @@ def idle(*given: Any, stop: Callable[[], bool], **more: Any) -> LocalStats:
 
 
 if __name__ == "__main__":
-    work = peers.trainer.train_local_steps
-    peers.trainer.train_local_steps = idle
+    work = swarm.peer.trainer.train_local_steps
+    swarm.peer.trainer.train_local_steps = idle
     main()

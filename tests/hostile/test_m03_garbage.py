@@ -12,9 +12,6 @@ from typing import cast
 import pytest
 import torch
 
-from peers.live_model import Agreed, LiveModel, initial_contents
-from peers.offering import Offering
-from peers.status import PeerStatus
 from swarm import codecs
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.errors import BadBlob
@@ -23,6 +20,9 @@ from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.round_driver import RoundDriver
 from swarm.network.transfers import Transfers
+from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.offering import Offering
+from swarm.peer.status import PeerStatus
 from swarm.protocol.events import (
     BlobWanted,
     Effect,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.state_directory import StateDirectory
 from swarm.config import RunConfig, parse_config
 from swarm.errors import BadManifest, BadRecord, ConfigError, StateError
 from swarm.network.finding import announced_runs, check_run_id
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import run_id
 from swarm.protocol.records import RunRecord, RunState, decode_record, encode_record, runs_key

@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from peers.doctor import main
-from peers.state_directory import StateDirectory
 from swarm.config import NetworkSection
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL, Prober
+from swarm.peer.state_directory import StateDirectory
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 RUN_FILE = Path(__file__).parents[2] / "configs/runs/demo.toml"

@@ -9,8 +9,6 @@ import torch
 from click.testing import CliRunner
 
 from peers.export import Found, export, main, named_tensors
-from peers.live_model import initial_contents
-from peers.state_directory import StateDirectory
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.errors import CorruptState, StateError
@@ -20,6 +18,8 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.record_file import RecordFile
+from swarm.peer.live_model import initial_contents
+from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest

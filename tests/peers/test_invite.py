@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.agreement import require_admission
 from peers.invite import hours_of
 from peers.invite import main as swarm_invite
 from swarm import durable
@@ -17,6 +16,7 @@ from swarm.errors import ConfigError, InvitationError, StateError
 from swarm.network.identity import load_or_create_identity
 from swarm.network.invitations import invite, is_signed, read_invitation
 from swarm.network.record_file import RecordFile
+from swarm.peer.agreement import require_admission
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation, Used, as_text, from_text
 from swarm.protocol.manifest import Manifest

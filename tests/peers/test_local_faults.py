@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from peers.local_faults import named_fault
 from peers.options import program
-from peers.state_directory import RunDirectory, StateDirectory
-from peers.status import PeerStatus
 from swarm.errors import OutOfMemory, StateError, SwarmError
+from swarm.peer.state_directory import RunDirectory, StateDirectory
+from swarm.peer.status import PeerStatus
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from peers.agreement import joiners_need
 from peers.run_text import RunText
-from peers.state_directory import RunDirectory
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import folder_corpus
 from swarm.data.shards import open_shards
 from swarm.data.tokenise import tokenizer_name
 from swarm.errors import BadManifest, DataError, TextMismatch
+from swarm.peer.agreement import joiners_need
+from swarm.peer.state_directory import RunDirectory
 from swarm.protocol.manifest import Text
 from tests.scenarios.swarms import EXACT
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from peers import export, local, peer
 from peers.options import Program
-from peers.state_directory import StateDirectory
+from swarm.peer.state_directory import StateDirectory
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "runs" / "demo.toml")
 

@@ -17,9 +17,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from peers.live_model import LiveModel
 from peers.peer import main
 from swarm.network.record_file import RecordFile
+from swarm.peer.live_model import LiveModel
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Kind, Manifest

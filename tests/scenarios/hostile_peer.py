@@ -21,16 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from peers.live_model import LiveModel
-from peers.offering import Offering
 from peers.peer import main
-from peers.publisher import Publisher
 from swarm.codecs import Content
 from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import Head
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
+from swarm.peer.live_model import LiveModel
+from swarm.peer.offering import Offering
+from swarm.peer.publisher import Publisher
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from peers import leaving
-from peers.leaving import COURTESY_S, Stop, leave
-from peers.moments import MomentsKeeper
 from swarm.network.round_driver import RoundDriver
+from swarm.peer import leaving
+from swarm.peer.leaving import COURTESY_S, Stop, leave
+from swarm.peer.moments import MomentsKeeper
 from swarm.protocol.manifest import Manifest
 from tests.protocol.round_pump import found, make_rules
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from peers.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.config import ComputeSection, RunConfig
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
+from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
 from swarm.train.stepping import SteppingEngine
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from peers.live_model import BlobGone, LiveModel
-from peers.status import PeerStatus
 from swarm.codecs import Content
 from swarm.errors import BadBlob
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.rounds.plausible import update_bound
 

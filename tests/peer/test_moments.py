@@ -12,14 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from peers import moments as moments_module
-from peers.leaving import Stop
-from peers.live_model import Agreed, LiveModel, initial_contents
-from peers.moments import MomentsKeeper
-from peers.phases import PhaseMeter
-from peers.state_directory import RunDirectory
-from peers.status import PeerStatus
-from peers.trainer import Trainer
 from swarm.codecs import Content, encode_unit
 from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
@@ -28,6 +20,14 @@ from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.round_driver import RoundDriver
+from swarm.peer import moments as moments_module
+from swarm.peer.leaving import Stop
+from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.moments import MomentsKeeper
+from swarm.peer.phases import PhaseMeter
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import PeerStatus
+from swarm.peer.trainer import Trainer
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from peers.machine import described_machine, size_in_bytes, this_machine, wishes_of
 from swarm.config import ComputeSection
 from swarm.errors import ConfigError
+from swarm.peer.machine import described_machine, size_in_bytes, this_machine, wishes_of
 
 
 @pytest.mark.parametrize(

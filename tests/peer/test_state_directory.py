@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from peers.state_directory import MAX_KNOWN_PEERS, RunDirectory, StateDirectory
 from swarm.errors import StateLocked
 from swarm.network.address_book import Remembered
+from swarm.peer.state_directory import MAX_KNOWN_PEERS, RunDirectory, StateDirectory
 
 
 def test_a_line_torn_by_a_kill_spoils_no_other_line(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from peers import link_check
-from peers.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.network.node import Node
+from swarm.peer import link_check
+from swarm.peer.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
 from swarm.protocol.fitness import Fitness
 from swarm.protocol.records import PeerRecord
 from tests.peer_records import peer_record

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from peers.phases import PhaseMeter
-from peers.state_directory import RunDirectory
 from swarm import __version__
 from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.phases import PhaseMeter
+from swarm.peer.state_directory import RunDirectory
 from swarm.protocol.fitness import lateness
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
 from swarm.protocol.moments import Moments

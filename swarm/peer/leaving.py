@@ -11,8 +11,8 @@ import time
 from math import inf
 from types import FrameType
 
-from peers.moments import MomentsKeeper
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.moments import MomentsKeeper
 from swarm.protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from functools import partial
 
 from torch import Tensor
 
-from peers.live_model import BlobGone, LiveModel
-from peers.status import PeerStatus
 from swarm.codecs import cut_from, encoded, read_part, read_parts
 from swarm.errors import StateError
 from swarm.experts import Slice, expert_unit
 from swarm.network.moments import Arrival, MomentsExchange
 from swarm.network.patience import patiently
+from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.manifest import Kind, Manifest, PeerId

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from peers.phases import PhaseMeter, take_peak_rss
+from swarm.peer.phases import PhaseMeter, take_peak_rss
 
 
 class Scripted:

@@ -9,21 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from peers import reading
-from peers.leaving import Stop
-from peers.live_model import Agreed, LiveModel, initial_contents
-from peers.moments import MomentsKeeper
-from peers.phases import PhaseMeter
-from peers.reading import Reading
-from peers.state_directory import RunDirectory
-from peers.status import PeerStatus
-from peers.trainer import Trainer
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.round_driver import RoundDriver
+from swarm.peer import reading
+from swarm.peer.leaving import Stop
+from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.moments import MomentsKeeper
+from swarm.peer.phases import PhaseMeter
+from swarm.peer.reading import Reading
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import PeerStatus
+from swarm.peer.trainer import Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer

@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from peers.state_directory import StateDirectory
-from peers.status import PeerStatus
 from swarm.errors import SwarmError
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
 from swarm.network.records import publish
+from swarm.peer.state_directory import StateDirectory
+from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.records import (

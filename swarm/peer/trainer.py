@@ -11,20 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from peers.leaving import Stop
-from peers.live_model import BlobGone, LiveModel
-from peers.moments import MomentsKeeper
-from peers.offering import Offering
-from peers.reading import Reading
-from peers.resuming import load_into, offer_of
-from peers.state_directory import RunDirectory
-from peers.status import PeerStatus, RoundReport
 from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import StateError
 from swarm.experts import expert_of_unit
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
+from swarm.peer.leaving import Stop
+from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.moments import MomentsKeeper
+from swarm.peer.offering import Offering
+from swarm.peer.reading import Reading
+from swarm.peer.resuming import load_into, offer_of
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import PeerStatus, RoundReport
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest, Unit

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from peers.launch import PASSIVE
-from peers.machine import engine_for
-from peers.threads import ThreadedEngine, is_exact, start_threads, usable_cores
 from swarm.config import ComputeSection, RunConfig
 from swarm.model.initialise import initial_tensors
+from swarm.peer.machine import engine_for
+from swarm.peer.threads import ThreadedEngine, is_exact, start_threads, usable_cores
 from swarm.train.ladder import Machine, plan_engine
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine

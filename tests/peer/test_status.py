@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from peers.state_directory import RunDirectory
-from peers.status import MAX_RECENT, NO_DIGEST, PeerStatus, RoundReport
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus, RoundReport
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import (
     PeerRecord,
