@@ -17,7 +17,6 @@ import click
 
 from peers.option_values import read_text, require_folder
 from peers.options import Options, option, options, program
-from peers.run_text import corpus_of
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
@@ -27,6 +26,7 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.run_text import corpus_of
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""

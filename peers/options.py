@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import click
 
-from peers.local_faults import named_fault
 from peers.option_values import Setting, head_digest, read_text, split_addresses
 from peers.program_log import LOG_FORMATS, configure_logging
 from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
 
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
