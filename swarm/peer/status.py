@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from swarm import __version__
 from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
@@ -32,6 +31,7 @@ from swarm.protocol.records import (
 )
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
+from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
 
