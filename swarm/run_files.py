@@ -10,9 +10,7 @@ from typing import Literal
 from swarm.errors import ConfigError
 
 Kind = Literal["runs", "peers", "faults"]
-_HERE = Path(__file__).parent
-_PLACES = (_HERE / "configs", _HERE.parent / "configs")
-"""Of a wheel, whose files lie in the package, and of a clone, whose files lie beside it."""
+_HERE = Path(__file__).parent / "configs"
 
 
 def find_file(given: Path, kind: Kind) -> Path:
@@ -55,7 +53,4 @@ def _similar(path: Path) -> str:
 
 
 def _files(kind: Kind) -> Iterator[Path]:
-    for place in _PLACES:
-        if (place / kind).is_dir():
-            yield from (place / kind).glob("*.toml")
-            return
+    return (_HERE / kind).glob("*.toml")
