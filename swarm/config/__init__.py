@@ -4,6 +4,7 @@ Both are frozen values. Nothing here reads a file, the environment or a global: 
 `peers/` collect text and overrides and hand them in.
 """
 
+from swarm.config.model import ModelConfig
 from swarm.config.parse import parse_config, parse_override, valid_keys, validate_config
 from swarm.config.peer import (
     ComputeSection,
@@ -16,7 +17,6 @@ from swarm.config.run import (
     DataConfig,
     LossConfig,
     MergingConfig,
-    ModelConfig,
     OptimizerConfig,
     OwnershipConfig,
     Phase,

@@ -65,9 +65,13 @@ class NetworkSection(Section):
     """How this peer is reached."""
 
     initial_peers: tuple[str, ...] = ()
+    """Addresses of peers to begin with, each with `/p2p/ID` at its end."""
     host_maddrs: tuple[Listening, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Where this peer listens; port 0 takes a free one and keeps it for later starts."""
     announce_maddrs: tuple[Announced, ...] = ()
+    """What others shall dial, if it is not where this peer listens."""
     identity_path: str | None = None
+    """File of this peer's key; by default in the state directory."""
     client_mode: bool = False
     """Only dials out: for machines that others cannot dial."""
     relay: bool = True
@@ -79,6 +83,7 @@ class ComputeSection(Section):
     """What this machine computes with."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one."""
     threads: NonNegative = 0
     """CPU threads for the model; 0 measures at the start which number suits the machine."""
     engine: Literal["auto", "resident", "streaming"] = "auto"
