@@ -1,4 +1,4 @@
-"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
+"""Decisions of people: `RunConfig` (all peers of a run agree), `PeerConfig` (this machine).
 
 Both are frozen values. Nothing here reads a file, the environment or a global: programs in
 `peers/` collect text and overrides and hand them in.

@@ -1,4 +1,4 @@
-"""The shape of the network, one section of what all peers of a run agree on."""
+"""The shape of the network: a section of the configuration that all peers of a run share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelConfig(Section):
     """Whether the weights of the chosen experts are divided by their sum."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert that
-    only decides who is chosen, and exports as dots.llm1."""
+    only decides which are chosen, and exports as dots.llm1."""
     noisy_top_k: bool = False
     """Learned noise on the router's logits in training (Shazeer), not evaluated, not exported."""
     qk_norm: Literal["head", "projection"] = "head"

@@ -1,4 +1,4 @@
-"""What concerns one machine only."""
+"""The settings of one machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class NetworkSection(Section):
     host_maddrs: tuple[Listening, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Where this peer listens; port 0 takes a free one and keeps it for later starts."""
     announce_maddrs: tuple[Announced, ...] = ()
-    """What others shall dial, if it is not where this peer listens."""
+    """Addresses that others shall dial, if this peer does not listen there itself."""
     identity_path: str | None = None
     """File of this peer's key; by default in the state directory."""
     client_mode: bool = False
@@ -80,7 +80,7 @@ class NetworkSection(Section):
 
 
 class ComputeSection(Section):
-    """What this machine computes with."""
+    """Device, engine and types with which this machine computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one."""
@@ -96,10 +96,10 @@ class ComputeSection(Section):
     moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """AdamW's moments; auto takes smaller ones only where nothing fits with fp32."""
     recompute: Literal["auto", "none", "layer", "routing"] = "auto"
-    """What the resident engine computes again for backward: nothing, layers, or layers with their
+    """The resident engine computes this again for backward: nothing, layers, or layers with their
     routing kept."""
     boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
-    """Where the streaming engine keeps the inputs of layers until backward."""
+    """Place where the streaming engine keeps the inputs of layers until backward."""
     map_frozen: bool = True
     """Whether frozen experts may lie in memory-mapped files where nothing else fits."""
     device_memory_gb: Annotated[float, Field(ge=0)] = 0.0

@@ -1,4 +1,4 @@
-"""What all peers of a run agree on."""
+"""The settings that all peers of a run share."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class LossConfig(Section):
 
 
 class RoutingConfig(Section):
-    """What leads tokens to experts in training alone: no evaluation and no export knows of it."""
+    """How tokens are led to experts in training alone: no evaluation and no export knows of it."""
 
     capacity_factor: PositiveReal | None = None
     """An expert takes this times its even share of a micro-batch, and the rest is dropped; without
@@ -128,8 +128,8 @@ class RoundConfig(Section):
     """When a round is due and how long its phases may take."""
 
     local_steps: Positive
-    """H: steps between rounds, after the last of `phases`. With `seconds`, only what a peer is
-    taken to do whose pace is not known yet."""
+    """H: steps between rounds, after the last of `phases`. With `seconds`, a peer whose
+    pace is not known yet is taken to do so many."""
     seconds: Seconds | None = None
     """Each peer takes as many steps as fit this time, and counts by its tokens. Without it every
     peer takes `local_steps`, which is the exact mode."""
@@ -143,7 +143,7 @@ class RoundConfig(Section):
 
 
 class OwnershipConfig(Section):
-    """Who trains an expert."""
+    """How many peers train an expert."""
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""

@@ -185,7 +185,7 @@ def update_piece(
     values = moments.load(piece.row, piece.in_row)
     update_tensors([master_x], [gradient_x], [values], update)
     if moments.form != "fp32":
-        # Of place and count alone, so that a resumed peer draws what it would have drawn.
+        # Of place and count alone, so that a resumed peer draws the same numbers.
         place = f"{update.count} {piece.name} {piece.row} {piece.start}"
         moments.store(piece.row, piece.in_row, values, seed=zlib.crc32(place.encode()))
 
