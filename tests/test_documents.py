@@ -286,6 +286,39 @@ def test_tests_that_are_named_exist():
     hold(named_test_offences(documents()))
 
 
+RECORDED = re.compile(r"`[0-9a-f]{7}`[^|]*,\s20\d\d-\d\d-\d\d")
+
+
+def undated(text: str) -> list[str]:
+    """Chapters with a table of figures that name no commit with its date.
+
+    A row of a table with a column "recorded", or "command, commit, date", has its own.
+    """
+    found = []
+    for chapter in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        rows = re.findall(r"^\|.*$", chapter, flags=re.MULTILINE)
+        if not any(re.search(r"\d", row) for row in rows[2:]):
+            continue
+        if re.search("recorded|commit", rows[0]):
+            found += [row for row in rows[2:] if not RECORDED.search(row)]
+        elif not RECORDED.search(chapter):
+            found.append(chapter.splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "scripts/README.md"])
+def test_figures_have_their_commit_and_date(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert undated(text) == []
+    assert undated(RECORDED.sub("", text))
+
+
+def test_every_measuring_script_is_on_the_page_of_measurements():
+    page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")}
+    assert {name for name in scripts if name not in page} == set()
+
+
 @pytest.mark.parametrize("program", sorted(programs()))
 def test_a_program_has_the_options_that_its_page_lists(program):
     module = "peers.peer:main" if program == "swarm-peer" else programs()[program]
