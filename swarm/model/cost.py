@@ -1,4 +1,4 @@
-"""What a run costs: parameters, bytes of memory, disk and wire, operations. Pure arithmetic.
+"""The cost of a run: parameters, bytes of memory, disk and wire, operations. Pure arithmetic.
 
 N peers, R owners per expert, E experts, K experts per token.
 """
@@ -15,7 +15,7 @@ ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
 TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
 PRIVATE_BYTES = 12
-"""The same without the gradient: what a checkpoint keeps per trained parameter."""
+"""The same without the gradient, as a checkpoint keeps it per trained parameter."""
 MOMENTS_BYTES = 8
 """Two moments in fp32, as they travel."""
 
@@ -133,7 +133,7 @@ def handover_bytes(run: RunConfig, num_peers: int) -> int:
 def disk_bytes(run: RunConfig, num_peers: int) -> int:
     """Most that a state directory takes up, without the corpus and the event log.
 
-    Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
+    Blobs of the newest manifest, of the one before and of an accepted one; those on offer;
     three private states (masters and moments), since the newest and the one before are kept while
     the next one is written, or an engine's state with its frozen experts while it steps down; and
     with backups on the copies of its own moments and of another's,
@@ -167,7 +167,7 @@ def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
     """Operations of forward and backward per token.
 
     Gradients of activations cost as much as the forward pass (attention twice: its products have
-    two operands each), gradients of weights as much as the products of what is trained. Frozen
+    two operands each), gradients of weights as much as the products of trained weights. Frozen
     experts have none; tokens are taken to spread evenly over the experts.
     """
     return step_flops_with(run, owned_per_peer(run, num_peers))
@@ -196,7 +196,7 @@ def _met_experts(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs a peer; each figure is the function of its name, without the process."""
+    """A run's cost for a peer; each figure is the function of that name, without the process."""
 
     parameters_total: int
     parameters_shared: int
