@@ -1,4 +1,4 @@
-"""What documents and docstrings refer to exists: links, rules, sections, files, programs, tests.
+"""Links, rules, sections, files, names, programs and tests that documents refer to exist.
 
 Each check is a function from texts to offences, tried first on a text that breaks the rule.
 """
@@ -33,6 +33,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 OUR_FILE = re.compile(r"[\w./-]+\.(?:py|toml|md)")
 IN_PROSE = re.compile(r"\b(?:swarm|peers|scripts|configs|tests)/[\w./-]*\w\.(?:py|toml|md)\b")
+IN_FILE = re.compile(r"`([\w/]+\.py)`\s+`([A-Za-z_][\w.]*)")
 PROGRAM = re.compile(r"(?<![\w/.-])swarm-([a-z]+)(?![\w/-])")
 SCRIPT = re.compile(r"(?<![\w/-])(?:\./)?(scripts/[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])")
 
@@ -173,6 +174,18 @@ def file_offences(texts: Iterable[Text]) -> list[str]:
     return found
 
 
+def symbol_offences(texts: Iterable[Text]) -> list[str]:
+    """A file and a name after it, as in a journey: the file has a word of that name."""
+    found = []
+    for text in texts:
+        for name, symbol in IN_FILE.findall(text.text) if text.is_document else ():
+            there = [ROOT / path for path in files() if f"/{path}".endswith(f"/{name}")]
+            last = re.compile(rf"\b{symbol.rpartition('.')[2]}\b")
+            if not any(last.search(path.read_text(encoding="utf-8")) for path in there):
+                found.append(f"{text.path}: no {symbol} in {name}")
+    return found
+
+
 @cache
 def programs() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -220,6 +233,7 @@ BREAKS = {
     "a heading here": (link_offences, Text("swarm/a.md", "# Here\n[there](#nowhere)")),
     "a file": (file_offences, Text("a.md", "`protocol/nowhere.py` decides")),
     "a file of a docstring": (file_offences, Text("swarm/a.py", "as scripts/nowhere.py does")),
+    "a name in a file": (symbol_offences, Text("a.md", "`protocol/trust.py`\n`nowhere` decides")),
     "a program": (program_offences, Text("a.md", "`swarm-nothing --help`")),
     "a script": (program_offences, Text("a.md", "./scripts/nothing --fast")),
     "a test": (
@@ -238,10 +252,18 @@ def test_each_check_finds_what_is_not_there(what):
 def test_what_is_there_is_no_offence():
     text = Text(
         "swarm/a.md",
+        "`protocol/manifest.py` `Manifest.seed` "
         "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 D2 "
         "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1",
     )
-    checks = (rule_offences, section_offences, link_offences, file_offences, program_offences)
+    checks = (
+        rule_offences,
+        section_offences,
+        link_offences,
+        file_offences,
+        symbol_offences,
+        program_offences,
+    )
     assert [check([text]) for check in checks] == [[]] * len(checks)
 
 
@@ -276,6 +298,10 @@ def test_files_that_are_named_exist():
     # Tests name files that they only pretend to have.
     ours = [text for text in sources() if not text.path.startswith("tests/")]
     hold(file_offences((*documents(), *ours)))
+
+
+def test_names_in_files_exist():
+    hold(symbol_offences(documents()))
 
 
 def test_programs_and_scripts_that_are_named_exist():
