@@ -87,6 +87,8 @@ class ExpertMoments:
     def summary(self) -> str:
         """What was handed over, for people."""
         wanted = {moments.expert for moments in self._out} | self._leaving.keys()
+        if not wanted:
+            return "no moments were handed over"
         said = f"moments of {len(self.exchange.given)} of {len(wanted)} experts handed over"
         if not self._leaving:
             return said

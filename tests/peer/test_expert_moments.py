@@ -329,6 +329,7 @@ def test_a_leaver_hands_over_everything_once_the_others_are_without_it(me: Side)
     without = replace(me.at, height=1, parent=me.at.digest, owners={**me.at.owners, **mine})
     me.moments.hand_over()
     assert me.moments.all_handed_over()  # nobody may have anything yet
+    assert me.moments.summary() == "no moments were handed over"
     me.moments.leave(me.at, without)
     assert not me.moments.all_handed_over()
     me.moments.hand_over()
