@@ -147,9 +147,6 @@ class OwnershipConfig(Section):
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
-    backup_every_rounds: NonNegative = 0
-    """The peer that would adopt an expert gets a copy of its moments every so many rounds; 0: off.
-    An expert with several owners needs none."""
 
 
 class MergingConfig(Section):

@@ -109,18 +109,6 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     return (shared + max(experts, 0)) / num_peers
 
 
-def backup_bytes_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
-    """Bytes of moments that a peer sends to its backups, mean over peers and rounds.
-
-    8 bytes per parameter of its experts every `ownership.backup_every_rounds` rounds, in fp32;
-    nothing where an expert has several owners. Received are as many. They are in no other figure.
-    """
-    every = run.ownership.backup_every_rounds
-    if not every or num_peers == 1 or run.ownership.owners_per_expert > 1:
-        return 0.0
-    return MOMENTS_BYTES * parameters(run.model).experts / num_peers / every
-
-
 def handover_bytes(run: RunConfig, num_peers: int) -> int:
     """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
 
@@ -135,20 +123,15 @@ def disk_bytes(run: RunConfig, num_peers: int) -> int:
 
     Blobs of the newest manifest, of the one before and of an accepted one; those on offer;
     three private states (masters and moments), since the newest and the one before are kept while
-    the next one is written, or an engine's state with its frozen experts while it steps down; and
-    with backups on the copies of its own moments and of another's,
-    each until the new ones have replaced them.
+    the next one is written, or an engine's state with its frozen experts while it steps down.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     offered = shared + experts * owned_per_peer(run, num_peers) // counted.num_experts
-    copies = 0
-    if backup_bytes_per_peer_per_round(run, num_peers):
-        copies = 4 * MOMENTS_BYTES * counted.per_expert * owned_per_peer(run, num_peers)
     trained = trained_per_peer(run, num_peers)
     private = 3 * PRIVATE_BYTES * trained
     frozen = ELEMENT_BYTES[run.train.frozen] * (counted.total - trained)
-    return 3 * (shared + experts) + offered + private + frozen + copies
+    return 3 * (shared + experts) + offered + private + frozen
 
 
 def forward_flops_per_token(run: RunConfig) -> int:
@@ -206,7 +189,6 @@ class Cost:
     full_state_bytes: int
     disk_bytes: int
     bytes_sent_per_peer_per_round: float
-    backup_bytes_per_peer_per_round: float
     handover_bytes: int
     step_flops_per_token: float
 
@@ -223,7 +205,6 @@ def cost_of(run: RunConfig, num_peers: int) -> Cost:
         full_state_bytes=full_state_bytes(run.model),
         disk_bytes=disk_bytes(run, num_peers),
         bytes_sent_per_peer_per_round=bytes_sent_per_peer_per_round(run, num_peers),
-        backup_bytes_per_peer_per_round=backup_bytes_per_peer_per_round(run, num_peers),
         handover_bytes=handover_bytes(run, num_peers),
         step_flops_per_token=step_flops_per_token(run, num_peers),
     )

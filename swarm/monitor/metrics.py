@@ -76,7 +76,7 @@ RECEIVED = Metric(
 MOMENTS = Metric(
     "moments",
     "bytes",
-    "bytes of experts' Adam moments that a peer has sent to backups and new owners",
+    "bytes of experts' Adam moments that a peer has sent to new owners",
     "not part of the bytes sent for the rounds",
 )
 ZERO_MOMENTS = Metric(

@@ -71,7 +71,6 @@ class PrivateState:
         offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
-        searches: which moments are looked for to be added to these, as the peer put it.
     """
 
     engine: EngineState
@@ -85,7 +84,6 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
-    searches: str = ""
 
     def require(self, run_id: str, *, tips: Collection[str | None], tip_round: int) -> None:
         """Refuses a state that may not be trained on.

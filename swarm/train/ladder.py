@@ -11,8 +11,8 @@ from swarm.config import RunConfig
 from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
+from swarm.train.adam_moments import MomentsFormat
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
-from swarm.train.moments import MomentsFormat
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.round_memory import HostPeaks, host_peaks
 

@@ -19,7 +19,7 @@ from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
 from swarm.model.swiglu import PAD_ROWS_BF16
 from swarm.model.transformer import DTYPES
-from swarm.train.moments import MOMENT_BYTES
+from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.streaming.units import is_cast
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import stacked_tensors
-from swarm.train.moments import (
+from swarm.train.adam_moments import (
     KINDS,
     SCALE,
     Moments,

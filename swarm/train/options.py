@@ -10,7 +10,7 @@ from typing import Literal
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
-from swarm.train.moments import MomentsFormat
+from swarm.train.adam_moments import MomentsFormat
 
 
 class EngineKind(Enum):

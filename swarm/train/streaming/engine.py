@@ -24,9 +24,9 @@ from swarm.experts import Slice
 from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
 from swarm.model.routing import Guidance
+from swarm.train.adam_moments import Update
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
-from swarm.train.moments import Update
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarm.train.moments import Piece, Update
+from swarm.train.adam_moments import Piece, Update
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Mark
 from swarm.train.streaming.units import HostUnit

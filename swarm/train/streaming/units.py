@@ -16,7 +16,7 @@ from swarm.config import RunConfig
 from swarm.experts import Shape, Slice, expert_tensor, owned_stack
 from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
-from swarm.train.moments import MomentsFormat, Piece, Update
+from swarm.train.adam_moments import MomentsFormat, Piece, Update
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.streaming.arena import Arena, Packing
 
