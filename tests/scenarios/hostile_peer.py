@@ -34,7 +34,7 @@ from swarm.peer.publisher import Publisher
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.wire import attachments_of
 
 VALUE_BYTES = 8192
@@ -106,7 +106,7 @@ def lie_in_streams() -> None:
 def lie_in_its_own_checks() -> None:
     """Its own machine and trainer hold none of these offers back."""
     Offering.store = lambda self, tip, unit, value, tokens: self.rounds.store_value(value)  # type: ignore[method-assign]
-    RoundMachine._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
+    Contributor._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
 
 
 def lie_about_decisions() -> None:

@@ -14,7 +14,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
 from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Parts, RoundMachine, Rules
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,15 @@ class Setup:
     """Whether peers fill the gaps of their chains."""
     copy_s: float | None = None
     """How long an owner takes to put moments out; None: moments are not modelled."""
+
+
+def machine_of(*replaced: type) -> type[RoundMachine]:
+    """The round machine with some of its `Parts` replaced, each by a subclass of it."""
+    usual = vars(Parts()).items()
+    parts = {
+        next(name for name, part in usual if issubclass(each, part)): each for each in replaced
+    }
+    return type("Mutant", (RoundMachine,), {"parts": Parts(**parts)})
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,15 @@ class Promise:
     """Until then it may say something else: half of the time that it said first."""
 
 
+@dataclass(frozen=True)
+class Value:
+    """What a campaign has found to propose, and why."""
+
+    manifest: Manifest
+    evidence: Evidence | None
+    why: str
+
+
 @dataclass
 class Campaign:
     """One attempt to have a manifest decided."""
