@@ -10,7 +10,7 @@ def join(pump: Pump, peer: str, *, via: str = "A") -> Node:
     """A stranger that fetched the tip of a member, as the joining code does."""
     model = pump.nodes[via]
     node = pump.add(peer, model.machine.tip)
-    node.record = node.machine.record = Record(
+    node.record = node.machine._standing.record = Record(
         model.record.tip, model.record.certificate, model.record.parent
     )
     pump.boot(peer)

@@ -292,7 +292,7 @@ def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> No
 
     def greet() -> None:
         for peer in others:
-            header = pump.nodes[peer].machine._header
+            header = pump.nodes[peer].machine._out.header
             pump.give(mute, Received(peer, header, Hello(ask=False)))
         pump.after(1.0, greet)
 
