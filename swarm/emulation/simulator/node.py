@@ -227,11 +227,8 @@ class Node(Ports):
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s, gap_s = (
-            machine.listened_at,
-            machine.timers.patience_s,
-            now - self._event_s,
-        )
+        before, patience_s = machine.listened_at, machine.timers.patience_s
+        gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
         if (machine.listened_at != before) != (gap_s > patience_s):
