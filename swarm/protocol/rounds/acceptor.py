@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.events import (
-    Purpose,
-    Unobtainable,
-)
-from swarm.protocol.manifest import (
-    Manifest,
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Accepted,
-    Ballot,
-    Evidence,
-    Prepare,
-    Propose,
-)
+from swarm.protocol.events import Purpose, Unobtainable
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
 from swarm.protocol.rounds.attempts import attempt_problem
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.checks import proposal_problem

@@ -6,22 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarm.protocol.abstaining import abstain_until
-from swarm.protocol.events import (
-    Apply,
-    HeadsFound,
-    Keep,
-    Purpose,
-    Record,
-    RewriteChain,
-    Topic,
-)
+from swarm.protocol.events import Apply, HeadsFound, Keep, Purpose, Record, RewriteChain, Topic
 from swarm.protocol.gaps import filled
-from swarm.protocol.manifest import (
-    Digest,
-    Kind,
-    Manifest,
-    PeerId,
-)
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import Certificate, Commit, Link, accept_statement
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.checks import commit_problem

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.manifest import (
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Evidence,
-    Reduced,
-    Report,
-)
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Evidence, Reduced, Report
 from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results

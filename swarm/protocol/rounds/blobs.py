@@ -15,17 +15,8 @@ from swarm.protocol.events import (
     Topic,
     Unobtainable,
 )
-from swarm.protocol.manifest import (
-    Digest,
-    Manifest,
-    PeerId,
-    Unit,
-)
-from swarm.protocol.messages import (
-    Ballot,
-    Commit,
-    Evidence,
-)
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import Ballot, Commit, Evidence
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import UpdateBound

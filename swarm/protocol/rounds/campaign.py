@@ -7,15 +7,7 @@ from enum import Enum
 
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
-from swarm.protocol.messages import (
-    Ballot,
-    Evidence,
-    Offer,
-    Ready,
-    ReducedUnit,
-    Report,
-    Signature,
-)
+from swarm.protocol.messages import Ballot, Evidence, Offer, Ready, ReducedUnit, Report, Signature
 from swarm.protocol.rounds.grounds import Grounds
 from swarm.protocol.rounds.rosters import Plan
 

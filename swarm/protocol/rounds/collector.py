@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Accepted,
-    Ballot,
-    Offer,
-    Ready,
-    Roster,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Accepted, Ballot, Offer, Ready, Roster
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign, Promise, Stage, Value
 from swarm.protocol.rounds.closing import (

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swarm.protocol.manifest import (
-    Digest,
-    PeerId,
-)
+from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Ready
 from swarm.protocol.rounds.standing import Role
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 from base64 import b64encode
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    Expected,
-    Left,
-    Topic,
-)
+from swarm.protocol.events import Expected, Left, Topic
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import (
-    PeerId,
-    Wish,
-    leave_statement,
-)
+from swarm.protocol.manifest import PeerId, Wish, leave_statement
 from swarm.protocol.membership import Guests
 from swarm.protocol.messages import (
     Ballot,

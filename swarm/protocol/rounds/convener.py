@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Accept,
-    Ballot,
-    Message,
-    Prepare,
-    Ready,
-    Reduced,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Accept, Ballot, Message, Prepare, Ready, Reduced
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.averaging import Averaging
 from swarm.protocol.rounds.campaign import Campaign, Stage

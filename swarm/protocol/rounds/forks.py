@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    Purpose,
-    Topic,
-)
-from swarm.protocol.manifest import (
-    Manifest,
-    PeerId,
-)
+from swarm.protocol.events import Purpose, Topic
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Commit
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contacts import Contacts

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    Discovered,
-)
-from swarm.protocol.manifest import (
-    Code,
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Commit,
-    Header,
-    Hello,
-)
+from swarm.protocol.events import Discovered
+from swarm.protocol.manifest import Code, PeerId
+from swarm.protocol.messages import Commit, Header, Hello
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.standing import Role
 

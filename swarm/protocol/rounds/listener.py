@@ -6,12 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import (
-    Commit,
-    Header,
-    Hello,
-    Message,
-)
+from swarm.protocol.messages import Commit, Header, Hello, Message
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.forks import Forks

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    ComputeMerge,
-    MergeComputed,
-    Topic,
-)
-from swarm.protocol.manifest import (
-    Digest,
-    Kind,
-    Unit,
-)
-from swarm.protocol.messages import (
-    ReducedUnit,
-)
+from swarm.protocol.events import ComputeMerge, MergeComputed, Topic
+from swarm.protocol.manifest import Digest, Kind, Unit
+from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.rounds.blobs import Blobs, Pursuit
 from swarm.protocol.rounds.standing import Role
 

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    Manifest,
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Accept,
-    Certificate,
-    Commit,
-    Evidence,
-    Propose,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Propose
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.contacts import Contacts

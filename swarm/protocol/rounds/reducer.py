@@ -14,16 +14,8 @@ from swarm.protocol.events import (
     UnitReduced,
     Unobtainable,
 )
-from swarm.protocol.manifest import (
-    Digest,
-    PeerId,
-    Unit,
-)
-from swarm.protocol.messages import (
-    Reduced,
-    Roster,
-    reduced_statement,
-)
+from swarm.protocol.manifest import Digest, PeerId, Unit
+from swarm.protocol.messages import Reduced, Roster, reduced_statement
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contributor import Contributor

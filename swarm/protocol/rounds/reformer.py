@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    Member,
-    PeerId,
-)
-from swarm.protocol.messages import (
-    Ballot,
-    Certificate,
-    Commit,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Member, PeerId
+from swarm.protocol.messages import Ballot, Certificate, Commit
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.composition import compose_reform, new_generation

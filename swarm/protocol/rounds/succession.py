@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    Digest,
-    PeerId,
-)
-from swarm.protocol.messages import (
-    MAX_ATTEMPT,
-    Ballot,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import MAX_ATTEMPT, Ballot
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.standing import Role

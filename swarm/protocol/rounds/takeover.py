@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm.protocol.events import (
-    Topic,
-)
-from swarm.protocol.manifest import (
-    PeerId,
-)
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Hello
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contacts import Contacts
