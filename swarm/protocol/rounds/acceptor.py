@@ -51,7 +51,7 @@ class Acceptor(Role):
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # Whoever convenes now has the time that it is given [K1]; all others have it in turn.
+        # The present convener has the time that it is given [K1]; all others have it in turn.
         places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
         if self.now - self.succession.convener_at > limit_s:
@@ -143,7 +143,7 @@ class Acceptor(Role):
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            # What this peer proposes it has just composed, or has checked when it took it up [C2].
+            # A proposal of this peer was just composed, or was checked when it was taken up [C2].
             is_own = source == self.me
             problem = None if is_own else self.proposal_problem(manifest, propose.evidence)
             if problem:

@@ -206,8 +206,8 @@ class Adopter(Role):
         A peer that leaves a generation keeps one manifest more, and what it had accepted there:
         others may still need them to finish that round.
         """
-        # What is being made durable stays: were it dropped and fetched again, the end of the first
-        # sync would be taken for that of the second.
+        # A manifest that is being synced stays: were it dropped and fetched again, the end of the
+        # first sync would be taken for that of the second.
         kept = [self.tip, old.tip, *self._lingering, *self.blobs.syncing.values()]
         self._lingering = ()
         if self.tip.generation != old.tip.generation:

@@ -68,7 +68,7 @@ class Averaging(Role):
         return Value(manifest, evidence, why)
 
     def refused_values(self, campaign: Campaign) -> dict[PeerId, str]:
-        """Whose values came and were refused: waiting makes no other of them [C4, U1]."""
+        """Peers whose values came and were refused: waiting makes no other of them [C4, U1]."""
         assert campaign.plan is not None
         return {
             peer: f"{reporter} refuses its values: {why}"
@@ -78,7 +78,7 @@ class Averaging(Role):
         }
 
     def gone_that_are_missed(self, campaign: Campaign) -> dict[PeerId, str]:
-        """Whom the round waits for in vain: their machines refuse messages."""
+        """Peers that the round waits for in vain: their machines refuse messages."""
         late = self.late_reducers(campaign)
         reported = (campaign.missing.get(reporter, {}) for reporter in late)
         missed = late.union(*reported) & self.contacts.gone

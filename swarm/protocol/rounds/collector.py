@@ -147,7 +147,7 @@ class Collector(Role):
         ]
 
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
-        """What may have been decided already is the vote with the highest ballot [C2]."""
+        """The vote with the highest ballot: it may have been decided already [C2]."""
         return max(accepted, key=lambda vote: vote.ballot)
 
     def _voted_before(self, campaign: Campaign, chosen: Accepted) -> Value:
@@ -241,7 +241,7 @@ class Collector(Role):
         able = campaign.offers.keys() - campaign.excluded.keys()
         kept = self._kept_after(able, campaign.setbacks)
         offers = {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
-        # Who vanished after its offer would hold the round up once more as a reducer.
+        # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
         campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
         campaign.grounds.close(offers)

@@ -160,7 +160,7 @@ class Contributor(Role):
                 self._tell_why_outside()
 
     def guests(self, peer: PeerId, invitation: Invitation | None) -> Guests:
-        """Who may come after the tip, as far as this one peer is concerned [R8]."""
+        """Strangers that may come after the tip, as far as this one peer is concerned [R8]."""
         shown = {peer: invitation} if invitation else {}
         return Guests.of(self.tip, shown, run=self.rules.run, is_open=self.rules.is_open)
 

@@ -73,7 +73,7 @@ class Convener(Role):
                 self.succession.note_ballot(ready.ballot)
             return
         if source in self.standing.electorate() and ready.ballot > campaign.ballot:
-            # What is out of turn here deposes nobody: its convener would refuse all others [A7].
+            # A ballot out of turn deposes nobody: its convener would refuse all others [A7].
             if not self.acceptor.turn_problem(ready.ballot.convener, ready.ballot):
                 self.succession.note_ballot(ready.ballot)
             return

@@ -44,7 +44,7 @@ class Reducer(Role):
     def forget_height(self) -> None:
         """Ends the job with the height."""
         if self.job and not self.job.is_done:
-            # The round did without: whom this peer did not reach now it will not in a minute [C4].
+            # The round did without: peers that it did not reach now it will not in a minute [C4].
             self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
         self._cancel_job()
 
