@@ -16,6 +16,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
@@ -71,7 +72,10 @@ class Life:
             self.directory,
             validation_BT1=batch(RUN, 0),
             status=cast(
-                PeerStatus, SimpleNamespace(validated=lambda *_: None, phases=PhaseMeter())
+                PeerStatus,
+                SimpleNamespace(
+                    validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
+                ),
             ),
             moments=cast(ExpertMoments, Moments()),
             stop=cast(Stop, lambda: False),
