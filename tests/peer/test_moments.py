@@ -19,19 +19,18 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.moments import Arrival, MomentsExchange
-from swarm.network.round_driver import RoundDriver
 from swarm.peer import moments as moments_module
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.moments import MomentsKeeper
 from swarm.peer.phases import PhaseMeter
+from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.trainer import Trainer
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.protocol.messages import Offer
 from swarm.protocol.moments import (
     Moments,
     Search,
@@ -39,7 +38,11 @@ from swarm.protocol.moments import (
     moments_layout,
     transfer_limit_s,
 )
+from swarm.protocol.rounds import Rules
+from swarm.protocol.training import Applied
+from swarm.protocol.training.effects import SavedWork
 from swarm.train.resident import ResidentEngine
+from tests.peer.adopting import adopt_into
 from tests.train.runs import batch, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"}, ownership={"backup_every_rounds": 2})
@@ -125,11 +128,11 @@ class Side:
             cast(PeerStatus, self.status),
         )
         self.at = founded
-        self.model.adopt(founded, previous="")
+        adopt_into(self.model, founded, previous="")
 
     def move_to(self, manifest: Manifest) -> None:
         self.keeper.before_adopt(self.at, manifest)
-        adoption = self.model.adopt(manifest, previous=self.at.digest)
+        adoption = adopt_into(self.model, manifest, previous=self.at.digest)
         self.keeper.adopted(adoption, self.at, manifest)
         self.at = manifest
 
@@ -146,19 +149,15 @@ class Process:
         self, store: BlobStore, folder: Path, founded: Manifest, tip: Manifest, parent: Manifest
     ) -> None:
         self.side = Side("other", store, founded)
-        record = SimpleNamespace(parent=parent)
         rounds = SimpleNamespace(
-            tip=tip,
-            layout=LAYOUT,
-            machine=SimpleNamespace(
-                record=record, rules=SimpleNamespace(run="run", step_bound=None)
-            ),
+            newest=Applied(tip, 0.0, "", parent),
+            rules=replace(Rules.of("run", RUN, LAYOUT), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.trainer = Trainer(
             self.side.model,
             cast(Loader, None),
-            cast(RoundDriver, rounds),
+            cast(Rounds, rounds),
             RunDirectory(folder),
             validation_BT1=batch(RUN, 0),
             status=cast(PeerStatus, self.side.status),
@@ -168,11 +167,14 @@ class Process:
         self.tip = tip
 
     def save(self) -> None:
-        self.trainer._save_offer(self.tip, Offer(self.tip.digest, 1, 1, {}))
+        training = self.trainer.training
+        training.tip, training.work = self.tip, SavedWork("", "", 0, 1, 1, 0.0, 0, {}, {})
+        training.bases = dict(self.side.model.bases)
+        self.trainer.carry_out(training.save())
 
     def resume(self) -> Exchange:
         """Returns what the keeper told the exchange of its life."""
-        self.trainer._resume()
+        self.trainer.carry_out(self.trainer.training.resume())
         return self.side.exchange
 
 

@@ -15,6 +15,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.training import Training
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Cast:
     """The code under test; mutants replace it."""
 
     machine: type[RoundMachine] = RoundMachine
+    training: type[Training] = Training
     trainer: type[Trainer] = Trainer
     conduct: type[Conduct] = Conduct
     keeper: type[Keeper] = Keeper

@@ -15,7 +15,6 @@ from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.keeper import Found, Keeper
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
-from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
 from swarm.protocol.adoption import Action, Adoption
@@ -25,7 +24,10 @@ from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.manifest import Digest, Manifest, Member, PeerId
 from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
+from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.training import Applied, Training
+from swarm.protocol.training.effects import Wait
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
 
 # ---------------------------------------------------------------- lost and damaged records
@@ -129,14 +131,19 @@ class _SearchForgotten(Keeper):
         return
 
 
-class _WaitsForMoments(Trainer):
-    def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
-        adoption = super().apply(manifest, previous)
-        if any(what.action is Action.TAKE_UP for what in adoption.experts.values()):
-            self._job += 1
-            self._is_training, self.offer = False, None
-            self.shell.after(5.0, self._go_on)
+class _WaitsForMoments(Training):
+    has_taken_up = False
+
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        adoption = super().decide(manifest, previous)
+        actions = [choice.action for choice in adoption.experts.values()]
+        self.has_taken_up = Action.TAKE_UP in actions
         return adoption
+
+    async def take_part(self) -> Sequence[Applied]:
+        if self.has_taken_up:
+            return await Wait(self.tip, PeerState.CATCHING_UP)
+        return await super().take_part()
 
 
 # ---------------------------------------------------------------- the text and weights
@@ -310,7 +317,7 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "any_number_is_young": Mutant("R7: the young are few", _under(_AnyNumberIsYoung)),
     "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(_TraineesCount)),
-    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
+    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(training=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {
     **MUTANTS,

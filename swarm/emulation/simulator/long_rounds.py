@@ -27,10 +27,10 @@ from swarm.emulation.simulator.schedule import build
 from swarm.emulation.simulator.trainer import Lesson, Trainer
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers, production_timers
-from swarm.protocol.dealing import num_samples, split
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
+from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.training.effects import Train
 
 LOCAL_STEPS = 100
 """Of every peer, however many steps its work has in a scenario: these only cut its time."""
@@ -63,42 +63,37 @@ class Worker(Trainer):
     """A trainer that goes step by step and says after each when it will be done."""
 
     works: ClassVar[Mapping[PeerId, Work]] = {}
-    began_s: ClassVar[dict[tuple[PeerId, Digest], float]]
-    """When each peer had each tip first."""
 
-    def _next_lesson(self) -> Lesson:
-        """With `round.seconds` the steps of its work, if it was dealt so many [T3]."""
-        lesson, rules = super()._next_lesson(), self.task.rules
-        if rules.round_seconds is None:
-            return lesson
-        assert isinstance(self.shell, Node)
-        me, now_s = self.shell.me, self.shell.world.now
-        work, dealt = self.works[me], self.tip.dealt[me]
-        per_step = rules.batch_tokens_at(self.tip.tokens) // rules.sequence_length
-        # A peer that starts again knows from its record when the round began.
-        passed_s = now_s - self.began_s.setdefault((me, self.tip.digest), now_s)
-        fit = int((rules.round_seconds - passed_s) / work.step_s)
-        steps = min(work.num_steps, num_samples(dealt) // per_step, max(1, fit))
-        return Lesson(steps, steps * work.step_s, split(dealt, steps * per_step)[0])
+    @property
+    def _work(self) -> Work:
+        return self.works[self.shell.me]
 
-    def _start_steps(self) -> None:
-        self._step(self._job, 0)
+    def _step_s(self) -> float:
+        return self._work.step_s
 
-    def _step(self, job: int, done: int) -> None:
-        work = self.works[self.shell.me]
-        is_stuck = work.stuck_from is not None and self.tip.round + 1 >= work.stuck_from
+    def _next_lesson(self, effect: Train) -> Lesson:
+        """With `round.seconds` the steps of its work, if so many fit and were dealt [T3]."""
+        work, is_timed = self._work, self.task.rules.round_seconds is not None
+        lesson = super()._next_lesson(effect)
+        steps = min(work.num_steps, lesson.steps) if is_timed else lesson.steps
+        return self._lesson_of(effect, steps, steps * work.step_s)
+
+    def _start_steps(self, effect: Train) -> None:
+        self._step(self._job, effect.tip, 0)
+
+    def _step(self, job: int, tip: Manifest, done: int) -> None:
+        work = self._work
+        is_stuck = work.stuck_from is not None and tip.round + 1 >= work.stuck_from
         if job != self._job or is_stuck:
             return
-        steps = work.num_steps
-        if self.task.rules.round_seconds is not None:
-            steps = self._lesson.steps
+        steps = work.num_steps if self.task.rules.round_seconds is None else self._lesson.steps
         if done == steps:
             self._finish(job)
             return
         if done:
-            self._expect(job, (steps - done) * work.step_s)
+            self._expect(job, tip, (steps - done) * work.step_s)
         after_s = work.step_s * (work.slip if done else 1.0)
-        self.shell.after(after_s, self._step, job, done + 1)
+        self.shell.after(after_s, self._step, job, tip, done + 1)
 
 
 class RealTimers(Conduct):
@@ -172,7 +167,7 @@ def go_through(
     Raises:
         Violation: an invariant does not hold.
     """
-    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works), "began_s": {}})
+    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works)})
     rules = Rules(
         run="run",
         num_experts=len(UNITS) - 1,

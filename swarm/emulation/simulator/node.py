@@ -17,7 +17,7 @@ from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
-from swarm.emulation.simulator.trainer import Trainer, taken_up
+from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
@@ -81,11 +81,10 @@ class Node(Ports):
         self.trainer: Trainer
         self.fetcher: Fetcher
         self.keeper: Keeper
-        self._has_moments = world.setup.backup_every is not None
+        self.has_moments = world.setup.backup_every is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
-        self._serials = 0
         self._heard: dict[PeerId, float] = {}
         self._is_listening = False
         self._last_tick = 0.0
@@ -111,7 +110,7 @@ class Node(Ports):
                 self._duration(self.character.merge_s), self._merged, effect.tip
             ),
             Apply: self._apply,
-            Keep: lambda effect: self.disk.keep(effect.digests),
+            Keep: lambda effect: self.disk.keep({*effect.digests, *self.trainer.model.offered}),
             Left: self._leave,
             Reason: lambda _: None,
         }
@@ -145,29 +144,12 @@ class Node(Ports):
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
-        self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
+        self.trainer = world.cast.trainer(self, world.task, world.cast.training)
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
-            self._restore()
-            self.trainer.resume()
+            self.trainer.start()
             self.after(world.random.random() * world.timers.tick_s, self._tick)
-
-    def _restore(self) -> None:
-        record, private = self.disk.record, self.disk.private
-        adoption = self.trainer.restore()
-        if self._has_moments:
-            if private is not None:
-                self.keeper.resume(private.searches, record.tip)
-            if adoption is not None:
-                before = record.parent or record.tip
-                self.keeper.adopted(taken_up(adoption, record.tip), before, record.tip)
-            forgotten = self.trainer.lacking - self.keeper.sought()
-            if forgotten:
-                why = f"experts {sorted(forgotten)} keep moments of zero"
-                raise Violation("N5", f"{self.me} starts again: {why}")
-        if adoption is not None:
-            self.trainer.save_if_rebased(adoption)
 
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
@@ -205,7 +187,7 @@ class Node(Ports):
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
-            if self._has_moments:
+            if self.has_moments:
                 self.keeper.leave(self.disk.record.tip)
             self.tell(LeaveAsked())
 
@@ -225,7 +207,7 @@ class Node(Ports):
             self._is_listening = self.machine._is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
-                if self._has_moments:
+                if self.has_moments:
                     self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
 
@@ -306,6 +288,8 @@ class Node(Ports):
         before, self.disk.record = self.disk.record, effect.record
         self.disk.links += effect.links
         self.disk.earlier = before
+        if before.tip.digest != effect.record.tip.digest:
+            self.disk.tip_s = self.world.now
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
@@ -369,22 +353,11 @@ class Node(Ports):
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
         self.use(self.world.timers)
-        self._adopt(effect.manifest, effect.previous)
-        self.world.applied(self.me)
-
-    def _adopt(self, manifest: Manifest, previous: Digest) -> None:
-        before = self.trainer.tip
-        if self._has_moments:
-            self.keeper.before_adopt(before, manifest)
-        adoption = self.trainer.apply(manifest, previous)
-        owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
-        if self.trainer.progress.keys() != owned:
-            raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
-        if self._has_moments:
-            self.keeper.adopted(taken_up(adoption, manifest), before, manifest)
-        self.trainer.save_if_rebased(adoption)
+        self.trainer.apply(effect.manifest, record.parent)
         if self.trainer.is_idle:
-            raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")
+            why = f"neither trains nor offers after {short(effect.manifest)}"
+            raise Violation("N1", f"{self.me} {why}")
+        self.world.applied(self.me)
 
     def _leave(self, effect: Left) -> None:
         self.lingers_until = self.world.now + LINGER_S

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.moments import Search
 from swarm.protocol.pace import Pace
@@ -25,9 +26,9 @@ class Ports:
     keeper: Keeper
     is_up: bool
     is_paused: bool
+    has_moments: bool
     lingers_until: float
     _pace: Pace
-    _serials: int
 
     def post(self, destination: PeerId, payload: Payload) -> None:
         """Sends it; it may be lost."""
@@ -52,11 +53,11 @@ class Ports:
 
     def own_experts(self) -> Collection[int]:
         """Experts that this peer trains."""
-        return self.trainer.progress.keys()
+        return self.trainer.model.progress.keys()
 
     def took(self, expert: int, round_: int | None) -> None:
         """An expert that was taken up got moments of this round, or none."""
-        self.trainer.lacking.discard(expert)
+        self.trainer.model.lacking.discard(expert)
         self._note(f"expert {expert} goes on with moments of round {round_}")
 
     def searches(self) -> tuple[Search, ...]:
@@ -66,6 +67,28 @@ class Ports:
     def stepped(self) -> None:
         """Its experts were trained."""
         self.keeper.stepped()
+
+    def look_again(self, searches: Sequence[Search], tip: Manifest) -> None:
+        """Its private state lacks these moments."""
+        if self.has_moments:
+            self.keeper.resume(searches, tip)
+
+    def adopting(self, before: Manifest, manifest: Manifest) -> None:
+        """Its model is about to move."""
+        if self.has_moments:
+            self.keeper.before_adopt(before, manifest)
+
+    def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
+        """Its model has moved, and these experts were taken up."""
+        if self.has_moments:
+            self.keeper.adopted(taken, before, manifest)
+
+    def resumed(self) -> None:
+        """It goes on after a start; what its experts lack has to be looked for [N5]."""
+        forgotten = self.trainer.model.lacking - self.keeper.sought()
+        if self.has_moments and forgotten:
+            why = f"experts {sorted(forgotten)} keep moments of zero"
+            raise Violation("N5", f"{self.me} starts again: {why}")
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second that this peer sends and receives at most."""
@@ -90,11 +113,6 @@ class Ports:
     def step_s(self) -> float:
         """How long each of the next local steps takes, where rounds last a given time."""
         return self._duration(self.character.step_s)
-
-    def next_serial(self) -> int:
-        """A number that this peer never used before."""
-        self._serials += 1
-        return self._serials
 
     def _duration(self, usual_s: float) -> float:
         return usual_s * (0.7 + 0.6 * self.world.random.random())

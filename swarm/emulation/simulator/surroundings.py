@@ -12,8 +12,8 @@ from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Get
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.keeper import Shell as KeeperShell
+from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.streaming import Shell as StreamingShell
-from swarm.emulation.simulator.trainer import Task
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Header, Message

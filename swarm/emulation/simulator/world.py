@@ -12,10 +12,10 @@ from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.founding import found
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.lying import Liar
+from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.surroundings import Packet, Payload
-from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.deadlines import Timers

@@ -1,0 +1,296 @@
+"""The main loop of a peer, effect by effect."""
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.manifest import Kind, Manifest
+from swarm.protocol.messages import OfferedUnit
+from swarm.protocol.records import PeerState
+from swarm.protocol.training import Applied, Training
+from swarm.protocol.training.effects import (
+    Adopt,
+    AdoptFrozen,
+    Effect,
+    Load,
+    Lose,
+    Newest,
+    Report,
+    Save,
+    SavedWork,
+    Store,
+    Submit,
+    Train,
+    Validate,
+    Wait,
+)
+from swarm.protocol.training.resuming import problem_of, way_to
+from tests.protocol.round_pump import found, make_rules
+
+RULES = make_rules(experts=2, parts=1)
+TIP = found(RULES, ["me", "you"])
+MINE = next(expert for expert, owners in TIP.owners.items() if "me" in owners)
+STEPS = RULES.local_steps_at(0)
+NAMES = {Adopt: "adopt", AdoptFrozen: "adopt_frozen", Train: "train", Save: "save"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """Local steps."""
+
+    steps: int = STEPS
+    tokens: int = 1000
+    seconds: float = 1.0
+    completed: bool = True
+
+
+class Over(Exception):
+    """The script has no more tips."""
+
+
+@dataclass
+class Peer:
+    """Carries effects out by script and remembers them."""
+
+    tips: list[list[Applied]]
+    """What each wait gives."""
+    steps: list[Done] = field(default_factory=list)
+    """What local steps give, or all of them."""
+    saved: SavedWork | None = None
+    newest: Applied = field(default_factory=lambda: Applied(TIP, 0.0))
+    gone: frozenset[str] = frozenset()
+    """Manifests whose blobs were collected."""
+    value: str = "trained"
+    effects: list[Effect[Any]] = field(default_factory=list)
+
+    def run(self, routine: Coroutine[Effect[Any], Any, Any]) -> None:
+        """Until the routine or the script is over."""
+        result = None
+        try:
+            while True:
+                effect = routine.send(result)
+                self.effects.append(effect)
+                result = self._answer(effect)
+        except (StopIteration, Over):
+            routine.close()
+
+    def _answer(self, effect: Effect[Any]) -> Any:
+        match effect:
+            case Newest():
+                return self.newest
+            case Load():
+                return self.saved
+            case Train():
+                return self.steps.pop(0) if self.steps else Done()
+            case Store() | Save():
+                return {
+                    unit: OfferedUnit(f"{self.value}.{unit}", 100, base)
+                    for unit, base in effect.bases.items()
+                }
+            case Wait():
+                if not self.tips:
+                    raise Over
+                return self.tips.pop(0)
+            case Adopt(manifest):
+                return manifest.digest not in self.gone
+            case AdoptFrozen():
+                return True
+        return None
+
+    def of(self, kind: type[Effect[Any]]) -> list[Any]:
+        """Effects of a kind."""
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def names(self) -> list[str]:
+        """What kinds of effects there were."""
+        return [type(effect).__name__ for effect in self.effects]
+
+
+def training(**options: Any) -> Training:
+    return Training("me", options.pop("rules", RULES), options.pop("rounds", 9), **options)
+
+
+def after(parent: Manifest, *, kind: Kind = Kind.QUORUM, **changes: Any) -> Manifest:
+    """A successor, in which nobody's values are."""
+    fields: dict[str, Any] = {"kind": kind, "parent": parent.digest, "contributors": ("you",)}
+    if kind is Kind.REFORM:
+        fields |= {"generation": "fresh"}
+    else:
+        fields |= {"height": parent.height + 1}
+    if kind is Kind.QUORUM:
+        fields |= {"round": parent.round + 1}
+    return replace(parent, **fields | changes)
+
+
+def applied(*manifests: Manifest, at_s: float = 5.0) -> list[Applied]:
+    return [Applied(manifest, at_s, "why") for manifest in manifests]
+
+
+def saved_on(tip: Manifest, **changes: Any) -> SavedWork:
+    bases = {MINE: tip.entries[expert_unit(MINE)].digest}
+    saved = SavedWork("run-1", tip.digest, tip.round + 1, STEPS, 1000, 1.0, 0, bases, {})
+    return replace(saved, **changes)
+
+
+# ---------------------------------------------------------------- a round
+
+
+def test_a_round_is_trained_saved_offered_adopted_and_reported_in_this_order() -> None:
+    mine = after(TIP, contributors=("me", "you"))
+    peer = Peer([applied(mine)])
+    peer.run(training(rounds=1).run())
+    assert peer.names() == [
+        "Newest", "Load", "Adopt", "Resumed", *(["Validate"] if TIP.order[0] == "me" else []),
+        "MayStop", "Train", "Save", "Submit", "Wait", "Adopt", "Report", "Release",
+        *(["Validate"] if mine.order[0] == "me" else []),
+    ]  # fmt: skip
+    (offer,) = [effect.offer for effect in peer.of(Submit)]
+    assert (offer.tip, offer.steps, offer.tokens) == (TIP.digest, STEPS, 1000)
+    assert {expert_of_unit(unit) for unit in offer.units} == {None, MINE}
+    assert peer.of(Report)[0].counted
+
+
+def test_a_stranger_neither_trains_nor_offers() -> None:
+    outside = replace(TIP, members={"you": TIP.members["you"]}, owners={0: ("you",), 1: ("you",)})
+    peer = Peer([], newest=Applied(outside, 0.0))
+    peer.run(training().run())
+    assert peer.of(Train) == []
+    assert [wait.state for wait in peer.of(Wait)] == [PeerState.JOINING]
+
+
+def test_on_a_due_tip_there_are_no_steps_and_no_offers_and_what_is_merged_is_measured() -> None:
+    due = after(TIP, seed="1" * 64)
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([applied(due), applied(merge, at_s=7.0)])
+    peer.run(training(is_due=lambda tip: tip.digest == due.digest).run())
+    assert [train.tip.digest for train in peer.of(Train)] == [TIP.digest, merge.digest]
+    assert [wait.state for wait in peer.of(Wait)][1] is PeerState.MERGING
+    assert due.digest not in [validate.manifest.digest for validate in peer.of(Validate)]
+    assert peer.of(Train)[1].began_s == 7.0
+
+
+# ---------------------------------------------------------------- what work is still good for
+
+
+def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -> None:
+    peer = Peer([applied(after(TIP))])
+    peer.run(training(rounds=1).run())
+    assert [(lose.tokens, lose.reason) for lose in peer.of(Lose)] == [(1000, "why")]
+    assert not peer.of(Report)[0].counted
+
+
+def test_a_reform_gets_the_finished_work_and_that_is_saved_for_it_first() -> None:
+    reform = after(TIP, kind=Kind.REFORM)
+    peer = Peer([applied(reform)])
+    peer.run(training().run())
+    assert len(peer.of(Train)) == 1
+    assert [save.work.base_tip for save in peer.of(Save)] == [TIP.digest, reform.digest]
+    assert [submit.offer.tip for submit in peer.of(Submit)] == [TIP.digest, reform.digest]
+    assert peer.of(Lose) == []
+
+
+def test_steps_that_a_reform_interrupts_go_on_where_they_were() -> None:
+    half = Done(steps=1, tokens=250, completed=False)
+    reform = after(TIP, kind=Kind.REFORM)
+    peer = Peer([applied(reform)], steps=[half])
+    peer.run(training().run())
+    assert [train.before for train in peer.of(Train)] == [None, half]
+    offers = [submit.offer for submit in peer.of(Submit)]
+    assert [(o.tip, o.steps) for o in offers if not o.is_late] == [(reform.digest, STEPS)]
+
+
+def test_a_manifest_whose_blobs_are_gone_is_jumped_over() -> None:
+    first = after(TIP)
+    second = after(first)
+    peer = Peer([applied(first), applied(second)], gone=frozenset({first.digest}))
+    peer.run(training(rounds=2).run())
+    assert [report.applied.manifest.digest for report in peer.of(Report)] == [second.digest]
+
+
+# ---------------------------------------------------------------- late offers [O2]
+
+
+@pytest.mark.parametrize(
+    ("experts_every", "value", "late"),
+    [(1, "trained", 1), (2, "trained", 0), (1, "as agreed", 0)],
+    ids=["offered", "not due", "nothing new"],
+)
+def test_what_a_round_left_out_of_own_experts_is_offered_before_the_next_steps(
+    experts_every: int, value: str, late: int
+) -> None:
+    rules = replace(RULES, experts_every=experts_every)
+    missed = after(TIP) if experts_every == 1 else after(after(TIP))
+    unit = expert_unit(MINE)
+    peer = Peer([applied(missed)], value=value)
+    if value == "as agreed":
+        entries = {**TIP.entries, unit: replace(TIP.entries[unit], digest=f"{value}.{unit}")}
+        peer.newest = Applied(replace(TIP, entries=entries), 0.0)
+        peer.tips = [applied(after(peer.newest.manifest))]
+    peer.run(training(rules=rules).run())
+    offers = [submit.offer for submit in peer.of(Submit)]
+    assert [offer.is_late for offer in offers].count(True) == late
+    if late:
+        assert offers[1].is_late and offers[1].units.keys() == {unit}
+        assert (offers[1].steps, offers[1].tokens) == (0, 0)
+        kinds = peer.names()
+        assert kinds.index("Store") < len(kinds) - 1 - kinds[::-1].index("Train")
+
+
+def test_a_round_that_counts_leaves_nothing_late() -> None:
+    peer = Peer([applied(after(TIP, contributors=("me",)))])
+    peer.run(training().run())
+    assert peer.of(Store) == []
+
+
+# ---------------------------------------------------------------- after a crash
+
+
+def test_saved_work_on_the_tip_is_offered_again_without_a_step() -> None:
+    peer = Peer([], saved=saved_on(TIP))
+    peer.run(training().run())
+    assert peer.names()[:4] == ["Newest", "Load", "AdoptFrozen", "Resumed"]
+    assert peer.of(Train) == [] and len(peer.of(Submit)) == 1
+
+
+def test_saved_work_of_an_older_tip_is_dropped_and_experts_follow_the_way() -> None:
+    due = after(TIP, contributors=("me",))
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([], saved=saved_on(TIP), newest=Applied(merge, 3.0, parent=due))
+    peer.run(training().run())
+    assert [adopt.manifest.digest for adopt in peer.of(Adopt)] == [due.digest, merge.digest]
+    assert all(adopt.at_start for adopt in peer.of(Adopt))
+    assert peer.of(Train)[0].before is None
+    assert peer.of(Train)[0].began_s == 3.0
+
+
+def test_the_way_goes_over_the_parent_only_from_before_it() -> None:
+    parent = after(TIP)
+    tip = after(parent, kind=Kind.MERGE)
+    newest = Applied(tip, 0.0, parent=parent)
+    assert way_to(newest, tip.digest) == []
+    assert way_to(newest, parent.digest) == [tip]
+    assert way_to(newest, TIP.digest) == [parent, tip]
+    assert way_to(newest, "elsewhere") == [tip]
+    assert way_to(Applied(tip, 0.0), TIP.digest) == [tip]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run": "other"}, "belongs to the run other, not run-1"),
+        ({"round": 7}, "cannot follow the manifest"),
+        ({"tokens": 0}, "cannot follow the manifest"),
+        ({"base_tip": "older", "round": 7}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("is_reformed", [False, True])
+def test_a_private_state_that_does_not_fit_has_a_problem(
+    changes: dict[str, Any], words: str | None, *, is_reformed: bool
+) -> None:
+    tip = after(TIP, kind=Kind.REFORM) if is_reformed else TIP
+    problem = problem_of(saved_on(TIP, **changes), "run-1", tip)
+    assert (problem is None) if words is None else (problem and words in problem)
