@@ -259,7 +259,7 @@ class Peer:
             self._announce(announced)
             publisher.start()
             try:
-                trainer.train()
+                trainer.main_loop()
                 self._linger(status)
             except StopAsked:
                 status.begin(PeerState.LEAVING)

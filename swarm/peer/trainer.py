@@ -1,16 +1,18 @@
-"""Carries out what the main loop asks for, with engine, disk and rounds.
+"""The host of a peer's main loop: what it decides is done here, with engine, disk and rounds.
 
-The loop itself, and each decision about local work, is `swarm.protocol.training.loop`.
+The loop itself is `swarm/protocol/training/loop.py`.
 """
+
+# What the methods of a host do is said in `Host`.
+# ruff: noqa: D102
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,30 +29,13 @@ from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus, RoundReport
-from swarm.protocol.deadlines import finishes_in_time
+from swarm.protocol.adoption import Adoption
+from swarm.protocol.deadlines import LocalWork, finishes_in_time
+from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
-from swarm.protocol.messages import OfferedUnit
+from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, Training
-from swarm.protocol.training.effects import (
-    Adopt,
-    AdoptFrozen,
-    Effect,
-    Load,
-    Lose,
-    MayStop,
-    Newest,
-    Release,
-    Report,
-    Resumed,
-    Save,
-    SavedWork,
-    Store,
-    Submit,
-    Train,
-    Validate,
-    Wait,
-)
+from swarm.protocol.training import Applied, Host, SavedWork, Training, Work, at_once
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
@@ -64,8 +49,6 @@ from swarm.train.local_steps import LocalStats, Task, train_local_steps
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 WAIT_SLICE_S = 0.5
 """How soon a waiting trainer notices that it was asked to stop."""
 SAY_WHY_EVERY_S = 15.0
@@ -76,7 +59,7 @@ class StopAsked(Exception):
     """The person asked this peer to stop, and its round is over or cannot be finished."""
 
 
-class Trainer:
+class Trainer(Host):
     """Trains one peer in one run until the run is finished or a person stops it."""
 
     def __init__(
@@ -95,73 +78,65 @@ class Trainer:
         self.run: RunConfig = model.run
         self.validation_BT1 = validation_BT1
         self.status, self.moments, self.stop = status, moments, stop
-        self.training = Training(model.me, rounds.rules, self.run.run.rounds)
+        self.training = Training(self, model.me, rounds.rules, self.run.run.rounds)
         self.offering = Offering(model, rounds, status)
         self._waited_s = 0.0
 
-    def train(self) -> Manifest:
+    def main_loop(self) -> Manifest:
         """Runs the local steps and rounds; returns the last manifest.
 
         Raises:
             StopAsked: a person stopped it.
             TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
         """
-        return self.carry_out(self.training.run())
-
-    def carry_out(self, routine: Coroutine[Effect[Any], Any, T]) -> T:
-        """Does what a routine of the main loop asks for, one effect after the other.
-
-        Raises:
-            StopAsked, SwarmError: as `train`; the routine is over.
-        """
-        result: Any = None
-        while True:
-            try:
-                effect = routine.send(result)
-            except StopIteration as end:
-                value: T = end.value
-                return value
-            result = self._actions[type(effect)](self, effect)
+        return at_once(self.training.run())
 
     # ------------------------------------------------ the start
 
-    def _newest(self, _: Newest) -> Applied:
+    def newest(self) -> Applied:
         # A peer that starts again in the middle of a round is done when the others are.
         return replace(self.rounds.newest, at_s=time.monotonic() - self.directory.record_age_s())
 
-    def _load(self, effect: Load) -> SavedWork | None:
+    def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
         """Masters are in the swarm: a peer without its state would lose no more than moments."""
         engine = self.model.engine
-        engine.count_from(effect.tip.step)
+        engine.count_from(tip.step)
         try:
             loaded = load_newest(self.directory.private_path)
             if loaded is None:
                 return None
-            work = _work_in(loaded.state)
-            if problem := effect.problem(work):
-                raise CorruptState(problem)
+            names = (field.name for field in fields(SavedWork))
+            work = SavedWork(**{name: getattr(loaded.state, name) for name in names})
+            if why := problem(work):
+                raise CorruptState(why)
             engine.load_state_dict(loaded.state.engine)
         except CorruptState as error:
             logger.error("%s; goes on from the manifest, with moments of zero", error)
             return None
         logger.info("resume %s", loaded.reason)
-        self.model.bases = dict(work.bases)
+        self.model.bases = dict(work.expert_bases)
         restore_rng(loaded.state.rng, torch.device("cpu"))
-        self.moments.resume(loaded.state.searches, effect.tip)
+        self.moments.resume(loaded.state.searches, tip)
         return work
 
-    def _adopt_frozen(self, effect: AdoptFrozen) -> bool:
-        return self._is_reached(effect.tip, partial(self.model.adopt_frozen, effect.tip))
+    def adopt_frozen(self, tip: Manifest) -> bool:
+        return self._is_reached(tip, partial(self.model.adopt_frozen, tip))
 
-    def _resumed(self, effect: Resumed) -> None:
-        self.status.manifest = effect.tip
-        if effect.has_work:
-            logger.info("round=%d: the saved local steps are offered again", effect.tip.round + 1)
+    def resumed(self, tip: Manifest, *, has_work: bool) -> None:
+        self.status.manifest = tip
+        if has_work:
+            logger.info("round=%d: the saved local steps are offered again", tip.round + 1)
 
     # ------------------------------------------------ local steps
 
-    def _train(self, effect: Train) -> LocalStats:
-        tip, before = effect.tip, effect.before
+    async def train(
+        self,
+        tip: Manifest,
+        dealt: Stretches,
+        before: Work | None,
+        began_s: float,
+        left: Callable[[int, float, float], LocalWork],
+    ) -> LocalStats:
         assert before is None or isinstance(before, LocalStats)
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
@@ -171,9 +146,9 @@ class Trainer:
             self.status.on_step(step, stats)
             self.moments.on_step(skipped=stats.skipped)
 
-        def left(steps: int, seconds: float) -> int:
+        def steps_left(steps: int, seconds: float) -> int:
             step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
-            work = effect.left(done + steps, step_s, time.monotonic() - effect.began_s)
+            work = left(done + steps, step_s, time.monotonic() - began_s)
             self._check_time_left(work.steps, step_s)
             if work.seconds is not None:
                 self.rounds.expect(tip.digest, work.seconds)
@@ -186,8 +161,8 @@ class Trainer:
             self.model.engine,
             self.loader,
             self.run,
-            Task(self.model.me, tip.step, effect.dealt, batch_tokens, done),
-            left=left,
+            Task(self.model.me, tip.step, dealt, batch_tokens, done),
+            left=steps_left,
             stop=lambda: self.rounds.newest.manifest.digest != tip.digest,
             on_step=on_step,
         )
@@ -213,10 +188,7 @@ class Trainer:
 
     # ------------------------------------------------ offers
 
-    def _store(self, effect: Store) -> dict[Unit, OfferedUnit]:
-        return self._store_values(effect.tip, effect.bases, effect.tokens)
-
-    def _store_values(
+    def store(
         self, tip: Manifest, bases: Mapping[Unit, Digest], tokens: int
     ) -> dict[Unit, OfferedUnit]:
         units = {}
@@ -227,32 +199,23 @@ class Trainer:
         self.model.keep_offered(v.digest for u, v in units.items() if expert_of_unit(u) is not None)
         return units
 
-    def _save(self, effect: Save) -> dict[Unit, OfferedUnit]:
+    async def save(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
         """Values and state at once, as the state names what was offered only at its end."""
         engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
-        path, work = self.directory.private_path, effect.work
+        path = self.directory.private_path
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
-            units = self._store_values(effect.tip, effect.bases, work.tokens)
+            units = self.store(tip, bases, work.tokens)
+            stored = replace(work, offered={unit: value.digest for unit, value in units.items()})
             private = PrivateState(
-                engine=engine,
-                run_id=work.run,
-                base_tip=work.base_tip,
-                round=work.round,
-                steps=work.steps,
-                tokens=work.tokens,
-                seconds=work.seconds,
-                data_position=work.position,
-                offered={unit: offered.digest for unit, offered in units.items()},
-                expert_bases=work.bases,
-                rng=rng,
-                searches=self.moments.searches,
+                engine=engine, rng=rng, searches=self.moments.searches, **asdict(stored)
             )
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
         return units
 
-    def _submit(self, effect: Submit) -> None:
-        offer, tip = effect.offer, effect.tip
+    def submit(self, tip: Manifest, offer: Offer) -> None:
         if offer.is_late:
             logger.info("round=%d offered late: %s", tip.round + 1, ", ".join(offer.units))
         self.rounds.offer(offer)
@@ -261,16 +224,16 @@ class Trainer:
 
     # ------------------------------------------------ waiting and leaving
 
-    def _wait(self, effect: Wait) -> list[Applied]:
+    async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
         """Waits, and says what for."""
-        self.status.begin(effect.state)
+        self.status.begin(state)
         said_s = time.monotonic()
-        while not (newer := self.rounds.wait_for_tip(effect.tip.digest, WAIT_SLICE_S)):
+        while not (newer := self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S)):
             if self.stop():
-                self._wait_to_leave(effect.state)
+                self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
                 said_s, why = time.monotonic(), self.rounds.last_reason
-                logger.info("waiting state=%s reason=%r", effect.state.value, why)
+                logger.info("waiting state=%s reason=%r", state.value, why)
         self._waited_s = self.status.since_begin_s()
         return newer
 
@@ -282,7 +245,7 @@ class Trainer:
         if len(self.rounds.newest.manifest.members) > 1:  # one alone would go without its round
             self.rounds.leave()
 
-    def _may_stop(self, _: MayStop) -> None:
+    def may_stop(self) -> None:
         if self.stop():
             raise StopAsked
 
@@ -295,18 +258,18 @@ class Trainer:
 
     # ------------------------------------------------ a newer tip
 
-    def _adopt(self, effect: Adopt) -> bool:
-        manifest, before = effect.manifest, effect.before
-
+    def adopt(
+        self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
+    ) -> bool:
         def adopt() -> None:
-            if not effect.at_start:
+            if not at_start:
                 self.moments.before_adopt(before, manifest)
             with self.status.phases.within("adopting"):
-                self.model.adopt(manifest, effect.decision)
+                self.model.adopt(manifest, decision)
 
         if not self._is_reached(manifest, adopt):
             return False
-        self.moments.adopted(effect.decision, before, manifest)
+        self.moments.adopted(decision, before, manifest)
         return True
 
     def _is_reached(self, manifest: Manifest, adopt: Callable[[], None]) -> bool:
@@ -320,22 +283,18 @@ class Trainer:
             return False
         return True
 
-    def _lose(self, effect: Lose) -> None:
-        self.status.lose_tokens(effect.tokens, effect.reason)
+    def lose(self, tokens: int, reason: str) -> None:
+        self.status.lose_tokens(tokens, reason)
 
-    def _report(self, effect: Report) -> None:
-        stats = effect.work if isinstance(effect.work, LocalStats) else None
-        applied = effect.applied
-        report = RoundReport(
-            applied.manifest, stats, effect.counted, self._waited_s, applied.reason
-        )
-        self.status.applied(report)
+    def report(self, applied: Applied, work: Work | None, *, counted: bool) -> None:
+        stats = work if isinstance(work, LocalStats) else None
+        manifest, wait_s = applied.manifest, self._waited_s
+        self.status.applied(RoundReport(manifest, stats, counted, wait_s, applied.reason))
 
-    def _release(self, _: Release) -> None:
+    def release(self) -> None:
         self.model.drop_offered()
 
-    def _validate(self, effect: Validate) -> None:
-        manifest = effect.manifest
+    def validate(self, manifest: Manifest) -> None:
         try:
             with self.status.phases.within("validating"):
                 val_loss = self.model.evaluate(manifest, self.validation_BT1)
@@ -343,35 +302,3 @@ class Trainer:
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return
         self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
-
-    _actions: Mapping[type[Any], Callable[[Trainer, Any], Any]] = {
-        Newest: _newest,
-        Load: _load,
-        AdoptFrozen: _adopt_frozen,
-        Resumed: _resumed,
-        MayStop: _may_stop,
-        Train: _train,
-        Store: _store,
-        Save: _save,
-        Submit: _submit,
-        Wait: _wait,
-        Adopt: _adopt,
-        Lose: _lose,
-        Report: _report,
-        Release: _release,
-        Validate: _validate,
-    }
-
-
-def _work_in(state: PrivateState) -> SavedWork:
-    return SavedWork(
-        run=state.run_id,
-        base_tip=state.base_tip,
-        round=state.round,
-        steps=state.steps,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        position=state.data_position,
-        bases=state.expert_bases,
-        offered=state.offered,
-    )

@@ -39,8 +39,7 @@ from swarm.protocol.moments import (
     transfer_limit_s,
 )
 from swarm.protocol.rounds import Rules
-from swarm.protocol.training import Applied
-from swarm.protocol.training.effects import SavedWork
+from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
 from tests.train.runs import batch, same, tiny_run
@@ -170,11 +169,11 @@ class Process:
         training = self.trainer.training
         training.tip, training.work = self.tip, SavedWork("", "", 0, 1, 1, 0.0, 0, {}, {})
         training.bases = dict(self.side.model.bases)
-        self.trainer.carry_out(training.save())
+        at_once(training.save())
 
     def resume(self) -> Exchange:
         """Returns what the keeper told the exchange of its life."""
-        self.trainer.carry_out(self.trainer.training.resume())
+        self.trainer.training.resume()
         return self.side.exchange
 
 

@@ -27,7 +27,7 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
-from swarm.protocol.training import Applied
+from swarm.protocol.training import Applied, at_once
 from swarm.protocol.training.reading import Reading
 from swarm.train import local_steps
 from swarm.train.resident import ResidentEngine
@@ -84,15 +84,15 @@ class Peer:
 
     def resume(self) -> None:
         """Starts."""
-        self.trainer.carry_out(self.training.resume())
+        self.training.resume()
 
     def offer_again(self) -> Offer:
         """What was saved is offered."""
-        return self.trainer.carry_out(self.training.save())
+        return at_once(self.training.save())
 
     def round(self) -> Offer:
         """Trains on the tip and saves the offer."""
-        self.trainer.carry_out(self.training.train())
+        at_once(self.training.train())
         assert self.training.is_done
         return self.offer_again()
 

@@ -24,8 +24,7 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
-from swarm.protocol.training import Applied
-from swarm.protocol.training.effects import SavedWork, Work
+from swarm.protocol.training import Applied, SavedWork, Work, at_once
 from swarm.train.checkpoint import load_private
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
@@ -82,11 +81,11 @@ class Life:
         """The local steps of a round are done."""
         self.training.tip, self.training.work = tip, work
         self.training.bases = dict(self.model.bases)
-        return self.trainer.carry_out(self.training.save())
+        return at_once(self.training.save())
 
     def resume(self) -> tuple[Manifest, Work | None]:
         """Returns the tip, and the work that is still good on it."""
-        self.trainer.carry_out(self.training.resume())
+        self.training.resume()
         return self.training.tip, self.training.work
 
 
@@ -135,7 +134,7 @@ def test_what_was_finished_is_offered_again_whatever_reforms_came(
     tip, work = again.resume()
     assert tip.digest == tips[-1].digest
     assert work is not None and again.training.is_done
-    offered = again.trainer.carry_out(again.training.save())
+    offered = at_once(again.training.save())
     assert offered.tip == tip.digest
     assert (offered.steps, offered.tokens) == (STEPS, TOKENS)
     assert offered.units == offer.units

@@ -11,7 +11,7 @@ from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Link
 from swarm.protocol.moments import Moments, Search
-from swarm.protocol.training.effects import SavedWork
+from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
 
 SURVIVAL = 0.3

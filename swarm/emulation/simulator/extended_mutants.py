@@ -27,7 +27,6 @@ from swarm.protocol.pace import Pace
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.training import Applied, Training
-from swarm.protocol.training.effects import Wait
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
 
 # ---------------------------------------------------------------- lost and damaged records
@@ -142,7 +141,7 @@ class _WaitsForMoments(Training):
 
     async def take_part(self) -> Sequence[Applied]:
         if self.has_taken_up:
-            return await Wait(self.tip, PeerState.CATCHING_UP)
+            return await self.host.wait(self.tip, PeerState.CATCHING_UP)
         return await super().take_part()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from random import Random
 from typing import ClassVar
 
@@ -24,13 +25,12 @@ from swarm.emulation.simulator.faults import (
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.schedule import build
-from swarm.emulation.simulator.trainer import Lesson, Trainer
+from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers, production_timers
 from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
-from swarm.protocol.training.effects import Train
 
 LOCAL_STEPS = 100
 """Of every peer, however many steps its work has in a scenario: these only cut its time."""
@@ -68,32 +68,26 @@ class Worker(Trainer):
     def _work(self) -> Work:
         return self.works[self.shell.me]
 
-    def _step_s(self) -> float:
-        return self._work.step_s
-
-    def _next_lesson(self, effect: Train) -> Lesson:
+    def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
         """With `round.seconds` the steps of its work, if so many fit and were dealt [T3]."""
-        work, is_timed = self._work, self.task.rules.round_seconds is not None
-        lesson = super()._next_lesson(effect)
-        steps = min(work.num_steps, lesson.steps) if is_timed else lesson.steps
-        return self._lesson_of(effect, steps, steps * work.step_s)
+        work, steps = self._work, left(0, 0.0)
+        if self.task.rules.round_seconds is not None:
+            fits = (done for done in range(work.num_steps) if not left(done, work.step_s))
+            steps = next(fits, work.num_steps)
+        return steps, steps * work.step_s
 
-    def _start_steps(self, effect: Train) -> None:
-        self._step(self._job, effect.tip, 0)
-
-    def _step(self, job: int, tip: Manifest, done: int) -> None:
+    async def _take_steps(self, tip: Manifest) -> None:
         work = self._work
-        is_stuck = work.stuck_from is not None and tip.round + 1 >= work.stuck_from
-        if job != self._job or is_stuck:
-            return
         steps = work.num_steps if self.task.rules.round_seconds is None else self._lesson.steps
-        if done == steps:
-            self._finish(job)
-            return
-        if done:
-            self._expect(job, tip, (steps - done) * work.step_s)
-        after_s = work.step_s * (work.slip if done else 1.0)
-        self.shell.after(after_s, self._step, job, tip, done + 1)
+        if work.stuck_from is not None and tip.round + 1 >= work.stuck_from:
+            steps = 0
+            await self._pass(inf)
+        for done in range(steps):
+            if done:
+                self._expect(self._job, tip, (steps - done) * work.step_s)
+            await self._pass(work.step_s * (work.slip if done else 1.0))
+            if self._newer:
+                return
 
 
 class RealTimers(Conduct):

@@ -27,7 +27,6 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.state import CatchUp, Proposal
 from swarm.protocol.training import Training
-from swarm.protocol.training.effects import Store
 from swarm.protocol.updates import UpdateBound
 
 
@@ -162,7 +161,7 @@ class _NoBaseCheck(Training):
 class _OfferedBeforeSaved(Training):
     async def save(self) -> Offer:
         assert self.work is not None
-        units = await Store(self.tip, self._bases_of_due(), self.work.tokens)
+        units = self.host.store(self.tip, self._bases_of_due(), self.work.tokens)
         return Offer(self.tip.digest, self.work.steps, self.work.tokens, units, self.work.seconds)
 
 

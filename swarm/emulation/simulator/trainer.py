@@ -1,44 +1,30 @@
 """The training side of a simulated peer: the real main loop, in virtual time, on symbols.
 
-`swarm.protocol.training` decides; here its effects are carried out. Local steps and the
-private state take time, meanwhile the loop stands; all else it need not wait for.
+`swarm.protocol.training` decides and this is its host. Local steps and the private state take time,
+meanwhile the loop stands; all else it need not wait for.
 """
+
+# What the methods of a host do is said in `Host`.
+# ruff: noqa: D102, ARG002
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from swarm.emulation.simulator.disk import Disk, PrivateState
 from swarm.emulation.simulator.model import Model, Task
 from swarm.emulation.simulator.violation import Violation, short
+from swarm.protocol.adoption import Adoption
+from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches, split
 from swarm.protocol.events import Expected, Offered
-from swarm.protocol.manifest import Manifest, PeerId, Unit
-from swarm.protocol.messages import OfferedUnit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.moments import Search
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, Training
-from swarm.protocol.training.effects import (
-    Adopt,
-    AdoptFrozen,
-    Effect,
-    Load,
-    Lose,
-    MayStop,
-    Newest,
-    Release,
-    Report,
-    Resumed,
-    Save,
-    SavedWork,
-    Store,
-    Submit,
-    Train,
-    Validate,
-    Wait,
-)
+from swarm.protocol.training import Applied, Host, SavedWork, Training, Work
 
 
 class Shell(Protocol):
@@ -87,7 +73,7 @@ class Shell(Protocol):
 
 @dataclass(frozen=True)
 class Lesson:
-    """The local steps of one round, see `effects.Steps`."""
+    """The local steps of one round, see `Steps`."""
 
     steps: int
     tokens: int
@@ -99,173 +85,159 @@ class Lesson:
 
 WRITE_S = 0.02
 """Time between the steps that make an offer durable, so that a crash can fall between them."""
-LATER = object()
-"""The result of an effect that takes time."""
 
 
-class Trainer:
-    """What carries out the effects of one peer's main loop."""
+class _Pause:
+    """Whoever awaits it stands still until its trainer is woken."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class Trainer(Host):
+    """The host of one peer's main loop."""
 
     model_type = Model
 
     def __init__(self, shell: Shell, task: Task, training: type[Training]) -> None:
         self.shell, self.task = shell, task
-        self.training = training(shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
         self.model = self.model_type(shell.me, shell.disk, task)
-        self.doing: Effect[Any] | None = None
-        """What the loop waits for."""
-        self._loop: Coroutine[Any, Any, Manifest]
+        self.training = training(self, shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
+        self.is_idle = False
+        """Whether it waits for others with nothing done or offered."""
+        self._loop: Coroutine[None, None, Manifest]
         self._newer: list[Applied] = []
         """Tips that the loop has not been told of."""
+        self._looks_out = False
+        """Whether a newer tip wakes it."""
         self._job = 0
         self._lesson = Lesson(0, 0, 0.0, ())
         self._ends_s = 0.0
-        self._perform: Mapping[type, Callable[[Any], Any]] = {
-            Newest: self._newest,
-            Load: self._load,
-            AdoptFrozen: lambda effect: self._are_here(effect.tip),
-            Resumed: self._resumed,
-            MayStop: lambda _: None,
-            Train: self._train,
-            Store: self._store,
-            Save: self._save,
-            Submit: self._submit,
-            Wait: lambda _: self._take_newer() if self._newer else LATER,
-            Adopt: self._adopt,
-            Lose: lambda _: None,
-            Report: lambda _: None,
-            Release: lambda _: self.model.offered.clear(),
-            Validate: lambda _: None,
-        }
 
     def start(self) -> None:
         """Begins, or goes on with what is on the disk."""
         self._loop = self.training.run()
-        self._go_on(None)
+        self._loop.send(None)
 
     def apply(self, manifest: Manifest, parent: Manifest | None) -> None:
         """The machine has a new tip."""
         self._newer.append(Applied(manifest, self.shell.now_s(), parent=parent))
-        if isinstance(self.doing, Train):
-            # The step under way is finished: so there is one at least.
-            self._advance()
-            left = (self._ends_s - self.shell.now_s()) / self._lesson.seconds
-            steps = max(1, int(self._lesson.steps * (1 - left)))
-            self._go_on(replace(self._lesson, steps=steps, completed=False))
-        elif isinstance(self.doing, Wait):
-            self._go_on(self._take_newer())
+        if self._looks_out:
+            self._wake(self._job)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is done or offered although it could be."""
-        if not isinstance(self.doing, Wait) or self.doing.state is PeerState.AVERAGING:
-            return False
-        tip = self.shell.disk.record.tip
-        return self.shell.me in tip.members and not self.shell.merge_is_due(tip)
-
-    def _go_on(self, result: object) -> None:
-        while result is not LATER and self.shell.is_up:
-            self._job += 1
-            self.doing = effect = self._loop.send(result)
-            result = self._perform[type(effect)](effect)
-
-    def _ended(self, job: int, result: object) -> None:
+    def _wake(self, job: int) -> None:
         if job == self._job:
-            self._go_on(result)
+            self._job += 1
+            self._loop.send(None)
 
-    def _take_newer(self) -> list[Applied]:
-        newer, self._newer = self._newer, []
-        return newer
+    async def _pass(self, seconds: float) -> None:
+        """Stands still for so long, or until a newer tip comes if one is looked out for."""
+        self.shell.after(seconds, self._wake, self._job)
+        await _Pause()
 
     # ------------------------------------------------------------ the start
 
-    def _newest(self, _: Newest) -> Applied:
+    def newest(self) -> Applied:
         self._newer.clear()
         record = self.shell.disk.record
         return Applied(record.tip, self.shell.disk.tip_s, parent=record.parent)
 
-    def _load(self, effect: Load) -> SavedWork | None:
+    def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
         private = self.shell.disk.private
-        if private is None or effect.problem(private.work):
+        if private is None or problem(private.work):
             return None
         self.model.load(private)
-        self.shell.look_again(private.searches, effect.tip)
+        self.shell.look_again(private.searches, tip)
         return private.work
 
-    def _resumed(self, _: Resumed) -> None:
+    def adopt_frozen(self, tip: Manifest) -> bool:
+        disk = self.shell.disk
+        missing = [unit for unit, entry in tip.entries.items() if entry.digest not in disk]
+        if missing and disk.record.tip.digest == tip.digest:
+            raise Violation("I6", f"{self.shell.me} adopts {short(tip)} without {missing}")
+        return not missing
+
+    def resumed(self, tip: Manifest, *, has_work: bool) -> None:
         self.model.offered.clear()
         self.shell.resumed()
 
     # ------------------------------------------------------------ local steps
 
-    def _train(self, effect: Train) -> object:
-        """The local steps begin, or go on; how long they take is known at once."""
-        if effect.before is None:
-            self._lesson = self._next_lesson(effect)
-            self._ends_s = self.shell.now_s() + self._lesson.seconds
-        self._start_steps(effect)
-        return LATER
+    async def train(
+        self,
+        tip: Manifest,
+        dealt: Stretches,
+        before: Work | None,
+        began_s: float,
+        left: Callable[[int, float, float], LocalWork],
+    ) -> Lesson:
+        """How long all of them take is known at once."""
+        if before is None:
 
-    def _start_steps(self, effect: Train) -> None:
+            def steps_left(done: int, step_s: float) -> int:
+                passed_s = self.shell.now_s() - began_s + done * step_s
+                return left(done, step_s, passed_s).steps
+
+            steps, seconds = self._plan(steps_left)
+            tokens = steps * self.task.rules.batch_tokens_at(tip.tokens)
+            read = split(dealt, tokens // self.task.rules.sequence_length)[0]
+            self._lesson = Lesson(steps, tokens, seconds, read)
+            self._ends_s = self.shell.now_s() + seconds
+        self._looks_out = True
+        await self._take_steps(tip)
+        self._looks_out = False
+        self.model.advance()
+        self.shell.stepped()
+        if not self._newer:
+            return self._lesson
+        # The step under way was finished: so there is one at least.
+        share = 1 - (self._ends_s - self.shell.now_s()) / self._lesson.seconds
+        steps = max(1, int(self._lesson.steps * share))
+        return replace(self._lesson, steps=steps, completed=False)
+
+    async def _take_steps(self, tip: Manifest) -> None:
         left_s = self._ends_s - self.shell.now_s()
-        self.shell.after(WRITE_S, self._expect, self._job, effect.tip, left_s - WRITE_S)
-        self.shell.after(left_s, self._finish, self._job)
+        self.shell.after(WRITE_S, self._expect, self._job, tip, left_s - WRITE_S)
+        await self._pass(left_s)
 
-    def _next_lesson(self, effect: Train) -> Lesson:
-        """What the next local steps are: as many as the loop asks for."""
-        passed_s = self.shell.now_s() - effect.began_s
+    def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
+        """How many local steps there are to be, and how long they take."""
         if self.task.rules.round_seconds is None:
-            steps, seconds = effect.left(0, 0.0, passed_s).steps, self.shell.local_steps_s()
-        else:
-            steps, step_s = 0, self._step_s()
-            while effect.left(steps, step_s, passed_s + steps * step_s).steps:
-                steps += 1
-            seconds = steps * step_s
-        return self._lesson_of(effect, steps, seconds)
-
-    def _step_s(self) -> float:
-        return self.shell.step_s()
-
-    def _lesson_of(self, effect: Train, steps: int, seconds: float) -> Lesson:
-        rules = self.task.rules
-        tokens = steps * rules.batch_tokens_at(effect.tip.tokens)
-        read = split(effect.dealt, tokens // rules.sequence_length)[0]
-        return Lesson(steps, tokens, seconds, read)
+            return left(0, 0.0), self.shell.local_steps_s()
+        steps, step_s = 0, self.shell.step_s()
+        while left(steps, step_s):
+            steps += 1
+        return steps, steps * step_s
 
     def _expect(self, job: int, tip: Manifest, remaining_s: float) -> None:
         if job == self._job:
             self.shell.tell(Expected(tip.digest, remaining_s))
 
-    def _finish(self, job: int) -> None:
-        if job == self._job:
-            self._advance()
-            self._go_on(self._lesson)
-
-    def _advance(self) -> None:
-        self.model.advance()
-        self.shell.stepped()
-
     # ------------------------------------------------------------ offers
 
-    def _store(self, effect: Store) -> dict[Unit, OfferedUnit]:
-        units = self.model.values(effect.bases, self._lesson.read)
+    def store(
+        self,
+        tip: Manifest,
+        bases: Mapping[Unit, Digest],
+        tokens: int,
+    ) -> dict[Unit, OfferedUnit]:
+        units = self.model.values(bases, self._lesson.read)
         self.shell.after(WRITE_S, self._write, units)
         return units
 
-    def _save(self, effect: Save) -> object:
-        units = self.model.values(effect.bases, self._lesson.read)
-        self.shell.after(WRITE_S, self._saved, self._job, effect.work, units)
-        return LATER
-
-    def _saved(self, job: int, work: SavedWork, units: Mapping[Unit, OfferedUnit]) -> None:
-        self._write(units)
+    async def save(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        units = self.store(tip, bases, work.tokens)
+        await self._pass(WRITE_S)
         self.shell.disk.private = PrivateState(
             replace(work, offered={unit: value.digest for unit, value in units.items()}),
             dict(self.model.progress),
             frozenset(self.model.lacking),
             self.shell.searches(),
         )
-        self.shell.after(WRITE_S, self._ended, job, units)
+        await self._pass(WRITE_S)
+        return units
 
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
         digests = [unit.digest for unit in units.values()]
@@ -273,32 +245,37 @@ class Trainer:
             self.shell.disk.write(digest)
         self.shell.disk.sync(digests)
 
-    def _submit(self, effect: Submit) -> None:
-        offer, private = effect.offer, self.shell.disk.private
-        offered = {unit: value.digest for unit, value in offer.units.items()}
-        work = private.work if private else None
-        if offer.steps and (not work or (work.base_tip, work.offered) != (offer.tip, offered)):
-            raise Violation("P6", f"{self.shell.me} offers what its private state lacks: {offered}")
+    def submit(self, tip: Manifest, offer: Offer) -> None:
         if offer.is_late:
             self.shell.after(WRITE_S, self.shell.tell, Offered(offer))
-        else:
-            self.shell.tell(Offered(offer))
+            return
+        private, offered = self.shell.disk.private, {u: v.digest for u, v in offer.units.items()}
+        if not private or (private.work.base_tip, private.work.offered) != (tip.digest, offered):
+            raise Violation("P6", f"{self.shell.me} offers what its private state lacks: {offered}")
+        self.shell.tell(Offered(offer))
 
-    # ------------------------------------------------------------ adoption
+    async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
+        while not (self._newer and self.shell.is_up):
+            may_train = self.shell.me in tip.members and not self.shell.merge_is_due(tip)
+            self.is_idle = may_train and state is not PeerState.AVERAGING
+            self._looks_out = True
+            await _Pause()
+            self._looks_out = self.is_idle = False
+        newer, self._newer = self._newer, []
+        return newer
 
-    def _are_here(self, manifest: Manifest) -> bool:
-        disk = self.shell.disk
-        missing = [u for u, entry in manifest.entries.items() if entry.digest not in disk]
-        if missing and disk.record.tip.digest == manifest.digest:
-            raise Violation("I6", f"{self.shell.me} adopts {short(manifest)} without {missing}")
-        return not missing
+    # ------------------------------------------------------------ a newer tip
 
-    def _adopt(self, effect: Adopt) -> bool:
-        manifest = effect.manifest
-        if not self._are_here(manifest):
+    def adopt(
+        self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
+    ) -> bool:
+        if not self.adopt_frozen(manifest):
             return False
-        if not effect.at_start:
-            self.shell.adopting(effect.before, manifest)
-        taken = self.model.adopt(manifest, effect.decision)
-        self.shell.adopted(taken, effect.before, manifest)
+        if not at_start:
+            self.shell.adopting(before, manifest)
+        taken = self.model.adopt(manifest, decision)
+        self.shell.adopted(taken, before, manifest)
         return True
+
+    def release(self) -> None:
+        self.model.offered.clear()

@@ -1,6 +1,6 @@
 """The main loop of a peer: train, offer, agree, adopt; `Training.run` and below, in this order.
 
-Pure: each `await` hands an effect to the interpreter and goes on with its result (`effects.py`).
+It decides; its `Host` acts. Time passes only where something is awaited.
 """
 
 from __future__ import annotations
@@ -15,26 +15,7 @@ from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
-from swarm.protocol.training.effects import (
-    Adopt,
-    AdoptFrozen,
-    Applied,
-    Load,
-    Lose,
-    MayStop,
-    Newest,
-    Release,
-    Report,
-    Resumed,
-    Save,
-    SavedWork,
-    Store,
-    Submit,
-    Train,
-    Validate,
-    Wait,
-    Work,
-)
+from swarm.protocol.training.host import Applied, Host, SavedWork, Work
 from swarm.protocol.training.reading import Reading
 from swarm.protocol.training.resuming import offer_of, problem_of, way_to
 
@@ -44,6 +25,7 @@ class Training:
 
     def __init__(
         self,
+        host: Host,
         me: PeerId,
         rules: Rules,
         rounds: int,
@@ -53,12 +35,13 @@ class Training:
         """Knows nothing yet; `run` begins with what is on the disk.
 
         Args:
+            host: carries out what is decided here.
             me: this peer.
             rules: of the run.
             rounds: the last one.
             is_due: whether a tip's only successor is a merge; by default as [M1] says.
         """
-        self.me, self.rules, self.rounds = me, rules, rounds
+        self.host, self.me, self.rules, self.rounds = host, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
         self.reading = Reading(rules, me)
         self.tip: Manifest
@@ -78,10 +61,10 @@ class Training:
 
     async def run(self) -> Manifest:
         """Takes part until the last round; returns its manifest."""
-        await self.resume()
+        self.resume()
         while self.tip.round < self.rounds:
             if self.work is None:
-                await MayStop()
+                self.host.may_stop()
             newer = await self.take_part()
             await self.adopt(newer)
         return self.tip
@@ -89,21 +72,21 @@ class Training:
     async def take_part(self) -> Sequence[Applied]:
         """Does what there is to do on the tip, until there is a newer one."""
         if self.is_due(self.tip):  # no local steps and no offers [M2]
-            return await Wait(self.tip, PeerState.MERGING)
+            return await self.host.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
-            return await Wait(self.tip, PeerState.JOINING)
+            return await self.host.wait(self.tip, PeerState.JOINING)
         if not self.is_done:
-            await self.offer_late()
+            self.offer_late()
             await self.train()
         if not self.is_done:  # the tip has moved meanwhile
-            return await Wait(self.tip, PeerState.CATCHING_UP)
+            return await self.host.wait(self.tip, PeerState.CATCHING_UP)
         offer = await self.save()  # durable before anybody hears of it [P6]
-        await Submit(self.tip, offer)
-        return await Wait(self.tip, PeerState.AVERAGING)
+        self.host.submit(self.tip, offer)
+        return await self.host.wait(self.tip, PeerState.AVERAGING)
 
     # ------------------------------------------------------------ its parts
 
-    async def offer_late(self) -> None:
+    def offer_late(self) -> None:
         """What rounds have left out of this peer's experts goes in at once; it trains on [O2].
 
         Nothing else has to be durable: after a crash the experts start from what was agreed.
@@ -111,17 +94,17 @@ class Training:
         tip = self.tip
         if not self.late or not experts_due(tip, self.rules.experts_every):
             return
-        values = await Store(tip, self._bases_of_due(self.late), 0)
+        values = self.host.store(tip, self._bases_of_due(self.late), 0)
         units = {unit: value for unit, value in values.items() if value.digest != value.base}
         if units:
             self.offers = [Offer(tip.digest, 0, 0, units)]
-            await Submit(tip, self.offers[0])
+            self.host.submit(tip, self.offers[0])
 
     async def train(self) -> None:
         """The local steps of a round, or those that are left of them."""
         tip, reading = self.tip, self.reading
         left = partial(reading.work_left, tip)
-        steps = await Train(tip, reading.dealt(tip), self.work, reading.began_s, left)
+        steps = await self.host.train(tip, reading.dealt(tip), self.work, reading.began_s, left)
         self.work, self.is_done = steps, steps.completed
 
     async def save(self) -> Offer:
@@ -129,17 +112,17 @@ class Training:
         tip, work = self.tip, self.work
         assert work is not None
         saved = SavedWork(
-            run=self.rules.run,
+            run_id=self.rules.run,
             base_tip=tip.digest,
             round=tip.round + 1,
             steps=work.steps,
             tokens=work.tokens,
             seconds=work.seconds,
-            position=self.reading.position_after(work.tokens),
-            bases=dict(self.bases),
+            data_position=self.reading.position_after(work.tokens),
+            expert_bases=dict(self.bases),
             offered={},
         )
-        units = await Save(tip, self._bases_of_due(), saved)
+        units = await self.host.save(tip, self._bases_of_due(), saved)
         offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
         self.offers.append(offer)
         return offer
@@ -165,8 +148,8 @@ class Training:
             applied = path.pop(0)
             manifest = applied.manifest
             adoption = self.decide(manifest, self.tip.digest)
-            if not await Adopt(manifest, adoption, self.tip):
-                path = path or list(await Wait(manifest, PeerState.CATCHING_UP))
+            if not self.host.adopt(manifest, adoption, self.tip):
+                path = path or list(await self.host.wait(manifest, PeerState.CATCHING_UP))
                 continue
             is_kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == start.digest
@@ -175,8 +158,8 @@ class Training:
             late = still_late(late, adoption, is_counted=is_mine)
             self._moved_to(manifest, adoption)
             if work and work.tokens and not (path or is_counted or is_kept):
-                await Lose(work.tokens, applied.reason)
-            await Report(applied, work if follows else None, is_mine)
+                self.host.lose(work.tokens, applied.reason)
+            self.host.report(applied, work if follows else None, counted=is_mine)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
         if not is_kept:
@@ -184,8 +167,8 @@ class Training:
             self.work, self.is_done = None, False
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
-        await Release()
-        await self.validate()
+        self.host.release()
+        self.validate()
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
@@ -194,51 +177,51 @@ class Training:
     def _moved_to(self, manifest: Manifest, adoption: Adoption) -> None:
         self.tip, self.bases = manifest, adoption.bases
 
-    async def validate(self) -> None:
+    def validate(self) -> None:
         """The first convener measures the agreed state for everybody, merged if it is to be."""
         if self.tip.order[0] == self.me and not self.is_due(self.tip):
-            await Validate(self.tip)
+            self.host.validate(self.tip)
 
     # ------------------------------------------------------------ going on where we were
 
-    async def resume(self) -> None:
+    def resume(self) -> None:
         """Brings model and tip together after a start, and finds work that is still good.
 
         The rounds go on meanwhile, so the tip may move away: then the newer one is taken.
         """
-        while not await self._resume_at(await Newest()):
+        while not self._resume_at(self.host.newest()):
             pass
 
-    async def _resume_at(self, newest: Applied) -> bool:
+    def _resume_at(self, newest: Applied) -> bool:
         tip = newest.manifest
-        saved = await Load(tip, partial(problem_of, run=self.rules.run, tip=tip))
-        self.bases = dict(saved.bases) if saved else {}
+        saved = self.host.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
+        self.bases = dict(saved.expert_bases) if saved else {}
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
         path = way_to(newest, saved.base_tip if saved else "")
-        if not await self._adopt_start(path, newest, saved):
+        if not self._adopt_start(path, newest, saved):
             return False
         if saved:
             # What is offered again is counted when the round is over.
             again = saved.tokens if self.work else 0
-            self.reading.position = saved.position
+            self.reading.position = saved.data_position
             self.reading.position = self.reading.position_after(-again)
-        await Resumed(tip, has_work=self.work is not None)
+        self.host.resumed(tip, has_work=self.work is not None)
         if path:
-            await self.validate()
+            self.validate()
         return True
 
-    async def _adopt_start(
+    def _adopt_start(
         self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
     ) -> bool:
         """Returns whether the tip was reached."""
-        if not path and not await AdoptFrozen(newest.manifest):
+        if not path and not self.host.adopt_frozen(newest.manifest):
             return False
         previous, is_kept = saved.base_tip if saved else "", saved is not None
         for manifest in path:
             adoption = self.decide(manifest, previous)
             parent = newest.parent
             before = parent if parent and parent.digest == manifest.parent else manifest
-            if await Adopt(manifest, adoption, before, at_start=True):
+            if self.host.adopt(manifest, adoption, before, at_start=True):
                 is_kept &= adoption.shared is Action.KEEP
                 previous = manifest.digest
                 self._moved_to(manifest, adoption)

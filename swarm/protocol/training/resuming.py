@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.training.effects import Applied, SavedWork
+from swarm.protocol.training.host import Applied, SavedWork
 
 
-def problem_of(saved: SavedWork, run: str, tip: Manifest) -> str | None:
+def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
     """Why a private state may not be trained on, in a sentence; None if nothing is wrong.
 
     It has to be of this run; and if it names the tip, or the parent of a reform, from which a peer
     goes on in the same way, it has to be of the round after that.
     """
-    if saved.run != run:
-        return f"the private state belongs to the run {saved.run}, not {run}"
+    if saved.run_id != run_id:
+        return f"the private state belongs to the run {saved.run_id}, not {run_id}"
     tips = [tip.digest, tip.parent] if tip.kind is Kind.REFORM else [tip.digest]
     fits = saved.round == tip.round + 1 and saved.steps > 0 and saved.tokens > 0
     if saved.base_tip in tips and not fits:
