@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from peers.option_values import read_text, require_folder
+from peers.option_values import file_of, require_folder
 from peers.options import Options, option, options, program
-from peers.run_text import corpus_of
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
@@ -27,6 +26,8 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.run_text import corpus_of
+from swarm.run_files import read_text
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
@@ -99,7 +100,10 @@ class Progress:
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
 @option(
-    "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
+    "--faults",
+    type=click.Path(path_type=Path),
+    callback=file_of("faults"),
+    help="What goes wrong and when: a plan in TOML, or a name such as demo.",
 )
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(

@@ -1,9 +1,9 @@
-"""The host of a peer's main loop: what it decides is done here, with engine, disk and rounds.
+"""The shell round a peer's main loop: what it decides is done here, with engine, disk and rounds.
 
 The loop itself is `swarm/protocol/training/loop.py`.
 """
 
-# What the methods of a host do is said in `Host`.
+# What the methods of a shell do is said in `TrainingShell`.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from swarm.network.patience import patiently
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import BlobGone, LiveModel
 from swarm.peer.moments import MomentsKeeper
+from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import PeerStatus, RoundReport
+from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork, finishes_in_time
 from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, Host, SavedWork, Training, Work, at_once
+from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work, at_once
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
@@ -59,7 +60,7 @@ class StopAsked(Exception):
     """The person asked this peer to stop, and its round is over or cannot be finished."""
 
 
-class Trainer(Host):
+class Trainer(TrainingShell):
     """Trains one peer in one run until the run is finished or a person stops it."""
 
     def __init__(
@@ -211,6 +212,7 @@ class Trainer(Host):
             private = PrivateState(
                 engine=engine, rng=rng, searches=self.moments.searches, **asdict(stored)
             )
+            self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
         return units

@@ -13,7 +13,7 @@ from swarm.protocol.adoption import Adoption
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, Host, SavedWork, Training, Work, at_once
+from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work, at_once
 from swarm.protocol.training.resuming import problem_of, way_to
 from tests.protocol.round_pump import found, make_rules
 
@@ -38,8 +38,8 @@ class Over(Exception):
 
 
 @dataclass
-class Peer(Host):
-    """A host that acts by script, and remembers what it was asked for."""
+class Peer(TrainingShell):
+    """A shell that acts by script, and remembers what it was asked for."""
 
     tips: list[list[Applied]]
     """What each wait gives."""

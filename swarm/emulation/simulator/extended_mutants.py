@@ -141,7 +141,7 @@ class _WaitsForMoments(Training):
 
     async def take_part(self) -> Sequence[Applied]:
         if self.has_taken_up:
-            return await self.host.wait(self.tip, PeerState.CATCHING_UP)
+            return await self.shell.wait(self.tip, PeerState.CATCHING_UP)
         return await super().take_part()
 
 

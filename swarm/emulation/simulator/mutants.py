@@ -161,7 +161,7 @@ class _NoBaseCheck(Training):
 class _OfferedBeforeSaved(Training):
     async def save(self) -> Offer:
         assert self.work is not None
-        units = self.host.store(self.tip, self._bases_of_due(), self.work.tokens)
+        units = self.shell.store(self.tip, self._bases_of_due(), self.work.tokens)
         return Offer(self.tip.digest, self.work.steps, self.work.tokens, units, self.work.seconds)
 
 

@@ -1,10 +1,10 @@
 """The training side of a simulated peer: the real main loop, in virtual time, on symbols.
 
-`swarm.protocol.training` decides and this is its host. Local steps and the private state take time,
-meanwhile the loop stands; all else it need not wait for.
+`swarm.protocol.training` decides and this is its shell. Local steps and the private state take
+time, meanwhile the loop stands; all else it need not wait for.
 """
 
-# What the methods of a host do is said in `Host`.
+# What the methods of a shell do is said in `TrainingShell`.
 # ruff: noqa: D102, ARG002
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.moments import Search
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, Host, SavedWork, Training, Work
+from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work
 
 
 class Shell(Protocol):
@@ -94,8 +94,8 @@ class _Pause:
         yield
 
 
-class Trainer(Host):
-    """The host of one peer's main loop."""
+class Trainer(TrainingShell):
+    """The shell round one peer's main loop."""
 
     model_type = Model
 

@@ -1,6 +1,6 @@
 """The main loop of a peer: train, offer, agree, adopt; `Training.run` and below, in this order.
 
-It decides; its `Host` acts. Time passes only where something is awaited.
+It decides; its `TrainingShell` acts. Time passes only where something is awaited.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
-from swarm.protocol.training.host import Applied, Host, SavedWork, Work
 from swarm.protocol.training.reading import Reading
 from swarm.protocol.training.resuming import offer_of, problem_of, way_to
+from swarm.protocol.training.shell import Applied, SavedWork, TrainingShell, Work
 
 
 class Training:
@@ -25,7 +25,7 @@ class Training:
 
     def __init__(
         self,
-        host: Host,
+        shell: TrainingShell,
         me: PeerId,
         rules: Rules,
         rounds: int,
@@ -35,13 +35,13 @@ class Training:
         """Knows nothing yet; `run` begins with what is on the disk.
 
         Args:
-            host: carries out what is decided here.
+            shell: carries out what is decided here.
             me: this peer.
             rules: of the run.
             rounds: the last one.
             is_due: whether a tip's only successor is a merge; by default as [M1] says.
         """
-        self.host, self.me, self.rules, self.rounds = host, me, rules, rounds
+        self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)
         self.reading = Reading(rules, me)
         self.tip: Manifest
@@ -64,7 +64,7 @@ class Training:
         self.resume()
         while self.tip.round < self.rounds:
             if self.work is None:
-                self.host.may_stop()
+                self.shell.may_stop()
             newer = await self.take_part()
             await self.adopt(newer)
         return self.tip
@@ -72,17 +72,17 @@ class Training:
     async def take_part(self) -> Sequence[Applied]:
         """Does what there is to do on the tip, until there is a newer one."""
         if self.is_due(self.tip):  # no local steps and no offers [M2]
-            return await self.host.wait(self.tip, PeerState.MERGING)
+            return await self.shell.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
-            return await self.host.wait(self.tip, PeerState.JOINING)
+            return await self.shell.wait(self.tip, PeerState.JOINING)
         if not self.is_done:
             self.offer_late()
             await self.train()
         if not self.is_done:  # the tip has moved meanwhile
-            return await self.host.wait(self.tip, PeerState.CATCHING_UP)
+            return await self.shell.wait(self.tip, PeerState.CATCHING_UP)
         offer = await self.save()  # durable before anybody hears of it [P6]
-        self.host.submit(self.tip, offer)
-        return await self.host.wait(self.tip, PeerState.AVERAGING)
+        self.shell.submit(self.tip, offer)
+        return await self.shell.wait(self.tip, PeerState.AVERAGING)
 
     # ------------------------------------------------------------ its parts
 
@@ -94,17 +94,17 @@ class Training:
         tip = self.tip
         if not self.late or not experts_due(tip, self.rules.experts_every):
             return
-        values = self.host.store(tip, self._bases_of_due(self.late), 0)
+        values = self.shell.store(tip, self._bases_of_due(self.late), 0)
         units = {unit: value for unit, value in values.items() if value.digest != value.base}
         if units:
             self.offers = [Offer(tip.digest, 0, 0, units)]
-            self.host.submit(tip, self.offers[0])
+            self.shell.submit(tip, self.offers[0])
 
     async def train(self) -> None:
         """The local steps of a round, or those that are left of them."""
         tip, reading = self.tip, self.reading
         left = partial(reading.work_left, tip)
-        steps = await self.host.train(tip, reading.dealt(tip), self.work, reading.began_s, left)
+        steps = await self.shell.train(tip, reading.dealt(tip), self.work, reading.began_s, left)
         self.work, self.is_done = steps, steps.completed
 
     async def save(self) -> Offer:
@@ -122,7 +122,7 @@ class Training:
             expert_bases=dict(self.bases),
             offered={},
         )
-        units = await self.host.save(tip, self._bases_of_due(), saved)
+        units = await self.shell.save(tip, self._bases_of_due(), saved)
         offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
         self.offers.append(offer)
         return offer
@@ -148,8 +148,8 @@ class Training:
             applied = path.pop(0)
             manifest = applied.manifest
             adoption = self.decide(manifest, self.tip.digest)
-            if not self.host.adopt(manifest, adoption, self.tip):
-                path = path or list(await self.host.wait(manifest, PeerState.CATCHING_UP))
+            if not self.shell.adopt(manifest, adoption, self.tip):
+                path = path or list(await self.shell.wait(manifest, PeerState.CATCHING_UP))
                 continue
             is_kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == start.digest
@@ -158,8 +158,8 @@ class Training:
             late = still_late(late, adoption, is_counted=is_mine)
             self._moved_to(manifest, adoption)
             if work and work.tokens and not (path or is_counted or is_kept):
-                self.host.lose(work.tokens, applied.reason)
-            self.host.report(applied, work if follows else None, counted=is_mine)
+                self.shell.lose(work.tokens, applied.reason)
+            self.shell.report(applied, work if follows else None, counted=is_mine)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
         if not is_kept:
@@ -167,7 +167,7 @@ class Training:
             self.work, self.is_done = None, False
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
-        self.host.release()
+        self.shell.release()
         self.validate()
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
@@ -180,7 +180,7 @@ class Training:
     def validate(self) -> None:
         """The first convener measures the agreed state for everybody, merged if it is to be."""
         if self.tip.order[0] == self.me and not self.is_due(self.tip):
-            self.host.validate(self.tip)
+            self.shell.validate(self.tip)
 
     # ------------------------------------------------------------ going on where we were
 
@@ -189,12 +189,12 @@ class Training:
 
         The rounds go on meanwhile, so the tip may move away: then the newer one is taken.
         """
-        while not self._resume_at(self.host.newest()):
+        while not self._resume_at(self.shell.newest()):
             pass
 
     def _resume_at(self, newest: Applied) -> bool:
         tip = newest.manifest
-        saved = self.host.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
+        saved = self.shell.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
         self.bases = dict(saved.expert_bases) if saved else {}
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
         path = way_to(newest, saved.base_tip if saved else "")
@@ -205,7 +205,7 @@ class Training:
             again = saved.tokens if self.work else 0
             self.reading.position = saved.data_position
             self.reading.position = self.reading.position_after(-again)
-        self.host.resumed(tip, has_work=self.work is not None)
+        self.shell.resumed(tip, has_work=self.work is not None)
         if path:
             self.validate()
         return True
@@ -214,14 +214,14 @@ class Training:
         self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
     ) -> bool:
         """Returns whether the tip was reached."""
-        if not path and not self.host.adopt_frozen(newest.manifest):
+        if not path and not self.shell.adopt_frozen(newest.manifest):
             return False
         previous, is_kept = saved.base_tip if saved else "", saved is not None
         for manifest in path:
             adoption = self.decide(manifest, previous)
             parent = newest.parent
             before = parent if parent and parent.digest == manifest.parent else manifest
-            if self.host.adopt(manifest, adoption, before, at_start=True):
+            if self.shell.adopt(manifest, adoption, before, at_start=True):
                 is_kept &= adoption.shared is Action.KEEP
                 previous = manifest.digest
                 self._moved_to(manifest, adoption)

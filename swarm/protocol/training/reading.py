@@ -19,7 +19,7 @@ class Reading:
         self.position = 0
         """Where this round begins in a text of one's own."""
         self.began_s = 0.0
-        """When this round began, by the interpreter's clock."""
+        """When this round began, by the shell's clock."""
 
     def next_round(self, began_s: float, offered_tokens: int) -> None:
         """A round began; of a text of one's own, what was offered in the last is not read again."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.training.host import Applied, SavedWork
+from swarm.protocol.training.shell import Applied, SavedWork
 
 
 def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:

@@ -1,10 +1,10 @@
 """What the main loop of a peer has done for it.
 
-The loop knows neither engine, disk, network nor clock: its host carries out what it decides. What
-takes time is awaited: a real host blocks its thread, a simulated one lets virtual time pass.
+The loop knows neither engine, disk, network nor clock: its shell carries out what it decides. What
+takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
 """
 
-# Where a host need not listen, nothing is done with what it would be told.
+# Where a shell need not listen, nothing is done with what it would be told.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Applied:
-    """One tip that this peer moved to: when by the host's clock, why, and its parent if known."""
+    """One tip that this peer moved to: when by the shell's clock, why, and its parent if known."""
 
     manifest: Manifest
     at_s: float
@@ -73,7 +73,7 @@ class SavedWork:
     """Empty in what is to be saved: its values are not stored yet."""
 
 
-class Host(Protocol):
+class TrainingShell(Protocol):
     """Engine, disk and rounds of one peer; it need not listen where nothing is done here."""
 
     # ------------------------------------------------ when the peer starts
@@ -164,10 +164,10 @@ class Host(Protocol):
 
 
 def at_once(routine: Coroutine[Any, Any, T]) -> T:
-    """The result of a routine whose host blocks its thread where it waits."""
+    """The result of a routine whose shell blocks its thread where it waits."""
     try:
         routine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
-    raise AssertionError("a host that blocks never gives way")
+    raise AssertionError("a shell that blocks never gives way")
