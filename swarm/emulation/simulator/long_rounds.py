@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from swarm.config import MergingConfig
 from swarm.emulation.simulator.cast import Cast, Character, Setup
-from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.faults import (
     CALM_TIMERS,
     SAMPLE_TOKENS,
@@ -27,9 +26,8 @@ from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.schedule import build
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.world import World
-from swarm.protocol.deadlines import Timers, production_timers
+from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.manifest import Kind, Manifest, PeerId
-from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
 
 LOCAL_STEPS = 100
@@ -90,14 +88,11 @@ class Worker(Trainer):
                 return
 
 
-class RealTimers(Conduct):
-    """The timers of a real peer whose run fixes none."""
-
-    def timers(self, pace: Pace, base: Timers) -> Timers:
-        """Adapted, T_reform included."""
-        return production_timers(
-            pace.measured(), roster_after_s=base.roster_s, reform_after_s=None, base=base
-        ).timers
+def real_timers(measured: Measured, base: Timers) -> Timers:
+    """The timers of a real peer whose run fixes none: adapted, T_reform included."""
+    return production_timers(
+        measured, roster_after_s=base.roster_s, reform_after_s=None, base=base
+    ).timers
 
 
 @dataclass
@@ -180,7 +175,7 @@ def go_through(
     characters = {peer: Character(sync_s=0.05) for peer in works}
     setup = Setup(tuple(works), rules, CALM_TIMERS, characters, has_adapted_timers=True)
     scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
-    cast = Cast(machine=machine, trainer=trainer, conduct=RealTimers)
+    cast = Cast(machine=machine, trainer=trainer, timers=real_timers)
     world = build(scenario, Random(0), cast=cast)
     course = Course(world)
     for time_s, what in at:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from swarm.emulation.simulator.arithmetic import average, merge
-from swarm.emulation.simulator.cast import Character, Snare
+from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Fetcher, Get
 from swarm.emulation.simulator.heads import HeadSearch
@@ -159,7 +159,7 @@ class Node(Ports):
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            timers = self.world.conduct.timers(self._pace, timers)
+            timers = self.world.cast.timers(self._pace.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:
@@ -199,9 +199,8 @@ class Node(Ports):
     def clock_s(self) -> float:
         """What this peer's machine takes for the time."""
         passed_s = self.character.clock_s + self.world.now
-        return self.world.conduct.clock_s(
-            passed_s, awake_s=passed_s - self.slept_s, wall_s=self.world.now + self.wall_ahead_s
-        )
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.cast.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
 
     # ------------------------------------------------------------ what fetcher and trainer use
 

@@ -101,7 +101,7 @@ class Ports:
 
     def waits_on(self, *, is_flowing: bool) -> bool:
         """Whether to wait on for bytes that have not come yet."""
-        return self.world.conduct.waits_on(is_flowing=is_flowing)
+        return is_flowing and self.world.cast.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A whole transfer is done."""

@@ -7,7 +7,6 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from swarm.emulation.simulator.cast import Cast, Setup, Snare
-from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Data, Get
 from swarm.emulation.simulator.invariants import Invariants
@@ -44,7 +43,6 @@ class World(Protocol):
     task: Task
     timers: Timers
     cast: Cast
-    conduct: Conduct
     invariants: Invariants
     trace: Callable[[str], None] | None
     setup: Setup

@@ -58,7 +58,6 @@ class World:
         self.setup = setup
         self.timers = setup.timers
         self.cast = cast
-        self.conduct = cast.conduct()
         self.trace = trace
         self.network = Network()
         self.door = cast.door(setup.rules.run)
@@ -238,7 +237,7 @@ class World:
         if any(entry.digest not in node.disk.durable for entry in earlier.tip.entries.values()):
             node.disk.lose()
         else:
-            node.disk.record, node.disk.earlier = self.conduct.rolled_back(earlier), None
+            node.disk.record, node.disk.earlier = self.cast.rolled_back(earlier), None
 
     def _restore(self, node: Node) -> bool:
         """Gives a peer without a record the newest tip that it is shown; False if none is."""
@@ -249,7 +248,7 @@ class World:
         best = host.disk.record
         record = Record(best.tip, best.certificate, best.parent)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        kept = self.conduct.without_record(node.me, record)
+        kept = self.cast.without_record(node.me, record)
         node.disk = Disk(kept, durable, host.machine.chain.links)
         self.disks[node.me] = node.disk
         return True
