@@ -115,7 +115,8 @@ class RoundDriver:
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
         self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
-        start = Applied(machine.tip, time.monotonic(), "start", machine.record.parent)
+        self._parent = machine.record.parent  # of the tip that is recorded
+        start = Applied(machine.tip, time.monotonic(), "start", self._parent)
         self._applied: list[Applied] = [start]
         self._left: str | None = None
         self._failure: BaseException | None = None
@@ -269,6 +270,7 @@ class RoundDriver:
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
         self.node.ledger.admit(*who_takes_part(effect.record))
+        self._parent = effect.record.parent
 
     async def _rewrite_chain(self, effect: RewriteChain) -> None:
         await self._patiently("chain of heads", self.record_file.chain.rewrite, effect.links)
@@ -347,8 +349,7 @@ class RoundDriver:
     async def _apply(self, effect: Apply) -> None:
         self._adapt_timers()
         with self._tip_changed:
-            parent = self.machine.record.parent
-            applied = Applied(effect.manifest, time.monotonic(), self.last_reason, parent)
+            applied = Applied(effect.manifest, time.monotonic(), self.last_reason, self._parent)
             self._applied = [*self._applied[-7:], applied]
             self._tip_changed.notify_all()
 

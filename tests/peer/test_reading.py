@@ -18,6 +18,7 @@ from swarm.peer import trainer
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.moments import MomentsKeeper
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
@@ -59,6 +60,7 @@ class Peer:
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
             phases=PhaseMeter(),
+            observer=UNOBSERVED,
             begin=lambda _: None,
             end_steps=lambda _: None,
             on_step=self._pass,

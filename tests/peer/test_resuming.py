@@ -15,6 +15,7 @@ from swarm.network.founding import founding_manifest
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.moments import MomentsKeeper
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
@@ -70,7 +71,10 @@ class Life:
             self.directory,
             validation_BT1=batch(RUN, 0),
             status=cast(
-                PeerStatus, SimpleNamespace(validated=lambda *_: None, phases=PhaseMeter())
+                PeerStatus,
+                SimpleNamespace(
+                    validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
+                ),
             ),
             moments=cast(MomentsKeeper, Moments()),
             stop=cast(Stop, lambda: False),

@@ -73,7 +73,7 @@ class Shell(Protocol):
 
 @dataclass(frozen=True)
 class Lesson:
-    """The local steps of one round, see `Steps`."""
+    """The local steps of one round, see `Work`."""
 
     steps: int
     tokens: int

@@ -7,6 +7,6 @@ in the simulator (with `swarm/emulation/simulator/trainer.py`), where mutants re
 """
 
 from swarm.protocol.training.loop import Training
-from swarm.protocol.training.shell import Applied, SavedWork, Steps, TrainingShell, Work, at_once
+from swarm.protocol.training.shell import Applied, SavedWork, TrainingShell, Work, at_once
 
-__all__ = ["Applied", "SavedWork", "Steps", "Training", "TrainingShell", "Work", "at_once"]
+__all__ = ["Applied", "SavedWork", "Training", "TrainingShell", "Work", "at_once"]

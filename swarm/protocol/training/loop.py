@@ -47,15 +47,18 @@ class Training:
         self.tip: Manifest
         """What the model is at."""
         self.work: Work | None = None
-        """Local steps on the tip that are still good."""
-        self.is_done = False
-        """Whether these are all that there are to be."""
+        """Local steps on the tip that are still good; see `is_done`."""
         self.offers: list[Offer] = []
         """Made since the tip was adopted: late progress, then the finished round."""
         self.bases: dict[int, Digest] = {}
         """Of each own expert: the agreed value that its local progress started from."""
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out [O2]."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the local steps on the tip are done."""
+        return self.work is not None and self.work.completed
 
     # ------------------------------------------------------------ the loop
 
@@ -104,8 +107,8 @@ class Training:
         """The local steps of a round, or those that are left of them."""
         tip, reading = self.tip, self.reading
         left = partial(reading.work_left, tip)
-        steps = await self.shell.train(tip, reading.dealt(tip), self.work, reading.began_s, left)
-        self.work, self.is_done = steps, steps.completed
+        dealt, began_s = reading.dealt(tip), reading.began_s
+        self.work = await self.shell.train(tip, dealt, self.work, began_s, left)
 
     async def save(self) -> Offer:
         """Makes the finished work durable; returns the offer of it."""
@@ -164,7 +167,7 @@ class Training:
         offered_tokens = work.tokens if work and self.is_done else 0
         if not is_kept:
             # A reform or a merge leaves everything where it was: the same work is offered to it.
-            self.work, self.is_done = None, False
+            self.work = None
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
         self.shell.release()
@@ -229,6 +232,6 @@ class Training:
                 return False
         self.tip, self.offers = newest.manifest, []
         # Killed between the record of a reform and the private state: the work is still good.
-        self.work, self.is_done = (saved, True) if is_kept else (None, False)
+        self.work = saved if is_kept else None
         self.reading.next_round(newest.at_s, 0)
         return True

@@ -48,10 +48,6 @@ class Work(Protocol):
     def seconds(self) -> float:
         """How long they took."""
 
-
-class Steps(Work, Protocol):
-    """Local steps of which more may be to come."""
-
     @property
     def completed(self) -> bool:
         """False if the tip moved before all of them were done."""
@@ -71,6 +67,11 @@ class SavedWork:
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
     """Empty in what is to be saved: its values are not stored yet."""
+
+    @property
+    def completed(self) -> bool:
+        """Only finished work is saved."""
+        return True
 
 
 class TrainingShell(Protocol):
@@ -106,7 +107,7 @@ class TrainingShell(Protocol):
         before: Work | None,
         began_s: float,
         left: Callable[[int, float, float], LocalWork],
-    ) -> Steps:
+    ) -> Work:
         """Takes local steps until none is left, or the tip has moved.
 
         Args:
