@@ -10,7 +10,8 @@ from types import FrameType
 
 import click
 
-from peers.options import Options, as_toml, options, program
+from peers.options import Options, as_toml, flags_of, options, program
+from swarm.config import PeerConfig
 from swarm.network.invitations import read_invitation
 from swarm.peer.entering import Stopped
 from swarm.peer.leaving import Stop
@@ -54,11 +55,9 @@ def leave_on_signals(stop: Stop) -> None:
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings",
-    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
-    "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
-    "corpus", "print_config", "log_format",
+    "run", "config", "run_id", "tip", "invitation", "state_dir", "rounds", "peers", "settings",
+    *flags_of(PeerConfig),
+    "print_config", "log_format",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:

@@ -22,9 +22,9 @@ from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of_unit
 from swarm.network.patience import patiently
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import BlobGone, LiveModel
-from swarm.peer.moments import MomentsKeeper
 from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
@@ -72,7 +72,7 @@ class Trainer(TrainingShell):
         *,
         validation_BT1: Tensor,
         status: PeerStatus,
-        moments: MomentsKeeper,
+        moments: ExpertMoments,
         stop: Stop,
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
@@ -117,7 +117,6 @@ class Trainer(TrainingShell):
         logger.info("resume %s", loaded.reason)
         self.model.bases = dict(work.expert_bases)
         restore_rng(loaded.state.rng, torch.device("cpu"))
-        self.moments.resume(loaded.state.searches, tip)
         return work
 
     def adopt_frozen(self, tip: Manifest) -> bool:
@@ -209,9 +208,7 @@ class Trainer(TrainingShell):
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)
             stored = replace(work, offered={unit: value.digest for unit, value in units.items()})
-            private = PrivateState(
-                engine=engine, rng=rng, searches=self.moments.searches, **asdict(stored)
-            )
+            private = PrivateState(engine=engine, rng=rng, **asdict(stored))
             self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
@@ -221,8 +218,6 @@ class Trainer(TrainingShell):
         if offer.is_late:
             logger.info("round=%d offered late: %s", tip.round + 1, ", ".join(offer.units))
         self.rounds.offer(offer)
-        if not offer.is_late:
-            self.moments.offered(tip)
 
     # ------------------------------------------------ waiting and leaving
 

@@ -12,9 +12,9 @@ from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
-from swarm.peer.moments import MomentsKeeper
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
@@ -76,7 +76,7 @@ class Life:
                     validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
                 ),
             ),
-            moments=cast(MomentsKeeper, Moments()),
+            moments=cast(ExpertMoments, Moments()),
             stop=cast(Stop, lambda: False),
         )
         self.training = self.trainer.training
@@ -95,10 +95,6 @@ class Life:
 
 class Moments:
     """No moments are looked for."""
-
-    searches = ""
-
-    def resume(self, *_: Any) -> None: ...
 
     def adopted(self, *_: Any) -> None: ...
 

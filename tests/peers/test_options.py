@@ -186,7 +186,7 @@ def test_an_interrupt_ends_with_130() -> None:
 
 
 def test_a_missing_run_file_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"--run is missing .*demo\.toml"):
+    with pytest.raises(ConfigError, match=r"--run is missing .*--run demo"):
         Options().run_config()
 
 

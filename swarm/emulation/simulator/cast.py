@@ -9,12 +9,12 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol import abstaining
 from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
+from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.training import Training
@@ -59,8 +59,8 @@ class Setup:
     """What it lies about, see `lying`."""
     asks_for_heads: bool = False
     """Whether peers fill the gaps of their chains."""
-    backup_every: int | None = None
-    """Rounds between copies of moments, 0 for none; None: moments are not modelled."""
+    copy_s: float | None = None
+    """How long an owner takes to put moments out; None: moments are not modelled."""
 
 
 class Times(NamedTuple):
@@ -85,7 +85,8 @@ class Cast:
     machine: type[RoundMachine] = RoundMachine
     training: type[Training] = Training
     trainer: type[Trainer] = Trainer
-    keeper: type[Keeper] = Keeper
+    giving: type[Giving] = Giving
+    taking: type[Taking] = Taking
     door: type[Door] = Door
     clock: Callable[[Times], float] = attrgetter("passed_s")
     """What a machine is told as the time."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Link
-from swarm.protocol.moments import Moments, Search
 from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
 
@@ -31,10 +30,6 @@ class PrivateState:
 
     work: SavedWork
     progress: Mapping[int, Progress]
-    lacking: frozenset[int]
-    """Experts that started with zero moments, which others may have."""
-    searches: tuple[Search, ...]
-    """For these."""
 
 
 class Disk:
@@ -53,8 +48,6 @@ class Disk:
         self.is_lost = False
         """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
-        self.shelf: dict[int, Moments] = {}
-        """Expert -> moments that are kept for others."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -82,7 +75,6 @@ class Disk:
         """Everything is gone."""
         self.is_lost = True
         self.private = self.earlier = None
-        self.shelf.clear()
         self.durable.clear()
         self.volatile.clear()
 

@@ -32,15 +32,12 @@ class Model:
         self.progress: dict[int, Progress] = {}
         self.shared: dict[Unit, Digest] = {}
         """Trained values of the shared tensors."""
-        self.lacking: set[int] = set()
-        """Experts that were taken up with zero moments and have not got theirs."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
 
     def load(self, private: PrivateState) -> None:
         """Goes on from the private state."""
-        self.progress, self.lacking = dict(private.progress), set(private.lacking)
-        offered = private.work.offered
+        self.progress, offered = dict(private.progress), private.work.offered
         self.shared = {u: d for u, d in offered.items() if expert_of_unit(u) is None}
         self.offered = set(offered.values())
 
@@ -87,13 +84,11 @@ class Model:
         owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
         if self.progress.keys() != owned:
             raise Violation("N3", f"{self.me} trains {sorted(self.progress)} of {owned}")
-        taken = [
+        return [
             expert
             for expert, choice in decision.experts.items()
             if choice.action is Action.TAKE_UP and manifest.entries[expert_unit(expert)].version > 0
         ]
-        self.lacking = {expert for expert in self.lacking if expert in owned} | set(taken)
-        return taken
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
         if choice.base is None:

@@ -10,9 +10,9 @@ from typing import Any
 from swarm.emulation.simulator.arithmetic import average, merge
 from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.fetching import Fetcher, Get
 from swarm.emulation.simulator.heads import HeadSearch
-from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
@@ -82,8 +82,8 @@ class Node(Ports):
         self.machine: RoundMachine
         self.trainer: Trainer
         self.fetcher: Fetcher
-        self.keeper: Keeper
-        self.has_moments = world.setup.backup_every is not None
+        self.exchange: Exchange
+        self.has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
@@ -133,7 +133,8 @@ class Node(Ports):
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
-        self.keeper = world.cast.keeper(self, world.setup.backup_every or 0)
+        giving, taking = world.cast.giving(), world.cast.taking()
+        self.exchange = Exchange(self, giving, taking, world.setup.copy_s or 0.0)
         self.machine = world.cast.machine(
             self.me,
             self.character.capacity,
@@ -192,8 +193,6 @@ class Node(Ports):
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
-            if self.has_moments:
-                self.keeper.leave(self.disk.record.tip)
             self.tell(LeaveAsked())
 
     def clock_s(self) -> float:
@@ -211,8 +210,6 @@ class Node(Ports):
             self._is_listening = self.machine._is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
-                if self.has_moments:
-                    self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:

@@ -22,7 +22,6 @@ from swarm.protocol.dealing import Stretches, split
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.moments import Search
 from swarm.protocol.records import PeerState
 from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work
 
@@ -52,23 +51,11 @@ class Shell(Protocol):
     def step_s(self) -> float:
         """How long each of the next local steps takes, where rounds last a given time."""
 
-    def searches(self) -> tuple[Search, ...]:
-        """For moments that the experts lack."""
-
-    def stepped(self) -> None:
-        """Hears that the experts were trained."""
-
-    def look_again(self, searches: Sequence[Search], tip: Manifest) -> None:
-        """Hears which moments the private state that was just loaded lacks."""
-
     def adopting(self, before: Manifest, manifest: Manifest) -> None:
         """Hears that experts may be given to others."""
 
     def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
         """Hears that it was done, and which experts that others had trained were taken up."""
-
-    def resumed(self) -> None:
-        """Hears that the loop goes on where it was."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,6 @@ class Trainer(TrainingShell):
         if private is None or problem(private.work):
             return None
         self.model.load(private)
-        self.shell.look_again(private.searches, tip)
         return private.work
 
     def adopt_frozen(self, tip: Manifest) -> bool:
@@ -159,7 +145,6 @@ class Trainer(TrainingShell):
 
     def resumed(self, tip: Manifest, *, has_work: bool) -> None:
         self.model.offered.clear()
-        self.shell.resumed()
 
     # ------------------------------------------------------------ local steps
 
@@ -187,7 +172,6 @@ class Trainer(TrainingShell):
         await self._take_steps(tip)
         self._looks_out = False
         self.model.advance()
-        self.shell.stepped()
         if not self._newer:
             return self._lesson
         # The step under way was finished: so there is one at least.
@@ -233,8 +217,6 @@ class Trainer(TrainingShell):
         self.shell.disk.private = PrivateState(
             replace(work, offered={unit: value.digest for unit, value in units.items()}),
             dict(self.model.progress),
-            frozenset(self.model.lacking),
-            self.shell.searches(),
         )
         await self._pass(WRITE_S)
         return units
