@@ -195,6 +195,15 @@ def test_on_a_due_tip_there_are_no_steps_and_no_offers_and_what_is_merged_is_mea
     assert peer.of("train")[1].began_s == 7.0
 
 
+def test_a_merge_after_the_last_round_is_part_of_the_run() -> None:
+    due = after(TIP, seed="1" * 64)
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([applied(due), applied(merge)])
+    peer.go(rounds=1, is_due=lambda tip: tip.digest == due.digest)
+    assert [r.applied.manifest.digest for r in peer.of("report")] == [due.digest, merge.digest]
+    assert peer.tips == []
+
+
 # ---------------------------------------------------------------- what work is still good for
 
 

@@ -63,9 +63,9 @@ class Training:
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> Manifest:
-        """Takes part until the last round; returns its manifest."""
+        """Takes part until the last round is over, and its merge; returns the last manifest."""
         self.resume()
-        while self.tip.round < self.rounds:
+        while self.tip.round < self.rounds or self.is_due(self.tip):
             if self.work is None:
                 self.shell.may_stop()
             newer = await self.take_part()
