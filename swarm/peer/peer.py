@@ -286,7 +286,7 @@ class Peer:
         """
         with self._loader:
             try:
-                self._trainer.train()
+                self._trainer.main_loop()
             except StopAsked:
                 self.status.begin(PeerState.LEAVING)
                 adopted = self.status.manifest or self._started.record.tip

@@ -9,16 +9,16 @@ it moves a decision from the machine to the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.cast import Cast, machine_of
-from swarm.emulation.simulator.disk import Progress
 from swarm.emulation.simulator.faults import CLASSES, Mix
+from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Merged
 from swarm.experts import expert_unit
-from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.events import Apply, Record
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
@@ -34,6 +34,7 @@ from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.training import Training
 from swarm.protocol.updates import UpdateBound
 
 
@@ -158,12 +159,23 @@ class _VotesCrossTips(Listener):
         return not self.life.is_listening
 
 
-class _NoBaseCheck(Trainer):
-    def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
-        if choice.action is Action.RESTART and choice.base is not None:
-            self.progress[expert] = Progress(choice.base, self.progress[expert].value)
-        else:
-            super()._follow(expert, choice, offered)
+class _NoBaseCheck(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        adoption = super().decide(manifest, previous)
+        experts = {
+            expert: replace(choice, action=Action.KEEP)
+            if choice.action is Action.RESTART
+            else choice
+            for expert, choice in adoption.experts.items()
+        }
+        return replace(adoption, experts=experts)
+
+
+class _OfferedBeforeSaved(Training):
+    async def save(self) -> Offer:
+        assert self.work is not None
+        units = self.shell.store(self.tip, self._bases_of_due(), self.work.tokens)
+        return Offer(self.tip.digest, self.work.steps, self.work.tokens, units, self.work.seconds)
 
 
 class _TipBeforeCollected(Adopter):
@@ -174,20 +186,13 @@ class _TipBeforeCollected(Adopter):
         self.out.effects.insert(at, self.out.effects.pop())
 
 
-class _NoBaseCheckAtMerge(Trainer):
-    def decide(
-        self,
-        manifest: Manifest,
-        previous: Digest,
-        bases: dict[int, Digest],
-        offers: Sequence[Offer],
-    ) -> Adoption:
-        adoption = super().decide(manifest, previous, bases, offers)
+class _NoBaseCheckAtMerge(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        adoption = super().decide(manifest, previous)
         experts = {
             expert: replace(choice, action=Action.REBASE, rebase_from=before)
             if choice.action is Action.RESTART
             and (before := manifest.entries[expert_unit(expert)].base) is not None
-            and before in self.shell.disk
             else choice
             for expert, choice in adoption.experts.items()
         }
@@ -230,15 +235,17 @@ class _NeverDue(Standing):
         return False
 
 
-class _MergesOnApply(Trainer):
-    def _swap(self, manifest: Manifest) -> None:
-        super()._swap(manifest)
+class _MergingModel(Model):
+    def _agreed(self, manifest: Manifest, expert: int) -> Digest:
         if not merge_due(manifest, self.task.rules.merging):
-            return
-        experts = range(self.task.rules.num_experts)
-        inputs = tuple(self.model[expert_unit(expert)] for expert in experts)
-        for expert in experts:
-            self.model[expert_unit(expert)] = self.task.values.digest_of(Merged(inputs, expert, 0))
+            return super()._agreed(manifest, expert)
+        units = (expert_unit(each) for each in range(self.task.rules.num_experts))
+        inputs = tuple(manifest.entries[unit].digest for unit in units)
+        return self.task.values.digest_of(Merged(inputs, expert, 0))
+
+
+class _MergesOnApply(Trainer):
+    model_type = _MergingModel
 
 
 class _DueByOwnCount(Standing):
@@ -329,8 +336,12 @@ LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
 MERGE_DUELS = replace(DUELS, merging=1.0)
 
 
-def _of(*parts: type, trainer: type[Trainer] = Trainer) -> Cast:
-    return Cast(machine_of(*parts), trainer)
+def _of(
+    *parts: type,
+    training: type[Training] = Training,
+    trainer: type[Trainer] = Trainer,
+) -> Cast:
+    return Cast(machine_of(*parts), training, trainer)
 
 
 MUTANTS: Mapping[str, Mutant] = {
@@ -361,7 +372,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "fetch_never_dropped": Mutant(
         "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
     ),
-    "no_base_check": Mutant("S2: compare and swap on the base", _of(trainer=_NoBaseCheck)),
+    "no_base_check": Mutant("S2: compare and swap on the base", _of(training=_NoBaseCheck)),
+    "offered_before_saved": Mutant(
+        "P6: the private state is durable before the offer", _of(training=_OfferedBeforeSaved)
+    ),
     "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
     "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
     "generation_counted": Mutant(
@@ -389,7 +403,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "M5: never compare with one's own result", _of(_AcceptOnlyOwnMerge)
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", _of(trainer=_NoBaseCheckAtMerge)
+        "M8: rebase only from the own base", _of(training=_NoBaseCheckAtMerge)
     ),
     "tip_before_collected": Mutant(
         "GC, M10: the blobs of the tip before are kept", _of(_TipBeforeCollected)
