@@ -16,7 +16,9 @@ from peers.option_values import require_folder
 from peers.options import Options, option, options, program
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
-from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
+from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import Tokenizer
+from swarm.data.tokenizer_file import FileTokenizer
 from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
@@ -72,10 +74,27 @@ def export(found: Found, out: Path) -> None:
     """Writes the model and says how to evaluate it."""
     run, manifest = found.run, found.manifest
     named = named_tensors(layout_of(run), manifest, found.store)
-    save_model(out, run, named, eos_token_id=END_OF_TEXT)
-    save_tokenizer(out, model_max_length=run.data.sequence_length)
+    tokenizer = tokenizer_of(found)
+    save_model(out, run, named, eos_token_id=tokenizer.end_of_text)
+    tokenizer.save(out, model_max_length=run.data.sequence_length)
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
+
+
+def tokenizer_of(found: Found) -> Tokenizer:
+    """The run's tokenizer; its file is one of the blobs, and the package tokenizers not needed.
+
+    Raises:
+        CorruptState: the file is missing.
+        TokenizerError: it is none.
+    """
+    file = found.manifest.founding.tokenizer
+    if file is None:
+        return BYTE
+    content = found.store.get(file.digest)
+    if content is None:
+        raise CorruptState("the run's tokenizer is missing")
+    return FileTokenizer.of(bytes(content), file.end_of_text)
 
 
 def named_tensors(

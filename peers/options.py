@@ -187,6 +187,10 @@ OPTIONS = {
         help="Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
         "run's text came from before, or the Python standard library.",
     ),
+    "tokenizer": _path(
+        "--tokenizer",
+        "Folder with the tokenizer.json that a founder gives its run; sets data.tokenizer to file.",
+    ),
 }
 """All common options, by the name of their field in `Options`."""
 
@@ -244,17 +248,19 @@ class Options:
     host: str | None = None
     disk: str | None = None
     corpus: str | None = None
+    tokenizer: Path | None = None
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
     def run_settings(self) -> tuple[str, ...]:
-        """Overrides of the run configuration: --set of its sections, --rounds, --peers.
+        """Overrides of the run configuration: --set, --rounds, --peers, --tokenizer.
 
         Raises:
             ConfigError: a --set names a section of neither configuration.
         """
         places = {"rounds": ("run", "rounds"), "peers": ("run", "peers")}
-        return self._overrides(RunConfig, places)
+        is_file = ('data.tokenizer="file"',) if self.tokenizer else ()
+        return (*self._overrides(RunConfig, places), *is_file)
 
     def peer_settings(self) -> tuple[str, ...]:
         """Overrides of the peer configuration: --set of its sections and the flags for it.

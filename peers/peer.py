@@ -44,7 +44,7 @@ from swarm.network.steady_clock import passed_s
 from swarm.network.tips import asked_tip
 from swarm.peer.agreement import explain_difference, require_settings
 from swarm.peer.leaving import Stop, leave
-from swarm.peer.live_model import Agreed, LiveModel, merge_blobs, validation_batch
+from swarm.peer.live_model import Agreed, LiveModel, held_out_of, merge_blobs
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.moments import MomentsKeeper
 from swarm.peer.publisher import Publisher
@@ -165,6 +165,7 @@ class Peer:
             self.text,
             self._announce,
             invitation=self.invitation,
+            tokenizer=options.tokenizer,
             vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
@@ -249,7 +250,7 @@ class Peer:
             loader,
             self.driver,
             started.directory,
-            validation_BT1=validation_batch(started.record.tip, run, started.store),
+            held_out=held_out_of(started.record.tip, run, started.store),
             status=status,
             moments=keeper,
             stop=self.stop,
@@ -286,8 +287,7 @@ class Peer:
         run = started.run
         rules = Rules.of(started.run_id, run, started.layout)
         founding = started.record.tip.founding
-        pinned = [founding.config, founding.validation, started.directory.read_founding().blob]
-        started.store.pin(pinned)
+        started.store.pin([*founding.blobs, started.directory.read_founding().blob])
         return RoundMachine(
             self.node.peer_id,
             self.config.peer.capacity,
@@ -336,7 +336,7 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
     "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
-    "corpus", "print_config", "log_format",
+    "corpus", "tokenizer", "print_config", "log_format",
 )  # fmt: skip
 def main(options: Options) -> None:
     """Trains one peer of a swarm.

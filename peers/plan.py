@@ -13,6 +13,8 @@ from rich.table import Table
 
 from peers.options import Options, as_toml, options, program
 from swarm.config import RunConfig
+from swarm.data.tokenizer import require_vocabulary
+from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
 from swarm.model.cost import Cost, cost_of, owned_per_peer
 from swarm.peer.fitting import shortfalls
@@ -48,7 +50,7 @@ KEYS = (
 
 @program("swarm-plan")
 @options(
-    "run", "config", "peers", "rounds", "settings", "engine", "gpu", "host", "disk",
+    "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
     "as_json", "print_config", "log_format",
 )  # fmt: skip
 def main(given: Options) -> None:
@@ -66,6 +68,8 @@ def main(given: Options) -> None:
     if given.print_config:
         click.echo(as_toml(run))
         return
+    if given.tokenizer:
+        require_vocabulary(run, open_tokenizer(given.tokenizer))
     cost = cost_of(run, run.run.peers)
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
     machine = described_machine(this_machine(config.compute, given.state_dir.expanduser()), sizes)

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.held_out import HeldOut, held_out_documents, measured_on
+from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import BYTE
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.protocol.ownership import assign
@@ -146,9 +148,7 @@ def names_of(run: RunConfig, expert: int) -> list[str]:
     return list(expert_shapes(run.model, expert))
 
 
-def losses_of(
-    run: RunConfig, variant: str, shards: Shards, held_out_BT1: Tensor
-) -> Iterator[float]:
+def losses_of(run: RunConfig, variant: str, shards: Shards, held_out: HeldOut) -> Iterator[float]:
     """Held-out loss of the agreed state after each round."""
     swarm = Swarm.found(run, variant)
     loader = Loader(shards, run)
@@ -168,7 +168,11 @@ def losses_of(
             swarm.back_up()
         is_adopted = lost >= 0 and number - lost_since == LOST_ROUNDS - 1
         swarm.assign_owners(present, lost=swarm.owned_by(lost) if is_adopted else [])
-        yield swarm.engines[0].evaluate(held_out_BT1, agreed=swarm.agreed.__getitem__)
+        yield held_out.mean(
+            lambda tokens, scored: swarm.engines[0].evaluate(
+                tokens, scored_BT=scored, agreed=swarm.agreed.__getitem__
+            )
+        )
     loader.close()
 
 
@@ -214,16 +218,16 @@ def main() -> None:
     overrides = [
         f"run.seed={asked.seed}", f"run.rounds={asked.rounds}",
         f"round.local_steps={asked.local_steps}", "merging.alpha=0.0", "wire.experts='fp32'",
-        "train.frozen='fp32'", "data.validation_tokens=8192",
+        "train.frozen='fp32'", "data.validation_bytes=8192",
     ]  # fmt: skip
     file = Path(__file__).parent.parent / "configs" / "runs" / "demo.toml"
     run = parse_config(RunConfig, file.read_text(), source=str(file), overrides=overrides)
     corpus = open_corpus(None)
-    tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
-    held_out_BT1 = held_out_sequences(tokens.astype("int64"), run.data.sequence_length)
-    shards = open_shards(corpus, Path("out") / "bench_adoption")
+    documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+    held_out = measured_on(BYTE, documents, run.data.sequence_length)
+    shards = open_shards(corpus, Path("out") / "bench_adoption", BYTE)
     for variant in asked.variants:
-        losses = [round(x, 6) for x in losses_of(run, variant, shards, held_out_BT1)]
+        losses = [round(x, 6) for x in losses_of(run, variant, shards, held_out)]
         print(json.dumps({"variant": variant, "seed": asked.seed, "losses": losses}))
         sys.stdout.flush()
 

@@ -106,10 +106,11 @@ class DataConfig(Section):
     """Where tokens come from and how they are cut."""
 
     mode: Literal["common", "own"] = "common"
-    tokenizer: Literal["byte"] = "byte"
+    tokenizer: Literal["byte", "file"] = "byte"
+    """file: the founder's tokenizer.json (`--tokenizer DIR`), which travels with the run."""
     sequence_length: Positive
-    validation_tokens: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
-    """Held-out tokens that go into manifest 0 and on which every `val_loss` is measured."""
+    validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
+    """Bytes of held-out text whose tokens go into manifest 0, on which every loss is measured."""
 
 
 class TrainConfig(Section):
@@ -275,11 +276,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.vocab_size: {self.model.vocab_size} is too small for the byte tokenizer; "
                 "it needs 256 bytes and two specials, at least 258"
-            )
-        if self.data.validation_tokens <= self.data.sequence_length:
-            raise ValueError(
-                f"data.validation_tokens: {self.data.validation_tokens} holds no whole sequence "
-                f"of {self.data.sequence_length} tokens"
             )
         return self
 

@@ -22,14 +22,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from swarm.data.corpus import Corpus, Split
 from swarm.data.documents import Skipped
-from swarm.data.tokenise import NUM_IDS, document_tokens
+from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 
-_FORMAT = "byte-2"
+_FORMAT = "3"
 _HEADER = "header.json"
 _SHARD_TOKENS = 2**27
 """A shard is closed by the first document that reaches this size."""
@@ -37,8 +36,6 @@ PROGRESS_S = 15.0
 """How often a build says how far it is."""
 
 logger = logging.getLogger(__name__)
-
-Tokens = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Contents:
         files: those that are text.
         documents: those that are trained on.
         held_out_documents: the others.
-        held_out_tokens: their tokens.
+        held_out_bytes: their size.
         skipped: files, folders and lines that are not read.
         skipped_first: the first of them, with the reason.
     """
@@ -60,7 +57,7 @@ class Contents:
     files: int = 0
     documents: int = 0
     held_out_documents: int = 0
-    held_out_tokens: int = 0
+    held_out_bytes: int = 0
     skipped: int = 0
     skipped_first: tuple[str, ...] = ()
 
@@ -89,10 +86,9 @@ class Shards:
             rest = ", ..." if found.skipped > len(found.skipped_first) else ""
             skipped += f" ({', '.join(found.skipped_first)}{rest})"
         return (
-            f"{found.files:,} files, {found.documents + found.held_out_documents:,} documents, "
-            f"{self.num_tokens + found.held_out_tokens:,} tokens: {self.num_tokens:,} in "
-            f"{found.documents:,} documents to train on, {found.held_out_tokens:,} in "
-            f"{found.held_out_documents:,} held out{skipped}"
+            f"{found.files:,} files, {found.documents + found.held_out_documents:,} documents: "
+            f"{self.num_tokens:,} tokens in {found.documents:,} documents to train on, "
+            f"{found.held_out_bytes:,} bytes in {found.held_out_documents:,} held out{skipped}"
         )
 
 
@@ -100,21 +96,26 @@ class _Torn(Exception):
     """A cache that is not what its header says."""
 
 
-def open_shards(corpus: Corpus, cache: Path, *, shard_tokens: int = _SHARD_TOKENS) -> Shards:
+def open_shards(
+    corpus: Corpus, cache: Path, tokenizer: Tokenizer, *, shard_tokens: int = _SHARD_TOKENS
+) -> Shards:
     """The training documents of a corpus (held-out ones are left out) as shards.
 
-    A cache is found by the corpus's fingerprint; one that is torn or was changed is built anew,
-    which gives the same tokens. Every byte of it is checked: about 0.4 s per GB.
+    A cache is found by the fingerprint of the corpus and the tokenizer's name; one that is torn or
+    was changed is built anew, which gives the same tokens. Every byte of it is checked: about 0.4 s
+    per GB.
 
     Args:
         corpus: its documents.
         cache: folder for caches; made when missing.
+        tokenizer: of the run.
         shard_tokens: a shard is closed by the first document that reaches this size.
 
     Raises:
         DataError: no document is left for training, or a file cannot be read.
+        TokenizerError: the tokenizer cannot be run.
     """
-    named = json.dumps([_FORMAT, shard_tokens, corpus.fingerprint()])
+    named = json.dumps([_FORMAT, tokenizer.name, shard_tokens, corpus.fingerprint()])
     folder = cache / f"corpus-{blake3(named.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         try:
@@ -122,16 +123,11 @@ def open_shards(corpus: Corpus, cache: Path, *, shard_tokens: int = _SHARD_TOKEN
         except _Torn as torn:
             logger.warning("building %s anew: %s", folder.name, torn)
             _remove(folder)
-    _build(corpus, folder, shard_tokens)
+    _build(corpus, folder, tokenizer, shard_tokens)
     try:
         return _open(folder)
     except _Torn as torn:
         raise DataError(f"{folder}: just built and already torn: {torn}") from torn
-
-
-def token_dtype(num_ids: int) -> np.dtype[Any]:
-    """The smallest of our two dtypes on disk that holds `num_ids` token ids."""
-    return np.dtype("<u2") if num_ids <= 2**16 else np.dtype("<u4")
 
 
 def _open(folder: Path) -> Shards:
@@ -159,13 +155,16 @@ def _map(path: Path, dtype: np.dtype[Any], num_tokens: int, digest: str) -> Toke
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _build(corpus: Corpus, folder: Path, shard_tokens: int) -> None:
+def _build(corpus: Corpus, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
     """Writes a cache beside `folder` and renames it; a process that was faster wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         reading = _Reading(corpus)
-        training = reading.training_documents()
+        dtype = token_dtype(tokenizer.num_ids)
+        training = (
+            tokens.astype(dtype) for tokens in tokenizer.encoded(reading.training_documents())
+        )
         shards: list[tuple[str, int, str]] = []
         while (
             written := _write_shard(beside, len(shards), training, shard_tokens, reading.digest)
@@ -174,7 +173,7 @@ def _build(corpus: Corpus, folder: Path, shard_tokens: int) -> None:
         if not shards:
             raise _no_text(corpus, reading)
         header: dict[str, Any] = {
-            "dtype": token_dtype(NUM_IDS).str,
+            "dtype": dtype.str,
             "shards": shards,
             "contents": asdict(reading.contents()),
         }
@@ -195,7 +194,7 @@ class _Reading:
         """Of the tokens that were written."""
         self.skipped = Skipped()
         self._files = self._documents = 0
-        self.held_out_documents = self._held_out_tokens = 0
+        self.held_out_documents = self._held_out_bytes = 0
 
     def training_documents(self) -> Iterator[bytes]:
         """The documents that are not held out; says every 15 s how far it is."""
@@ -210,7 +209,7 @@ class _Reading:
                     self._say_progress(num_bytes)
                 if split.holds_out(content):
                     self.held_out_documents += 1
-                    self._held_out_tokens += len(content) + 1
+                    self._held_out_bytes += len(content)
                 else:
                     self._documents += 1
                     yield content
@@ -228,7 +227,7 @@ class _Reading:
             self._files,
             self._documents,
             self.held_out_documents,
-            self._held_out_tokens,
+            self._held_out_bytes,
             self.skipped.count,
             tuple(self.skipped.named),
         )
@@ -255,24 +254,24 @@ def _rename(beside: Path, folder: Path) -> None:
 
 
 def _write_shard(
-    folder: Path, index: int, contents: Iterator[bytes], shard_tokens: int, all_tokens: blake3
+    folder: Path, index: int, documents: Iterator[Tokens], shard_tokens: int, all_tokens: blake3
 ) -> tuple[str, int, str] | None:
     """Writes the next shard: (file name, tokens, digest), or None when nothing is left.
 
     Its tokens also go into the digest of all tokens.
     """
-    first = next(contents, None)
+    first = next(documents, None)
     if first is None:
         return None
-    dtype, digest, num_tokens = token_dtype(NUM_IDS), blake3(), 0
+    digest, num_tokens = blake3(), 0
     name = f"{index:05}.bin"
     with (folder / name).open("wb") as file:
-        for content in itertools.chain((first,), contents):
-            data = document_tokens(content).astype(dtype).tobytes()
+        for tokens in itertools.chain((first,), documents):
+            data = tokens.tobytes()
             digest.update(data)
             all_tokens.update(data)
             file.write(data)
-            num_tokens += len(content) + 1
+            num_tokens += len(tokens)
             if num_tokens >= shard_tokens:
                 break
         _write(file, b"")

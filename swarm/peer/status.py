@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from swarm import __version__
 from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.phases import PhaseMeter
@@ -192,15 +193,30 @@ class PeerStatus:
         )
         self.changed.set()
 
-    def validated(self, manifest: Manifest, val_loss: float, tokens: int) -> None:
-        """The held-out loss of an agreed state was measured here."""
+    def validated(self, manifest: Manifest, val_loss: float, held_out: HeldOut) -> None:
+        """The held-out loss of an agreed state was measured here, in nats per token."""
         before = self.validation
         recent = (*before.recent, (before.round, before.val_loss)) if before else ()
         self.validation = ValidationRecord(
-            manifest.round, manifest.digest, val_loss, tokens, recent[-MAX_RECENT:]
+            manifest.round,
+            manifest.digest,
+            val_loss,
+            held_out.num_tokens,
+            held_out.num_bytes,
+            recent[-MAX_RECENT:],
         )
-        logger.info("round=%d val_loss=%.4f nats/token", manifest.round, val_loss)
-        self._event("validation", round=manifest.round, digest=manifest.digest, val_loss=val_loss)
+        bits_per_byte = held_out.bits_per_byte(val_loss)
+        logger.info(
+            "round=%d val_loss=%.4f nats/token bits_per_byte=%.4f",
+            manifest.round, val_loss, bits_per_byte,
+        )  # fmt: skip
+        self._event(
+            "validation",
+            round=manifest.round,
+            digest=manifest.digest,
+            val_loss=val_loss,
+            bits_per_byte=bits_per_byte,
+        )
         self.changed.set()
 
     def applied(self, report: RoundReport) -> None:

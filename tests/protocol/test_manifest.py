@@ -13,10 +13,10 @@ from swarm.protocol.manifest import (
     Kind,
     Manifest,
     Member,
-    Text,
     decode_manifest,
     is_ancestor,
 )
+from swarm.protocol.texts import Text
 
 REFORM = (3, (2, "62"))
 LATER = (5, (1, "7a"))
