@@ -184,8 +184,9 @@ OPTIONS = {
     "corpus": option(
         "--corpus",
         metavar="FOLDER",
-        help="Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
-        "run's text came from before, or the Python standard library.",
+        help="Text to train on: .txt, .md, .py, .jsonl and .jsonl.gz files, or shards that "
+        "swarm-data made. By default the folder that the run's text came from before, or the "
+        "Python standard library.",
     ),
     "tokenizer": _path(
         "--tokenizer",

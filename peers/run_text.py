@@ -14,7 +14,7 @@ from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.held_out import held_out_documents
 from swarm.data.loader import require_a_batch
-from swarm.data.shards import Shards, open_shards
+from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open_shards
 from swarm.data.tokenizer import Tokenizer, require_vocabulary
 from swarm.errors import BadManifest, DataError, TokenizerError
 from swarm.peer.agreement import joiners_need, missing_text, require_text
@@ -116,8 +116,11 @@ class RunText:
             require_text(needed, text_of(corpus, shards, run, tokenizer), corpus.root)
         self._shards = shards
 
-    def _open(self, corpus: Corpus, tokenizer: Tokenizer) -> Shards:
-        shards = open_shards(corpus, self._cache, tokenizer)
+    def _open(self, corpus: Corpus | Prepared, tokenizer: Tokenizer) -> Shards:
+        if isinstance(corpus, Prepared):
+            shards = corpus.open(tokenizer)
+        else:
+            shards = open_shards(corpus, self._cache, tokenizer)
         logger.info("text %s in %s: %s", corpus.name, corpus.root, shards.summary())
         return shards
 
@@ -129,8 +132,8 @@ class RunText:
         self._said = line
 
 
-def corpus_of(run: RunConfig, folder: str | None) -> Corpus:
-    """The files in a folder, or the standard library.
+def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Prepared:
+    """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
         DataError: they are missing, or the run asks every peer to bring its own.
@@ -139,10 +142,14 @@ def corpus_of(run: RunConfig, folder: str | None) -> Corpus:
         raise DataError(
             "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
         )
+    if folder is not None and is_prepared(path := Path(folder).expanduser().absolute()):
+        return open_prepared(path)
     return open_corpus(folder)
 
 
-def text_of(corpus: Corpus, shards: Shards, run: RunConfig, tokenizer: Tokenizer) -> Text:
+def text_of(
+    corpus: Corpus | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
+) -> Text:
     """What manifest 0 says about a corpus."""
     return Text(
         name=corpus.name,

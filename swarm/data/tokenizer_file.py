@@ -89,8 +89,9 @@ class FileTokenizer:
         after = values.get("post_processor")
         adds = isinstance(after, dict) and after.get("type") != "ByteLevel"
         if adds or values.get("truncation") or values.get("padding"):
+            values |= {"truncation": None, "padding": None}
             values["post_processor"] = None if adds else after
-            write_json(folder / FILE, values | {"truncation": None, "padding": None})
+            (folder / FILE).write_text(json.dumps(values), encoding="utf-8")
         else:
             (folder / FILE).write_bytes(self.content)
         config = tokenizer_config(
@@ -174,8 +175,10 @@ def _added_tokens(values: Mapping[str, Any]) -> list[tuple[str, int, bool]]:
     found = []
     for token in added:
         number, spelled = _checked_id(token.get("id")), token.get("content")
-        if not isinstance(spelled, str) or not spelled:
+        if not isinstance(spelled, str) or not spelled.encode(errors="ignore"):
             raise TokenizerError(f"the added token {number} has no spelling")
+        if spelled.encode(errors="ignore").decode() != spelled:
+            raise TokenizerError(f"the added token {number} is no text")
         found.append((spelled, number, token.get("special") is True))
     return found
 

@@ -8,8 +8,9 @@ from blake3 import blake3
 
 from swarm.data.corpus import folder_corpus, is_held_out
 from swarm.data.held_out import held_out_documents
-from swarm.data.shards import open_shards, token_dtype
+from swarm.data.shards import open_shards
 from swarm.data.tokenise import BYTE, document_tokens
+from swarm.data.tokenizer import token_dtype
 from swarm.errors import DataError
 
 
@@ -131,10 +132,10 @@ def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
 
 
 def test_a_long_build_says_how_far_it_is(corpus, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("swarm.data.shards.PROGRESS_S", 0.0)
+    monkeypatch.setattr("swarm.data.shard_writer.PROGRESS_S", 0.0)
     with caplog.at_level("INFO"):
         open_shards(corpus, tmp_path / "cache", BYTE)
-    assert "tokenising text: 0 MB so far, file 120 of 120" in caplog.text
+    assert "tokenising text: 0 MB so far, 119 of 120 files done" in caplog.text
 
 
 def cut_tokens(folder):
