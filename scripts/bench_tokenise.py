@@ -3,12 +3,14 @@
 Both tokenise the same documents of one folder, by turns: ours, theirs, theirs, ours, and so on.
 Ours is all of `swarm-data tokenize`: it reads the files (twice for the held-out text), cuts them,
 looks for copies, and writes shards with digests, durably. Theirs is `encode_batch_fast` alone, on
-documents that are in memory already, with all cores. Prints rates and the ratio of each pair.
+documents that are in memory already, with all cores. On a machine that others use as well, the
+ratio by work of cores says more than that by rate.
 
 Usage: scripts/bench_tokenise.py --megabytes 50 --pairs 3 [--tokenizer DIR]
 """
 
 import argparse
+import resource
 import shutil
 import statistics
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -28,6 +31,13 @@ from swarm.data.training import train_tokenizer
 BATCH = 1000
 """Documents that `encode_batch_fast` gets at once."""
 VOCABULARY = 32_000
+
+
+class Taken(NamedTuple):
+    """Seconds of a turn, or the ratios of two turns."""
+
+    wall_s: float
+    cpu_s: float
 
 
 def main() -> int:
@@ -46,31 +56,37 @@ def main() -> int:
         print(
             f"{size / 1e6:.1f} MB, {len(documents):,} documents, {used.num_ids:,} ids", flush=True
         )
-        out, ratios = Path(folder) / "out", []
+        out = Path(folder) / "out"
+        ratios: list[Taken] = []
         for pair in range(asked.pairs):
-            first, last = (True, False) if pair % 2 == 0 else (False, True)
-            taken = {
-                is_ours: seconds_of(ours, corpus, used, out)
-                if is_ours
-                else seconds_of(theirs, documents, used)
-                for is_ours in (first, last)
-            }
-            ratios.append(taken[False] / taken[True])
+            turns = [(ours, (corpus, used, out)), (theirs, (documents, used))]
+            taken = {}
+            for work, arguments in turns if pair % 2 == 0 else turns[::-1]:
+                taken[work] = timed(work, *arguments)
+            mine, other = taken[ours], taken[theirs]
+            ratios.append(Taken(other.wall_s / mine.wall_s, other.cpu_s / mine.cpu_s))
             print(
-                f"ours {size / 1e6 / taken[True]:.2f} MB/s, encode_batch_fast "
-                f"{size / 1e6 / taken[False]:.2f} MB/s, ratio {ratios[-1]:.3f}",
+                f"ours {size / 1e6 / mine.wall_s:.2f} MB/s ({mine.cpu_s:.1f} s of cores), "
+                f"encode_batch_fast {size / 1e6 / other.wall_s:.2f} MB/s ({other.cpu_s:.1f} s)",
                 flush=True,
             )
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    print(f"median ratio {statistics.median(ratios):.3f} ({spread}, n = {len(ratios)} pairs)")
+    for what, values in zip(("rate", "work of cores"), zip(*ratios, strict=True), strict=True):
+        spread = f"{min(values):.3f} to {max(values):.3f}, n = {len(values)} pairs"
+        print(f"ratio by {what}: median {statistics.median(values):.3f} ({spread})")
     return 0
 
 
-def seconds_of(work: Callable[..., None], *arguments: object) -> float:
-    """How long a call takes."""
-    began_s = time.perf_counter()
+def timed(work: Callable[..., None], *arguments: object) -> Taken:
+    """How long a call takes, and how much work it is for cores, its processes included."""
+    began_s, before_s = time.perf_counter(), cpu_s()
     work(*arguments)
-    return time.perf_counter() - began_s
+    return Taken(time.perf_counter() - began_s, cpu_s() - before_s)
+
+
+def cpu_s() -> float:
+    """Seconds of cores that this process and its children that have ended took."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usage)
 
 
 def text_of(folder: Path, size: int) -> Corpus:

@@ -76,13 +76,9 @@ def test_a_manifest_names_the_tokenizer_only_of_a_run_that_has_a_file() -> None:
     null = FOUNDED.encoded.replace(b'"text":{', b'"tokenizer":null,"text":{')
     with pytest.raises(BadManifest):
         decode_manifest(null)
-    for bad in (
-        replace(file, digest="x"),
-        replace(file, end_of_text=-1),
-        replace(file, num_bytes=0),
-    ):
+    for wrong in ({"digest": "x"}, {"end_of_text": -1}, {"num_bytes": 0}):
+        bad = replace(founding, tokenizer=replace(file, **wrong))
         with pytest.raises(BadManifest):
-            bad = replace(founding, tokenizer=replace(file, **wrong))
             decode_manifest(replace(named, founding=bad).encoded)
 
 
