@@ -57,7 +57,7 @@ def leave_on_signals(stop: Stop) -> None:
 @options(
     "run", "config", "run_id", "tip", "invitation", "state_dir", "rounds", "peers", "settings",
     *flags_of(PeerConfig),
-    "print_config", "log_format",
+    "tokenizer", "print_config", "log_format",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:
@@ -83,6 +83,7 @@ def main(observer: PeerObserver | None, options: Options) -> None:
         settings={} if run else options.asked_of_run(),
         invitation=read_invitation(options.invitation) if options.invitation else None,
         vouched=options.tip,
+        tokenizer=options.tokenizer,
     )
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from peers.options import Options, as_toml, options, program
 from swarm.config import RunConfig
+from swarm.data.tokenizer import require_vocabulary
+from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
 from swarm.model.cost import Cost
 from swarm.peer.planning import plan_run
@@ -46,7 +48,7 @@ KEYS = (
 
 @program("swarm-plan")
 @options(
-    "run", "config", "peers", "rounds", "settings", "engine", "gpu", "host", "disk",
+    "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
     "as_json", "print_config", "log_format",
 )  # fmt: skip
 def main(given: Options) -> None:
@@ -64,6 +66,8 @@ def main(given: Options) -> None:
     if given.print_config:
         click.echo(as_toml(run))
         return
+    if given.tokenizer:
+        require_vocabulary(run, open_tokenizer(given.tokenizer))
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
     cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit

@@ -144,6 +144,8 @@ class Snapshot:
     """Why members or owners changed in the newest manifest."""
     coverage: Coverage | None = None
     """None without a manifest, and where every peer has its own text."""
+    bits_per_byte_of_nat: float | None = None
+    """How many bits per byte are one nat per token of the losses; None before the first."""
 
 
 def snapshot_of(seen: Sighting) -> Snapshot | None:
@@ -171,6 +173,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         losses=_losses(seen.validations),
         reasons=seen.tip.reasons if seen.tip else (),
         coverage=_coverage(seen.tip) if seen.tip else None,
+        bits_per_byte_of_nat=_bits_per_byte_of_nat(seen.validations),
     )
 
 
@@ -209,6 +212,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
     merges = {(m.generation, m.merged): m for m in (*before.merges, *snapshot.merges)}
     return replace(
         snapshot,
+        bits_per_byte_of_nat=snapshot.bits_per_byte_of_nat or before.bits_per_byte_of_nat,
         losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
         merges=tuple(sorted(merges.values(), key=_when))[-MAX_POINTS:],
     )
@@ -279,6 +283,12 @@ def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
         donors = dict(sorted((dict(known) | dict(record.donors)).items()))
         found[place] = Merge(*place, record.step, record.alpha, donors)
     return tuple(sorted(found.values(), key=_when))
+
+
+def _bits_per_byte_of_nat(validations: Mapping[PeerId, ValidationRecord]) -> float | None:
+    """Of the newest loss."""
+    newest = max(validations.items(), key=lambda item: (item[1].round, item[0]), default=None)
+    return newest[1].bits_per_byte_of_nat if newest else None
 
 
 def _losses(validations: Mapping[PeerId, ValidationRecord]) -> tuple[tuple[int, float], ...]:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
+from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import Tokenizer
+from swarm.data.tokenizer_file import FileTokenizer
 from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
@@ -37,6 +40,21 @@ class AgreedModel:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by Hugging Face name; as `named_tensors`."""
         return named_tensors(layout_of(self.run), self.manifest, self.store)
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's; its file is one of the blobs, and the package tokenizers not needed.
+
+        Raises:
+            CorruptState: the file is missing.
+            TokenizerError: it is none.
+        """
+        file = self.manifest.founding.tokenizer
+        if file is None:
+            return BYTE
+        content = self.store.get(file.digest)
+        if content is None:
+            raise CorruptState("the run's tokenizer is missing")
+        return FileTokenizer.of(bytes(content), file.end_of_text)
 
 
 def named_tensors(

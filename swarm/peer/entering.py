@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
 from swarm.data.shards import Shards
+from swarm.data.tokenise import BYTE
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
-from swarm.network.fetch import Downloads
+from swarm.network.fetch import Downloads, Want
 from swarm.network.finding import Announced, Opened, find_run, open_run, runs_of, whom_to_ask
+from swarm.network.foreign import check_tokenizer_size
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.record_file import RecordFile
@@ -31,14 +33,15 @@ from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import initial_contents
 from swarm.peer.observing import PeerObserver
 from swarm.peer.run_text import RunText
+from swarm.peer.run_tokenizer import given_tokenizer, require_kind, require_same
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
 from swarm.protocol.abstaining import without_record
-from swarm.protocol.digests import digest_of_chunks
+from swarm.protocol.digests import Buffer, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId
 from swarm.protocol.records import RunRecord, RunState
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
 BEGUN_S = 60.0
+TOKENIZER_S = 600.0
+"""Some tokenizers have tens of megabytes."""
 START_S = 24 * 3600.0
 """A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
@@ -147,11 +152,11 @@ class Starter:
                 raise
             logger.error("%s; joining the run anew", error)
             return None
-        self.text.require(run, founding.founding.text, directory.read_text_folder())
+        store = BlobStore(directory.path)
+        downloads, folder = self.host.serve(store), directory.read_text_folder()
+        self._require_text(run, founding.founding, downloads, record.tip.members, folder)
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
-        store = BlobStore(directory.path)
-        downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record, self.text.shards)
@@ -237,19 +242,20 @@ class Starter:
         announced, run, founding = opened.announced, opened.run, opened.founding
         gathered = founding is None
         if founding is None:
-            self.text.require(run, announced.record.text, None)
+            self._require_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
             mine = self.status(run).record
             announced = self.wait_for(await_founding(self.node, announced.record, mine))
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
-        self.text.require(run, founding.founding.text, remembered)
+        sources = announced.publishers
+        brought = self._require_text(run, founding.founding, downloads, sources, remembered)
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.host.serve(store)
-        for blob in (run.canonical_json(), founding.encoded):
+        for blob in (run.canonical_json(), founding.encoded, *brought):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
@@ -267,7 +273,6 @@ class Starter:
                 require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
             shown = replace(shown, record=tip)
         self._recompute_initial(shown.record, run, layout, store)
-        sources = peers | set(shown.record.tip.members)
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -277,7 +282,7 @@ class Starter:
                 run=record,
                 shown=shown,
                 trust=trust,
-                peers=sources,
+                peers=peers | set(shown.record.tip.members),
                 on_blob=self._progress(),
             )
         )
@@ -293,6 +298,40 @@ class Starter:
         return record
 
     # ------------------------------------------------ shared by the three
+
+    def _require_text(
+        self,
+        run: RunConfig,
+        fixed: Founding | RunRecord,
+        downloads: Downloads,
+        sources: Collection[PeerId],
+        remembered: str | None,
+    ) -> list[Buffer]:
+        """Opens this machine's text, which must be the run's, with the run's tokenizer.
+
+        Args:
+            run: its configuration.
+            fixed: says which text and tokenizer it has.
+            downloads: into a store that may have the tokenizer.
+            sources: peers that may have it.
+            remembered: folder that the text came from before.
+
+        Returns:
+            The tokenizer's file, where the run has one.
+        """
+        file = fixed.tokenizer
+        require_kind(run, file)
+        if file is None:
+            self.text.require(run, BYTE, fixed.text, remembered)
+            return []
+        check_tokenizer_size(file)
+        downloads.store.verify([file.digest])  # drops one that is damaged
+        wanted = Want(file.digest, file.num_bytes, tuple(sources))
+        content = self.wait_for(downloads.fetch_one(wanted, timeout_s=TOKENIZER_S))
+        tokenizer = given_tokenizer(run, file, content)
+        require_same(tokenizer, self.wanted.tokenizer)
+        self.text.require(run, tokenizer, fixed.text, remembered)
+        return [content]
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
@@ -385,6 +424,5 @@ async def begun(announced: Announced, downloads: Downloads) -> Manifest:
 
 def blobs_of(manifest: Manifest) -> list[Digest]:
     """Every blob that a member keeps for a manifest."""
-    founding = manifest.founding
     values = (entry.digest for entry in manifest.entries.values())
-    return [manifest.blob, founding.config, founding.validation, *values]
+    return [manifest.blob, *manifest.founding.blobs, *values]

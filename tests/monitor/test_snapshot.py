@@ -14,8 +14,9 @@ from swarm.monitor.snapshot import (
     snapshot_of,
     with_history,
 )
-from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch, Text
+from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch
 from swarm.protocol.records import PeerRecord, ValidationRecord
+from swarm.protocol.texts import Text
 from tests.peer_records import DIGEST
 
 Sightings = Callable[..., Sighting]
@@ -112,7 +113,7 @@ def test_losses_are_joined_and_later_publishers_override(make_sighting: Sighting
 
 def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> None:
     before = project(make_sighting())
-    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100)}
+    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100, 200)}
     now = project(make_sighting(merges={}, validations=newer))
     shown = with_history(now, before)
     assert shown.losses == (*before.losses, (6, 2.2))

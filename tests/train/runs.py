@@ -30,7 +30,7 @@ TINY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-    "data": {"sequence_length": LENGTH, "validation_tokens": 64},
+    "data": {"sequence_length": LENGTH, "validation_bytes": 64},
     "train": {
         "batch_tokens": 4 * LENGTH,
         "micro_batch_sequences": 2,
