@@ -10,7 +10,8 @@ from types import FrameType
 
 import click
 
-from peers.options import Options, as_toml, flags_of, options, program
+from peers.options import Options, flags_of, options, program
+from peers.toml_text import as_toml
 from swarm.config import PeerConfig
 from swarm.network.invitations import read_invitation
 from swarm.peer.entering import Stopped
