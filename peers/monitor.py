@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ LOOK_S = 4.0
 """Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
 TIP_S = 2.5
 REFRESH_S = 2.0
+FILE_WIDTH = 160
+"""Characters a line in a file or pipe."""
 
 
 @dataclass
@@ -134,6 +137,8 @@ def _show(snapshot: Snapshot, in_json: bool) -> None:
         click.echo(json.dumps(as_json(snapshot)))
         return
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH  # nobody's screen cuts it
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 

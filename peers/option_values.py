@@ -67,9 +67,10 @@ def read_text(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))
+        beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}") if p.is_file())
         close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {path.parent / close[0]}?" if close else ""
+        is_other = close and close[0] != path.name
+        hint = f"did you mean {path.parent / close[0]}?" if is_other else ""
         raise ConfigError(f"{path}: {error.strerror}", hint=hint) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file") from error

@@ -19,7 +19,7 @@ import click
 from peers.local_faults import named_fault
 from peers.option_values import Setting, head_digest, read_text, split_addresses
 from peers.program_log import LOG_FORMATS, configure_logging
-from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
+from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
 from swarm.protocol.printable import printable
 
@@ -287,7 +287,7 @@ class Options:
             ConfigError: the file is missing or a setting is wrong.
         """
         text = read_text(self.config) if self.config else ""
-        source = str(self.config) if self.config else "command line"
+        source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
     def _overrides(

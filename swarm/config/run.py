@@ -127,7 +127,8 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule, both over the run's cumulative steps."""
 
-    lr: PositiveReal
+    lr: Annotated[float, Field(gt=0, le=1)]
+    """AdamW moves a weight by about so much a step, so that more than 1 is a slip."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: PositiveReal = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -248,6 +249,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_size()
+        self._check_owners()
         self._check_betas()
         self._check_batches()
         self._check_merging()
@@ -282,6 +284,13 @@ class RunConfig(Section):
                 f"of {self.data.sequence_length} tokens"
             )
         return self
+
+    def _check_owners(self) -> None:
+        if self.ownership.owners_per_expert > self.run.peers:
+            raise ValueError(
+                f"ownership.owners_per_expert: {self.ownership.owners_per_expert} owners are more "
+                f"than run.peers {self.run.peers}; the same number is FedAvg, 1 is SPES"
+            )
 
     def _check_betas(self) -> None:
         first, second = self.optimizer.betas

@@ -19,6 +19,7 @@ from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
+from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
 from swarm.protocol.moments import Moments
@@ -171,7 +172,7 @@ class PeerStatus:
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens
-        logger.warning("tokens_lost=%d reason=%r", tokens, why)
+        logger.warning("tokens_lost=%d%s", tokens, because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
         """Moments of an expert are here for its next owners, or for who would adopt it."""
@@ -213,17 +214,17 @@ class PeerStatus:
         owned = self.owned_experts()
         logger.info(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
-            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d%s",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
             ",".join(map(str, owned)) or "none",
             f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
             self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
-            report.reason,
+            because(report.reason),
         )  # fmt: skip
-        for reason in manifest.reasons:
-            logger.info("round=%d %s", manifest.round, reason)
+        for line in told(manifest.reasons):
+            logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
         self._event(

@@ -25,6 +25,7 @@ from swarm.peer.reading import Reading
 from swarm.peer.resuming import load_into, offer_of
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus, RoundReport
+from swarm.peer.telling import because
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -222,7 +223,7 @@ class Trainer:
                 self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
                 said_s = time.monotonic()
-                logger.info("waiting state=%s reason=%r", state.value, self.rounds.last_reason)
+                logger.info("waiting state=%s%s", state.value, because(self.rounds.last_reason))
 
     def _adopt(
         self, path: list[Applied], tip: Manifest, offer: Offer | None, stats: LocalStats | None
