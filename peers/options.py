@@ -146,6 +146,11 @@ OPTIONS = {
         help="Pass messages on between peers that cannot dial each other (default: yes).",
     ),
     "run_id": option("--run-id", help="Which run to join, where several are announced."),
+    "new_run": option(
+        "--new-run",
+        is_flag=True,
+        help="Founds the run of --run even where the peers of --initial-peers are in another.",
+    ),
     "tip": option(
         "--tip",
         metavar="HEIGHT:DIGEST",
@@ -230,6 +235,7 @@ class Options:
     client_mode: bool | None = None
     relay: bool | None = None
     run_id: str | None = None
+    new_run: bool = False
     tip: str | None = None
     invitation: str | None = None
     name: str | None = None

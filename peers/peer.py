@@ -13,8 +13,10 @@ from pathlib import Path
 import click
 
 from peers.found import found
+from peers.join_line import say_how_to_join
 from peers.local_faults import raise_file_limit
 from peers.options import Options, as_toml, options, program
+from peers.preparing import prepared
 from peers.run_text import RunText
 from peers.start import (
     Started,
@@ -25,7 +27,7 @@ from peers.start import (
 from swarm.codecs import Content
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.loader import Loader
-from swarm.errors import RunMismatch
+from swarm.errors import CorruptState, RunMismatch
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -115,9 +117,7 @@ class Peer:
         )
         if self.node.port and self.state.port is None:
             self.state.port = self.node.port
-        for address in self.node.addresses[:1]:
-            click.echo(f"swarm-peer --initial-peers {address}")
-        sys.stdout.flush()
+        say_how_to_join(self.node.addresses)
         fault = self.node.run(dial_fault(self.node), DIAL_BACK_S)
         if fault:
             logger.warning("nobody can dial this peer, it works through others: %s", fault)
@@ -165,6 +165,7 @@ class Peer:
             self.text,
             self._announce,
             invitation=self.invitation,
+            founds_beside=options.new_run,
             vouched=options.tip,
         )
         current = self._run_to_resume(wanted, options.run_id)
@@ -186,10 +187,13 @@ class Peer:
     def _run_to_resume(self, wanted: RunConfig | None, run_id: str | None) -> str | None:
         """The run on disk, unless the person, or the swarm they named, means another one."""
         current = run_id or self.state.current_run
-        if current is None or not self.state.run(current).config_path.exists():
+        if current is None or not self.state.run(current).path.exists():
             return None
         if wanted:
-            run = self.state.run(current).read_config()
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
             return current if run.fingerprint() == wanted.fingerprint() else None
         if run_id or not self.config.network.initial_peers:
             return current
@@ -332,8 +336,8 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings",
+    "run", "config", "initial_peers", "run_id", "new_run", "tip", "invitation", "state_dir",
+    "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
     "corpus", "print_config", "log_format",
@@ -362,6 +366,7 @@ def main(options: Options) -> None:
     sys.setswitchinterval(0.0002)
     raise_file_limit()
     state = StateDirectory(options.state_dir)
+    config = prepared(config, state, options)
     peer = Peer(config, state, Stop(config.peer.leave_timeout_s), invitation=invitation)
     try:
         node = peer.start_node()
@@ -369,7 +374,9 @@ def main(options: Options) -> None:
         state.close()
         raise
     try:
-        peer.train(peer.start_run(wanted, options))
+        started = peer.start_run(wanted, options)
+        say_how_to_join(node.addresses, started.run_id)
+        peer.train(started)
     except Stopped:
         logger.info("stopped before the run began")
     finally:

@@ -18,15 +18,23 @@ from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
-from swarm.network.finding import Announced, Opened, find_run, open_run, whom_to_ask
+from swarm.network.finding import (
+    Announced,
+    Opened,
+    find_run,
+    open_run,
+    runs_here,
+    whom_to_ask,
+)
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
-from swarm.peer.agreement import require_admission
+from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import initial_contents
+from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.status import PeerStatus
 from swarm.protocol.abstaining import without_record
@@ -82,6 +90,8 @@ class Starter:
     """Keeps what others are told that ask this peer for its run."""
     invitation: Invitation | None = None
     """With what this peer asks to join."""
+    founds_beside: bool = False
+    """Whether it may found a run although those that it enters by are in another (`--new-run`)."""
     vouched: Digest | None = None
     """The head that the person vouches for (`--tip`); manifest 0 where there is none."""
 
@@ -90,7 +100,8 @@ class Starter:
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Goes on from the state directory; None when there is no record of the run.
 
-        None too if its configuration or manifest 0 is damaged, if it `may_join`: others have both.
+        None too if its configuration or manifest 0 is damaged and not in the store either, if it
+        `may_join` others, who have both.
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
@@ -100,17 +111,17 @@ class Starter:
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
         if record is None:
             return None
+        store = BlobStore(directory.path)
         try:
-            run, founding = directory.read_config(), directory.read_founding()
+            run, founding = settings_of(run_id, directory, record, store)
         except CorruptState as error:
-            if not may_join:
+            if not may_join or is_alone(self.node.peer_id, record):
                 raise
             logger.error("%s; joining the run anew", error)
             return None
         self.text.require(run, founding.founding.text, directory.read_text_folder())
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
-        store = BlobStore(directory.path)
         downloads = self.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
@@ -127,9 +138,19 @@ class Starter:
         record, directory, store = started.record, started.directory, started.store
         self._recompute_initial(record, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
-        if not others:
-            return self._earlier(directory, store)
         file = RecordFile(directory.record_path)
+        if not others:
+            if not store.verify(blobs_of(record.tip)):
+                return record
+            earlier = earlier_record(record, file, store, blobs_of)
+            if earlier is None:
+                raise CorruptState(
+                    f"{directory.path}: values of round {record.tip.round} and of the one before "
+                    "are damaged, and no other member has them",
+                    hint="found the run anew with --run FILE and a new --state-dir",
+                )
+            file.write(earlier)
+            return earlier
         repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -146,17 +167,6 @@ class Starter:
         if repaired.record is not record:
             file.write(repaired.record, repaired.path)
         return repaired.record
-
-    def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
-        """The manifest before the newest, for a peer that is alone."""
-        earlier = RecordFile(directory.record_path).read_earlier()
-        if earlier is None or store.verify(blobs_of(earlier.tip)):
-            raise CorruptState(
-                "blobs of the newest manifests are damaged and no other member has them",
-                hint=f"restore {directory.path} from a copy",
-            )
-        RecordFile(directory.record_path).write(earlier)
-        return earlier
 
     # ------------------------------------------------ join
 
@@ -175,7 +185,8 @@ class Starter:
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
-            RunMismatch: the run is not what was asked for.
+            RunMismatch: the run is not what was asked for, or a file was given that no run here
+                has, and there is another.
             DataError: this machine's text is not the run's.
         """
         downloads = self.serve(BlobStore(None))
@@ -190,6 +201,8 @@ class Starter:
         )
         if opened is None:
             if wanted:
+                if not self.founds_beside:
+                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
