@@ -66,7 +66,7 @@ MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @program("swarm-doctor")
 @options(
     "run", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
-    "peers", "rounds", "settings", "as_json", "log_format",
+    "peers", "rounds", "settings", "as_json", "log_format", "log_level",
 )  # fmt: skip
 @option("--run-id", help="Which run, where several are announced.")
 @click.pass_context
@@ -77,7 +77,8 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
     Takes the addresses from --initial-peers or from the state directory; publishes nothing. With
     --run it also says whether that run fits this machine. Exit code 0: it can take part; 1: not.
     """
-    logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
     config, folder = given.peer_config(), given.state_dir.expanduser()
     local, remembered, port = _local(folder)
     wanted = given.run_config() if given.run else None

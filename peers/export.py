@@ -24,6 +24,7 @@ from swarm.network.observer import Observer
 from swarm.network.record_file import RecordFile
 from swarm.peer.live_model import Agreed
 from swarm.peer.state_directory import StateDirectory
+from swarm.progress import Reporter, fetching
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Manifest
 
@@ -44,7 +45,7 @@ class Found:
 
 
 @program("swarm-export")
-@options("initial_peers", "tip", "state_dir", "log_format")
+@options("initial_peers", "tip", "state_dir", "log_format", "log_level")
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
 @option("--run-id", help="Which run, where there are several.")
 def main(given: Options, out: Path, run_id: str | None) -> None:
@@ -90,7 +91,8 @@ def named_tensors(
         BadBlob: a blob has not the size of its unit.
     """
     agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
-    for unit in layout.units:
+    writing = Reporter("writing the model", "part")
+    for unit in writing.each(layout.units, len(layout.units)):
         digest = manifest.entries[unit.unit].digest
         size = store.size(digest)
         if size is None:
@@ -114,14 +116,9 @@ def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> Fou
     manifest = observer.tip(announced, seen.peers, ASK_S)
     sources = sorted({*announced.publishers, *seen.peers})
     observer.fetch_model(
-        manifest, layout_of(run), sources=sources, on_blob=_progress, deadline_s=FETCH_S
+        manifest, layout_of(run), sources=sources, on_blob=fetching(), deadline_s=FETCH_S
     )
     return Found(run, manifest, store)
-
-
-def _progress(here: int, total: int) -> None:
-    if here == total:
-        logger.info("fetched %.1f MB", total / 1e6)
 
 
 def _from_disk(path: Path, run_id: str | None, out: Path) -> None:

@@ -22,7 +22,7 @@ DEFAULT_ROUNDS = 1000
 
 
 @program("swarm-invite")
-@options("state_dir", "identity_path", "run_id", "log_format")
+@options("state_dir", "identity_path", "run_id", "log_format", "log_level")
 @option("--uses", type=click.IntRange(1, MAX_USES), default=1, help="How many peers may come.")
 @option(
     "--rounds",

@@ -28,6 +28,8 @@ from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
 
+EVERY_S = 15.0
+"""So often something is said, even if no round ends."""
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
 _OF_EACH = frozenset(
@@ -50,6 +52,8 @@ class Progress:
     """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When something was said last, be it only how far a peer is."""
 
     def __call__(self, swarm: LocalSwarm) -> None:
         """Looks at the peers' histories.
@@ -73,6 +77,9 @@ class Progress:
             if event["digest"] not in self.losses_said:
                 self.losses_said.add(event["digest"])
                 self._say(f"round {event['round']}: held-out loss {event['val_loss']:.4f}")
+        if time.monotonic() - self.heard_s > EVERY_S:
+            self.heard_s = time.monotonic()
+            click.echo(how_far(histories), err=True)
         if time.monotonic() - self.last_s > STALL_S:
             raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
 
@@ -88,12 +95,27 @@ class Progress:
         )
 
     def _say(self, line: str) -> None:
-        self.last_s = time.monotonic()
+        self.last_s = self.heard_s = time.monotonic()
         click.echo(line, err=self.as_json)
 
 
+def how_far(histories: Sequence[Sequence[Event]]) -> str:
+    """What the living peers do between two rounds, from the last that each of them has said."""
+    said = [
+        event["text"] if (event := events[-1])["event"] == "progress" else "at work"
+        for events in histories
+        if events
+    ]
+    if not said:
+        return f"{len(histories)} peers start"
+    return "; ".join(f"{said.count(text)} of {len(said)}: {text}" for text in dict.fromkeys(said))
+
+
 @program("swarm-local")
-@options("run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json", "log_format")
+@options(
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json",
+    "log_format", "log_level",
+)  # fmt: skip
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
@@ -128,7 +150,7 @@ def main(
             folder,
             options.run,
             run.run.peers,
-            options=["--linger", "86400", *_set(for_all)],
+            options=["--linger", "86400", *_level(options), *_set(for_all)],
             founder_options=_set(options.run_settings()),
         )
         with _network(link) as swarm.links:
@@ -169,6 +191,10 @@ def peer_settings(options: Options) -> tuple[str, ...]:
 
 def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
+
+
+def _level(options: Options) -> list[str]:
+    return ["--log-level", options.log_level] if options.log_level else []
 
 
 def _say(line: str) -> None:

@@ -95,7 +95,7 @@ class Watch:
 
 
 @program("swarm-monitor")
-@options("initial_peers", "tip", "as_json", "log_format")
+@options("initial_peers", "tip", "as_json", "log_format", "log_level")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
@@ -115,7 +115,8 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
     # What one look misses the next one sees; lines on stderr would tear the view.
-    logging.getLogger().setLevel(logging.ERROR)
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:

@@ -18,7 +18,7 @@ import click
 
 from peers.local_faults import named_fault
 from peers.option_values import Setting, head_digest, read_text, split_addresses
-from peers.program_log import LOG_FORMATS, configure_logging
+from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
 from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
 from swarm.protocol.printable import printable
@@ -129,6 +129,9 @@ OPTIONS = {
         default="auto",
         help="auto: colours on a terminal, plain lines off it.",
     ),
+    "log_level": option(
+        "--log-level", type=click.Choice(LOG_LEVELS), default=None, help="The least that is said."
+    ),
     "initial_peers": _addresses(
         "--initial-peers", "Addresses of peers; several, or @FILE with one a line."
     ),
@@ -228,6 +231,7 @@ class Options:
     as_json: bool = False
     print_config: bool = False
     log_format: str = "auto"
+    log_level: str | None = None
     initial_peers: tuple[str, ...] = ()
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
@@ -327,7 +331,7 @@ def options(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 **{field: values.pop(field) for field in fields},
                 from_environment=frozenset(f for f in fields if source_of(f) is environment),
             )
-            configure_logging(common.log_format)
+            configure_logging(common.log_format, common.log_level or "info")
             return function(common, **values)
 
         decorated: Callable[..., Any] = collected

@@ -340,7 +340,7 @@ def _require(run: RunConfig, wanted: RunConfig | None, options: Options) -> None
     "rounds", "peers", "settings",
     "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
     "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
-    "corpus", "print_config", "log_format",
+    "corpus", "print_config", "log_format", "log_level",
 )  # fmt: skip
 def main(options: Options) -> None:
     """Trains one peer of a swarm.

@@ -49,7 +49,7 @@ KEYS = (
 @program("swarm-plan")
 @options(
     "run", "config", "peers", "rounds", "settings", "engine", "gpu", "host", "disk",
-    "as_json", "print_config", "log_format",
+    "as_json", "print_config", "log_format", "log_level",
 )  # fmt: skip
 def main(given: Options) -> None:
     """What a run costs a peer, and which engine runs it on this machine or a described one.

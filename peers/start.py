@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ from swarm.peer.live_model import initial_contents
 from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.status import PeerStatus
+from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.events import Record
 from swarm.protocol.invitation import Invitation
@@ -161,7 +161,7 @@ class Starter:
                 shown=Shown(record),
                 trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
-                on_blob=_progress(),
+                on_blob=fetching(),
             )
         )
         if repaired.record is not record:
@@ -255,7 +255,7 @@ class Starter:
                 shown=shown,
                 trust=trust,
                 peers=sources,
-                on_blob=_progress(),
+                on_blob=fetching(),
             )
         )
         RecordFile(directory.record_path).write(shown.record, shown.path)
@@ -350,15 +350,3 @@ def blobs_of(manifest: Manifest) -> list[Digest]:
     founding = manifest.founding
     values = (entry.digest for entry in manifest.entries.values())
     return [manifest.blob, founding.config, founding.validation, *values]
-
-
-def _progress() -> Callable[[int, int], None]:
-    said_s = time.monotonic()
-
-    def say(here: int, total: int) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s > 5 or here == total:
-            said_s = time.monotonic()
-            logger.info("fetched %.1f of %.1f MB of the model", here / 1e6, total / 1e6)
-
-    return say

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "swarm.config": BASE,
     "swarm.durable": frozenset[str](),
     "swarm.errors": frozenset[str](),
+    "swarm.progress": frozenset[str](),
     "swarm.experts": BASE,
     "swarm.protocol": BASE,
     "swarm.codecs": BASE,

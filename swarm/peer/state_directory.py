@@ -17,7 +17,7 @@ STATE_DIR/
     ├── private         masters, moments and bases, saved with every offer
     ├── moments         which moments of experts are kept for others, in packs/
     ├── packs/          blobs of the newest manifests
-    └── events.jsonl    one line per round
+    └── events.jsonl    one line per round, and for each 15 s of work or waiting within one
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
+from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
@@ -85,6 +86,8 @@ class PeerStatus:
         self.tokens_per_s = 0.0
         self.zero_moments = 0
         self.moments_reason = ""
+        self.progress = StepProgress(lambda text: self._event("progress", text=text))
+        """Of the local steps under way."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
         self._state = PeerState.STARTING
@@ -144,6 +147,12 @@ class PeerStatus:
         self.phases.begin(state.value)
         self.changed.set()
 
+    def waits(self, why: str) -> None:
+        """The peer has waited for a while."""
+        said = because(why)
+        logger.info("waiting state=%s%s", self._state.value, said)
+        self._event("progress", text=f"waiting: {self._state.value}{said}")
+
     def since_begin_s(self) -> float:
         """Seconds since the last `begin`."""
         return time.monotonic() - self._since_s
@@ -153,6 +162,10 @@ class PeerStatus:
         self._steps_done += 1
         self.grad_spikes += stats.spike
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
+        self.progress.stepped(stats)
+        self.tokens_per_s = self.progress.tokens_per_s or 0.0
+        if self._loss is None:  # of the first round, which may take long
+            self._loss = self.progress.loss
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
 

@@ -25,7 +25,6 @@ from swarm.peer.reading import Reading
 from swarm.peer.resuming import load_into, offer_of
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus, RoundReport
-from swarm.peer.telling import because
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -120,6 +119,7 @@ class Trainer:
         """The steps of a round, or those that `before` has left."""
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
+        self.status.progress.begin(tip.round + 1, self.run.run.rounds)
         self.moments.install()
 
         def on_step(step: int, stats: StepStats) -> None:
@@ -130,6 +130,7 @@ class Trainer:
             step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
             work = self.reading.work_left(tip, done + steps, step_s)
             self._check_time_left(work.steps, step_s)
+            self.status.progress.planned(done + steps, work.steps)
             if work.seconds is not None:
                 self.rounds.expect(tip.digest, work.seconds)
             if not work.steps:
@@ -223,7 +224,7 @@ class Trainer:
                 self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
                 said_s = time.monotonic()
-                logger.info("waiting state=%s%s", state.value, because(self.rounds.last_reason))
+                self.status.waits(self.rounds.last_reason)
 
     def _adopt(
         self, path: list[Applied], tip: Manifest, offer: Offer | None, stats: LocalStats | None
