@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from peers.option_values import read_text, require_folder
+from peers.option_values import file_of, require_folder
 from peers.options import Options, option, options, program
-from peers.run_text import corpus_of
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
@@ -27,6 +26,8 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.run_text import corpus_of
+from swarm.run_files import read_text
 
 EVERY_S = 15.0
 """So often something is said, even if no round ends."""
@@ -100,15 +101,12 @@ class Progress:
 
 
 def how_far(histories: Sequence[Sequence[Event]]) -> str:
-    """What the living peers do between two rounds, from the last that each of them has said."""
-    said = [
-        event["text"] if (event := events[-1])["event"] == "progress" else "at work"
-        for events in histories
-        if events
-    ]
-    if not said:
-        return f"{len(histories)} peers start"
-    return "; ".join(f"{said.count(text)} of {len(said)}: {text}" for text in dict.fromkeys(said))
+    """What the peers do between two rounds: the first one that has said so, and how many more."""
+    for index, events in enumerate(histories):
+        if events and events[-1]["event"] == "progress":
+            more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
+            return f"peer {index}: {events[-1]['text']}{more}"
+    return f"{len(histories)} peers start or end a round"
 
 
 @program("swarm-local")
@@ -121,7 +119,10 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
 @option(
-    "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
+    "--faults",
+    type=click.Path(path_type=Path),
+    callback=file_of("faults"),
+    help="What goes wrong and when: a plan in TOML, or a name such as demo.",
 )
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(

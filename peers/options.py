@@ -16,12 +16,14 @@ from typing import Any, NoReturn
 
 import click
 
-from peers.local_faults import named_fault
-from peers.option_values import Setting, head_digest, read_text, split_addresses
+from peers.option_values import Setting, file_of, head_digest, split_addresses
 from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
 from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
+from swarm.run_files import read_text
+from swarm.version import __version__
 
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
@@ -76,7 +78,9 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
         "help_option_names": ["-h", "--help"],
         "show_default": True,
     }
-    return click.command(name, cls=Program, context_settings=settings)
+    command = click.command(name, cls=Program, context_settings=settings)
+    version = click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
+    return lambda function: command(version(function))
 
 
 def _one_value_each(args: Iterable[str]) -> Iterable[str]:
@@ -109,8 +113,12 @@ def _path(flag: str, text: str, **more: Any) -> Callable[[Callable[..., Any]], C
 
 _POSITIVE = click.IntRange(min=1)
 OPTIONS = {
-    "run": _path("--run", "Run configuration, as configs/runs/demo.toml."),
-    "config": _path("--config", "Configuration of this machine, as configs/peers/laptop.toml."),
+    "run": _path("--run", "A run file, or a name such as demo.", callback=file_of("runs")),
+    "config": _path(
+        "--config",
+        "Configuration of this machine: a file, or a name such as laptop.",
+        callback=file_of("peers"),
+    ),
     "state_dir": _path(
         "--state-dir", "Where this peer keeps its state.", default=Path("~/.swarm/default")
     ),
@@ -286,7 +294,7 @@ class Options:
             ConfigError: --run is missing, the file is, or a setting is wrong.
         """
         if self.run is None:
-            raise ConfigError("--run is missing", hint="for example --run configs/runs/demo.toml")
+            raise ConfigError("--run is missing", hint="for example --run demo")
         text = read_text(self.run)
         return parse_config(RunConfig, text, source=str(self.run), overrides=self.run_settings())
 

@@ -82,11 +82,13 @@ class Reporter:
             self.at(done, total)
 
 
-def fetching() -> Callable[[int, int], None]:
-    """What to tell the bytes of a model that are here, and all of them."""
+def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, int], None]:
+    """What to tell the bytes of a model that are here, and all of them; `also` is told too."""
     reporter = Reporter("fetching the model", "MB")
 
     def say(here: int, total: int) -> None:
+        if also:
+            also(here, total)
         reporter.at(here // 10**6, total // 10**6)
         if here == total:
             logger.info("fetched the model, %.1f MB", total / 1e6)

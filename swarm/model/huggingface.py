@@ -18,8 +18,9 @@ from torch import Tensor
 
 from swarm import durable
 from swarm.config import RunConfig
-from swarm.errors import CorruptState
-from swarm.experts import expert_shapes, exported, shared_shapes
+from swarm.errors import ConfigError, CorruptState
+from swarm.experts import all_shapes, expert_shapes, exported, shared_shapes
+from swarm.model.initialise import initial_tensors
 
 MAX_SHARD_BYTES = 8 * 10**8
 """A shard is in memory twice while it is written: as tensors and as bytes."""
@@ -234,6 +235,35 @@ def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_of(folder / file)
         except (OSError, SafetensorError) as error:
             raise CorruptState(f"{folder / file}: {error}") from error
+
+
+def load_weights(folder: Path, run: RunConfig) -> dict[str, Tensor]:
+    """Every tensor of a run's model from an export of one like it, by Hugging Face name.
+
+    What is of training alone, and so in no export, has its initial value.
+
+    Args:
+        folder: what `save_model` wrote, or files of Transformers with the same names.
+        run: whose model the export must fit.
+
+    Raises:
+        CorruptState: a file is missing or damaged.
+        ConfigError: the export is of another model; names the first difference.
+    """
+    shapes, named = all_shapes(run.model), dict(load_named(folder))
+    for name in {name for name, _ in _shared_experts(run)}:
+        named.pop(name, None)
+    own = [name for name in shapes if name not in named and not exported(name)]
+    named |= initial_tensors(run, own)
+    for name in sorted(named.keys() | shapes.keys()):
+        have = tuple(named[name].shape) if name in named else "no such tensor"
+        wanted = tuple(shapes[name]) if name in shapes else "no such tensor"
+        if have != wanted:
+            raise ConfigError(
+                f"{folder} is no export of {run.run.name}'s model: {name} is {have}, not {wanted}",
+                hint="load it with the run file that it was trained with",
+            )
+    return named
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:

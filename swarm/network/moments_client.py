@@ -80,9 +80,7 @@ class MomentsClient:
                 is_hopeless.set()
 
         want = Want(moments.digest, moments.num_bytes, tuple(sources))
-        fetching = loop.create_task(
-            self._downloads.fetch([want], check=check, on_blob=_ignore, on_failure=failed)
-        )
+        fetching = loop.create_task(self._downloads.fetch([want], check=check, on_failure=failed))
         gives_up = loop.create_task(is_hopeless.wait())
         limit_s = transfer_limit_s(moments.num_bytes)
         try:
@@ -123,7 +121,3 @@ def _is_sound(layout: UnitLayout, content: Content) -> bool:
     except BadBlob:
         return False
     return True
-
-
-def _ignore(_: Digest) -> None:
-    """A single blob is waited for, so its arrival is no news."""

@@ -1,15 +1,11 @@
-"""How a peer leaves: the first signal finishes its round and hands over, the second just ends."""
+"""How a peer leaves: it finishes its round and hands over, within a time."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import sys
 import threading
 import time
 from math import inf
-from types import FrameType
 
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.moments import MomentsKeeper
@@ -23,28 +19,21 @@ COURTESY_S = 30.0
 
 
 class Stop:
-    """Ctrl+C and SIGTERM: the first leaves cleanly within a time-out, the second at once."""
+    """The wish that a peer leaves, from any thread or a signal handler, and its time-out."""
 
     def __init__(self, leave_timeout_s: float) -> None:
         self.leave_timeout_s = leave_timeout_s
         self._asked = threading.Event()
         self._asked_s = inf
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            sys.stderr.write("leaving at once\n")
-            os._exit(130)
-        self._asked_s = time.monotonic()
-        self._asked.set()
-        sys.stderr.write(
-            f"leaving: this round and the hand-over may take {self.leave_timeout_s:.0f} s; "
-            "once more to leave at once\n"
-        )
+    def ask(self) -> None:
+        """The peer leaves as soon as its round is over, or the time is; asking again is nothing."""
+        if not self._asked.is_set():
+            self._asked_s = time.monotonic()
+            self._asked.set()
 
     def __call__(self) -> bool:
-        """Whether the person asked to stop."""
+        """Whether the peer was asked to stop."""
         return self._asked.is_set()
 
     def wait(self, timeout_s: float) -> bool:

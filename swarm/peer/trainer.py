@@ -20,11 +20,12 @@ from swarm.network.round_driver import Applied, RoundDriver
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import BlobGone, LiveModel
 from swarm.peer.moments import MomentsKeeper
+from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
 from swarm.peer.reading import Reading
 from swarm.peer.resuming import load_into, offer_of
 from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import PeerStatus, RoundReport
+from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -205,6 +206,7 @@ class Trainer:
                 rng=rng,
                 searches=self.moments.searches,
             )
+            self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
         return Offer(tip.digest, work.steps, work.tokens, units, work.seconds)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarm.errors import ConfigError, StateError
 from swarm.peer.state_directory import StateDirectory
+from swarm.peer.wanted import Wanted
 
 
-def require_way_in(
-    state: StateDirectory, *, has_file: bool, has_addresses: bool, run_id: str | None
-) -> None:
+def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
     """Refuses a start that could only wait for somebody to announce something.
 
     Args:
+        wanted: the run that is meant.
+        addresses: of peers, as they were given.
         state: what is on disk.
-        has_file: whether a run file was given.
-        has_addresses: whether addresses of peers were given.
-        run_id: that was asked for.
 
     Raises:
         ConfigError: nothing says which run is meant.
         StateError: the run that was asked for is not on disk, or there are several.
     """
-    here = state.run_ids
+    here, run_id = state.run_ids, wanted.run_id
     listed = f"it has {', '.join(here)}" if here else "it has none"
     if run_id:
         state.run(run_id)
-    if has_file or has_addresses or (run_id in here if run_id else state.current_run):
+    if wanted.run or addresses or (run_id in here if run_id else state.current_run):
         return
     if run_id:
         raise StateError(

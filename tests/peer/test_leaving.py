@@ -1,9 +1,7 @@
-"""Leaving: what is waited for, for how long, and the second signal."""
+"""Leaving: what is waited for, and for how long."""
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -119,22 +117,11 @@ def test_a_hand_over_is_bounded_by_the_leave_timeout(scene: Scene) -> None:
     assert 120 <= scene.now_s <= 122
 
 
-def test_the_first_signal_asks_and_the_second_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        stop = Stop(7.0)
-        assert not stop() and stop.remaining_s == float("inf")
-        signal.raise_signal(signal.SIGTERM)
-        assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
-        assert codes == []
-        signal.raise_signal(signal.SIGINT)
-        assert codes == [130]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    said = capsys.readouterr().err
-    assert "may take 7 s" in said and "leaving at once" in said
+def test_a_stop_is_asked_once_and_has_a_time_out() -> None:
+    stop = Stop(7.0)
+    assert not stop() and stop.remaining_s == float("inf")
+    stop.ask()
+    assert stop() and stop.wait(0) and 6.0 < stop.remaining_s <= 7.0
+    remaining_s = stop.remaining_s
+    stop.ask()
+    assert stop.remaining_s <= remaining_s

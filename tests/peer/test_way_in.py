@@ -8,8 +8,11 @@ import pytest
 from swarm.errors import ConfigError, StateError, SwarmError
 from swarm.network.address_book import Remembered
 from swarm.peer.state_directory import StateDirectory, current_run_of
+from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import require_way_in
+from tests.train.runs import tiny_run
 
+ADDRESS = "/ip4/127.0.0.1/tcp/9/p2p/x"
 ONE, OTHER = "demo-0123456789abcdef", "demo-fedcba9876543210"
 
 
@@ -28,7 +31,7 @@ def with_runs(state: StateDirectory, *names: str) -> None:
 
 def refused(state: StateDirectory, run_id: str | None = None) -> SwarmError:
     with pytest.raises((ConfigError, StateError)) as caught:
-        require_way_in(state, has_file=False, has_addresses=False, run_id=run_id)
+        require_way_in(Wanted(run_id=run_id), (), state)
     return caught.value
 
 
@@ -43,8 +46,8 @@ def test_a_run_that_is_not_there_is_not_waited_for(state: StateDirectory) -> Non
     with_runs(state, ONE)
     assert f"no run {OTHER}; it has {ONE}" in str(refused(state, OTHER))
     assert "is no run id" in str(refused(state, "nosuch"))
-    require_way_in(state, has_file=False, has_addresses=False, run_id=ONE)
-    require_way_in(state, has_file=False, has_addresses=True, run_id=OTHER)
+    require_way_in(Wanted(run_id=ONE), (), state)
+    require_way_in(Wanted(run_id=OTHER), (ADDRESS,), state)
 
 
 def test_the_only_run_is_meant_where_the_name_of_the_current_one_is_lost(
@@ -53,7 +56,7 @@ def test_the_only_run_is_meant_where_the_name_of_the_current_one_is_lost(
     with_runs(state, ONE)
     assert state.current_run == ONE
     assert current_run_of(state.path, None)[0] == ONE
-    require_way_in(state, has_file=False, has_addresses=False, run_id=None)
+    require_way_in(Wanted(), (), state)
 
 
 def test_of_several_runs_one_has_to_be_named(state: StateDirectory) -> None:
@@ -65,7 +68,7 @@ def test_of_several_runs_one_has_to_be_named(state: StateDirectory) -> None:
 
 
 def test_a_file_an_address_or_a_remembered_peer_is_a_way_in(state: StateDirectory) -> None:
-    require_way_in(state, has_file=True, has_addresses=False, run_id=None)
-    require_way_in(state, has_file=False, has_addresses=True, run_id=None)
-    state.known_peers = [Remembered("/ip4/127.0.0.1/tcp/9/p2p/x", 1.0)]
-    require_way_in(state, has_file=False, has_addresses=False, run_id=None)
+    require_way_in(Wanted(run=tiny_run()), (), state)
+    require_way_in(Wanted(), (ADDRESS,), state)
+    state.known_peers = [Remembered(ADDRESS, 1.0)]
+    require_way_in(Wanted(), (), state)

@@ -82,10 +82,10 @@ def test_between_two_rounds_it_is_said_how_far_the_peers_are() -> None:
     }
     wait = {"event": "progress", "text": "waiting: averaging"}
     begun = {"event": "started"}
-    assert local.how_far([[begun, step], [begun, step], [begun, wait], [begun]]) == (
-        f"2 of 4: {step['text']}; 1 of 4: waiting: averaging; 1 of 4: at work"
+    assert local.how_far([[begun], [begun, step], [begun, wait], []]) == (
+        f"peer 1: {step['text']}; 3 more peers"
     )
-    assert local.how_far([[], []]) == "2 peers start"
+    assert local.how_far([[], []]) == "2 peers start or end a round"
 
 
 def test_a_swarm_that_trains_for_long_is_not_silent(
@@ -95,4 +95,4 @@ def test_a_swarm_that_trains_for_long_is_not_silent(
     swarm = LocalSwarm(tmp_path, Path(DEMO), 0)
     local.Progress(8, as_json=True)(swarm)
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "0 peers start\n")
+    assert (said.out, said.err) == ("", "0 peers start or end a round\n")

@@ -54,6 +54,8 @@ class Setup:
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
     """What it lies about, see `lying`."""
+    asks_for_heads: bool = False
+    """Whether peers fill the gaps of their chains."""
     backup_every: int | None = None
     """Rounds between copies of moments, 0 for none; None: moments are not modelled."""
 

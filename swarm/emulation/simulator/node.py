@@ -11,6 +11,7 @@ from swarm.emulation.simulator.arithmetic import average, merge
 from swarm.emulation.simulator.cast import Character, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.fetching import Fetcher, Get
+from swarm.emulation.simulator.heads import HeadSearch
 from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
@@ -37,6 +38,7 @@ from swarm.protocol.events import (
     Reason,
     Received,
     Reduce,
+    RewriteChain,
     Send,
     Sync,
     Synced,
@@ -111,6 +113,7 @@ class Node(Ports):
                 self._duration(self.character.merge_s), self._merged, effect.tip
             ),
             Apply: self._apply,
+            RewriteChain: lambda effect: self.disk.rewrite(effect.links),
             Keep: lambda effect: self.disk.keep(effect.digests),
             Left: self._leave,
             Reason: lambda _: None,
@@ -151,6 +154,8 @@ class Node(Ports):
         if self.is_up:
             self._restore()
             self.trainer.resume()
+            if world.setup.asks_for_heads:
+                HeadSearch(self)
             self.after(world.random.random() * world.timers.tick_s, self._tick)
 
     def _restore(self) -> None:

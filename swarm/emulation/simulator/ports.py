@@ -46,6 +46,11 @@ class Ports:
         peer = self.peer(name)
         return peer.keeper if peer else None
 
+    def machine_of(self, name: PeerId) -> RoundMachine | None:
+        """Another peer's machine, if the links work and it runs."""
+        peer = self.peer(name)
+        return peer.machine if peer else None
+
     def now_s(self) -> float:
         """The time."""
         return self.world.now

@@ -17,6 +17,7 @@ from swarm.emulation.simulator.trainer import Task
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Header, Message
+from swarm.protocol.rounds import RoundMachine
 
 
 class Packet(NamedTuple):
@@ -31,6 +32,8 @@ Payload = Packet | Get | Data
 
 class Peer(StreamingShell, KeeperShell, Protocol):
     """Another peer, as far as one sees it."""
+
+    machine: RoundMachine
 
 
 class World(Protocol):

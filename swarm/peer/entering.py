@@ -1,18 +1,19 @@
 """Three ways into a run: resume it from the state directory, join it, or found it.
 
 Each ends with a configuration, a record with a tip, and a store that holds every blob of that tip.
+Founding is in `founding.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from peers.run_text import RunText
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import RunConfig
+from swarm.data.shards import Shards
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
@@ -23,23 +24,28 @@ from swarm.network.finding import (
     find_run,
     open_run,
     runs_here,
+    runs_of,
     whom_to_ask,
 )
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
-from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
 from swarm.peer.agreement import require_admission, require_no_other
+from swarm.peer.host import Host
+from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import initial_contents
 from swarm.peer.mending import earlier_record, is_alone, settings_of
-from swarm.peer.state_directory import RunDirectory, StateDirectory
+from swarm.peer.observing import PeerObserver
+from swarm.peer.run_text import RunText
+from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
+from swarm.peer.wanted import Wanted
 from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
+from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.events import Record
-from swarm.protocol.invitation import Invitation
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Digest, Manifest
 from swarm.protocol.records import RunRecord, RunState
@@ -53,12 +59,13 @@ BEGUN_S = 60.0
 START_S = 24 * 3600.0
 """A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
+WHO_RUNS_S = 30.0
 
 Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """The person stopped the peer before it was in a run."""
+    """The peer was asked to stop before it was in a run."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +78,64 @@ class Started:
     directory: RunDirectory
     store: BlobStore
     record: Record
+    shards: Shards
+    """This machine's text, which is the run's."""
 
 
-@dataclass(frozen=True)
 class Starter:
-    """What all three ways need."""
+    """What all three ways need: a machine, which run is meant, and how to be stopped."""
 
-    node: Node
-    state: StateDirectory
-    config: PeerConfig
-    stopping: Callable[[], bool]
-    serve: Callable[[BlobStore], Downloads]
-    """Makes a store's blobs available to others and returns what fetches into it."""
-    status: Callable[[RunConfig], PeerStatus]
-    text: RunText
-    """This machine's, which must be the run's before anything of the run is kept or trained."""
-    announce: Callable[[RunRecord], None]
-    """Keeps what others are told that ask this peer for its run."""
-    invitation: Invitation | None = None
-    """With what this peer asks to join."""
-    founds_beside: bool = False
-    """Whether it may found a run although those that it enters by are in another (`--new-run`)."""
-    vouched: Digest | None = None
-    """The head that the person vouches for (`--tip`); manifest 0 where there is none."""
+    def __init__(self, host: Host, wanted: Wanted, stop: Stop, observer: PeerObserver) -> None:
+        self.host, self.wanted, self.stop, self.observer = host, wanted, stop, observer
+        self.node, self.state, self.config = host.node, host.state, host.config
+        self.text = RunText(self.config.corpus.folder, self.state.data_path, say=observer.on_notice)
+
+    def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
+        """What this peer says about itself in a run."""
+        return PeerStatus(
+            self.node,
+            run,
+            name=self.host.name,
+            capacity=self.config.peer.capacity,
+            directory=directory,
+            observer=self.observer,
+        )
+
+    def resume_or_join(self) -> Started | None:
+        """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.
+
+        Raises:
+            RunMismatch: the run is not what was asked for.
+            NobodyReachable: no run was announced, and none may be founded.
+            CorruptState, DataError: see `resume` and `join`.
+        """
+        wanted, current = self.wanted, self._run_to_resume()
+        if current and (started := self.resume(current, may_join=wanted.run is None)):
+            wanted.require(started.run)
+            return started
+        if wanted.run is not None and not self.config.network.initial_peers:
+            return None
+        return self.join(wanted.run_id or current)
+
+    def _run_to_resume(self) -> str | None:
+        """The run on disk, unless the person, or the swarm they named, means another one."""
+        wanted = self.wanted
+        current = wanted.run_id or self.state.current_run
+        if current is None or not self.state.run(current).path.exists():
+            return None
+        if wanted.run:
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
+            return current if run.fingerprint() == wanted.run.fingerprint() else None
+        if wanted.run_id or not self.config.network.initial_peers:
+            return current
+        told = self.node.run(runs_of(self.node, self.node.entrances), WHO_RUNS_S)
+        if told and current not in {run.record.run for run in told}:
+            logger.info("run=%s is not what runs there; joining what does", current)
+            return None
+        return current
 
     # ------------------------------------------------ resume
 
@@ -122,10 +164,10 @@ class Starter:
         self.text.require(run, founding.founding.text, directory.read_text_folder())
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
-        downloads = self.serve(store)
+        downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
-        started = Started(run_id, run, layout, directory, store, record)
+        started = Started(run_id, run, layout, directory, store, record, self.text.shards)
         damaged = store.verify(blobs_of(record.tip))
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
@@ -161,7 +203,7 @@ class Starter:
                 shown=Shown(record),
                 trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
-                on_blob=fetching(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         if repaired.record is not record:
@@ -170,45 +212,40 @@ class Starter:
 
     # ------------------------------------------------ join
 
-    def join(
-        self,
-        wanted: RunConfig | None,
-        run_name: str | None,
-        check: Callable[[RunConfig], None],
-    ) -> Started | None:
+    def join(self, run_id: str | None) -> Started | None:
         """Joins a run that members announce; None when there is none for the wanted file.
 
         Args:
-            wanted: configuration that the run must have, if one was given.
-            run_name: id that it must have, if one was given.
-            check: raises RunMismatch before anything of an unwanted run is kept.
+            run_id: that it must have, if one is known.
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
-            RunMismatch: the run is not what was asked for, or a file was given that no run here
-                has, and there is another.
+            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
+                configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
         """
-        downloads = self.serve(BlobStore(None))
+        self.observer.on_joining()
+        wanted = self.wanted.run
+        downloads = self.host.serve(BlobStore(None))
         opened = self.wait_for(
             find_run(
                 self.node,
                 downloads,
                 fingerprint=wanted.fingerprint() if wanted else None,
-                wanted=run_name,
+                wanted=run_id,
                 deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
             )
         )
         if opened is None:
             if wanted:
-                if not self.founds_beside:
+                if not self.wanted.beside_others:
                     require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
                 hint="check the address, or found a run with --run FILE",
             )
-        check(opened.run)
+        self.wanted.require(opened.run)
         return self._join_opened(opened, downloads)
 
     def _join_opened(self, opened: Opened, downloads: Downloads) -> Started:
@@ -226,18 +263,19 @@ class Starter:
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
-        downloads = self.serve(store)
+        downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
-        trust = Trust(self.vouched or founding.digest)
+        trust = Trust(self.wanted.vouched or founding.digest)
         if gathered and self.node.peer_id in founding.members:
             shown = Shown(Record(founding, None, None))
         else:
             question = newest_tip(self.node, downloads, record, peers, trust)
             shown = self.wait_for(question)
-            require_admission(record.run, run, shown.record.tip, self.node.peer_id, self.invitation)
+            invitation = self.wanted.invitation
+            require_admission(record.run, run, shown.record.tip, self.node.peer_id, invitation)
             tip = self._without_old_votes(shown.record)
             if tip is shown.record:  # a member that comes back has shown that its link will do
                 members = {p: present[p] for p in present if p in tip.tip.members}
@@ -255,12 +293,12 @@ class Starter:
                 shown=shown,
                 trust=trust,
                 peers=sources,
-                on_blob=fetching(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         RecordFile(directory.record_path).write(shown.record, shown.path)
         self.state.current_run = record.run
-        return Started(record.run, run, layout, directory, store, shown.record)
+        return Started(record.run, run, layout, directory, store, shown.record, self.text.shards)
 
     def _without_old_votes(self, shown: Record) -> Record:
         """A member whose record is gone may have voted: it abstains until that is past [P5]."""
@@ -282,7 +320,7 @@ class Starter:
             task = asyncio.ensure_future(coroutine)
             try:
                 while not task.done():
-                    if self.stopping():
+                    if self.stop():
                         raise Stopped
                     await asyncio.wait([task], timeout=STOP_POLL_S)
                 return task.result()
@@ -309,11 +347,14 @@ class Starter:
             for unit, entry in record.tip.entries.items()
             if entry.version == 0 and record.tip.merged == 0 and not store.has(entry.digest)
         }
-        if not missing:
-            return
-        for unit, content in initial_contents(run, layout):
-            if unit in missing:
-                store_content(store, content)
+        is_seeded = False
+        for unit, content in initial_contents(run, layout) if missing else ():
+            if unit not in missing:
+                continue
+            if not is_seeded and digest_of_chunks(content) != missing[unit]:
+                return  # founded on given weights, which only members have
+            is_seeded = True
+            store_content(store, content)
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:

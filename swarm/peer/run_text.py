@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-
-import click
 
 from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus
@@ -27,13 +26,15 @@ class RunText:
         folder: where the text comes from, absolute; None for the standard library.
     """
 
-    def __init__(self, given: str | None, cache: Path) -> None:
+    def __init__(self, given: str | None, cache: Path, say: Callable[[str], None]) -> None:
         """Reads nothing yet.
 
         Args:
             given: folder that the person named, if they did.
             cache: where tokens are kept.
+            say: told once, in a sentence, which text joiners need.
         """
+        self._tell = say
         self.folder = os.path.abspath(os.path.expanduser(given)) if given else None
         self._is_given = given is not None
         self._cache = cache
@@ -102,10 +103,10 @@ class RunText:
         return shards
 
     def _say(self, text: Text | None) -> None:
-        """Prints, once, which text a joiner needs."""
+        """Says, once, which text a joiner needs."""
         line = joiners_need(text)
         if line != self._said:
-            click.echo(line)
+            self._tell(line)
         self._said = line
 
 

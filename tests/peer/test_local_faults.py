@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from peers.local_faults import named_fault
 from peers.options import program
 from swarm.errors import OutOfMemory, StateError, SwarmError
+from swarm.peer.local_faults import named_fault
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.status import PeerStatus
 

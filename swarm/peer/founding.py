@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from peers.start import Started, Starter, blobs_of
+from torch import Tensor
+
 from swarm.config import RunConfig
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
+from swarm.peer.entering import Started, Starter, blobs_of
 from swarm.peer.live_model import initial_contents
 from swarm.peer.status import NO_DIGEST
 from swarm.progress import Reporter
@@ -26,8 +28,19 @@ from swarm.protocol.records import RunRecord, RunState
 logger = logging.getLogger(__name__)
 
 
-def found(starter: Starter, run: RunConfig) -> Started:
-    """Founds a run: gathers its peers, writes manifest 0 and announces it."""
+def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
+    """Founds a run: gathers its peers, writes manifest 0 and announces it.
+
+    Args:
+        starter: of this machine.
+        run: what is trained, and how.
+        weights: every tensor of the model before the first step, by Hugging Face name; None for
+            those that follow from the run's seed, which joiners compute instead of fetching.
+
+    Raises:
+        DataError: this machine's text is missing or too small.
+        Stopped: the peer was asked to stop while it gathered others.
+    """
     layout = layout_of(run)
     config_blob = run.canonical_json()
     text, held_out = starter.text.found(run)
@@ -44,7 +57,7 @@ def found(starter: Starter, run: RunConfig) -> Started:
     present = _gather(starter, run, gathering, config_blob)
     with _gathering_on(starter, run, gathering):
         # Made twice, so that the whole model is never in memory: the digests name the folder.
-        contents = dict(initial_contents(run, layout))
+        contents = dict(initial_contents(run, layout, weights))
         making = Reporter("making the first state", "unit").each(contents.items(), len(contents))
         initial = {unit: (digest_of_chunks(c), c.num_bytes) for unit, c in making}
         manifest = founding_manifest(founding, run, layout, initial, present)
@@ -57,12 +70,12 @@ def found(starter: Starter, run: RunConfig) -> Started:
         for content in storing.each(contents.values(), len(contents)):
             store_content(store, content)
         store.sync(blobs_of(manifest))
-    starter.serve(store)
+    starter.host.serve(store)
     record = Record(manifest, None, None)
     RecordFile(directory.record_path).write(record)
     starter.state.current_run = name
     logger.info("founded run=%s members=%d", name, len(present))
-    return Started(name, run, layout, directory, store, record)
+    return Started(name, run, layout, directory, store, record, starter.text.shards)
 
 
 def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRecord:
@@ -88,8 +101,8 @@ def _gather(
         return {starter.node.peer_id: starter.config.peer.capacity}
     scratch = BlobStore(None)
     scratch.put(config_blob)
-    starter.serve(scratch)
-    starter.announce(gathering)
+    starter.host.serve(scratch)
+    starter.host.reception.announce(gathering)
     return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from peers.run_text import RunText
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import folder_corpus
 from swarm.data.shards import open_shards
 from swarm.data.tokenise import tokenizer_name
 from swarm.errors import BadManifest, DataError, TextMismatch
 from swarm.peer.agreement import joiners_need
+from swarm.peer.run_text import RunText
 from swarm.peer.state_directory import RunDirectory
 from swarm.protocol.manifest import Text
 from tests.scenarios.swarms import EXACT
@@ -37,13 +37,13 @@ def cache(tmp_path: Path) -> Path:
 
 
 def founded(folder: Path | None, cache: Path) -> Text:
-    text, _ = RunText(str(folder) if folder else None, cache).found(RUN)
+    text, _ = RunText(str(folder) if folder else None, cache, print).found(RUN)
     assert text is not None
     return text
 
 
 def test_a_founder_binds_its_text(books: Path, cache: Path) -> None:
-    mine = RunText(str(books), cache)
+    mine = RunText(str(books), cache, print)
     text, held_out = mine.found(RUN)
     shards = mine.shards
     assert text == Text(
@@ -62,7 +62,7 @@ def test_the_same_text_elsewhere_and_under_another_name_is_the_runs(
 ) -> None:
     needed = founded(books, cache)
     shutil.copytree(books, tmp_path / "x" / "copy")
-    joiner = RunText(str(tmp_path / "x" / "copy"), cache)
+    joiner = RunText(str(tmp_path / "x" / "copy"), cache, print)
     joiner.require(RUN, needed, None)
     assert joiner.shards.contents.digest == needed.digest
 
@@ -70,7 +70,7 @@ def test_the_same_text_elsewhere_and_under_another_name_is_the_runs(
 def test_another_text_is_refused_with_both_digests_and_the_remedy(books: Path, cache: Path) -> None:
     needed = founded(books, cache)
     (books / "0.txt").write_text("something else " * 1000)
-    joiner = RunText(str(books), cache)
+    joiner = RunText(str(books), cache, print)
     with pytest.raises(TextMismatch) as refused:
         joiner.require(RUN, needed, None)
     have = founded(books, cache)
@@ -87,23 +87,23 @@ def test_a_joiner_without_corpus_has_the_standard_library_which_is_refused(
 ) -> None:
     needed, library = founded(books, cache), founded(None, cache)
     with pytest.raises(TextMismatch) as refused:
-        RunText(None, cache).require(RUN, needed, None)
+        RunText(None, cache, print).require(RUN, needed, None)
     for part in (needed.digest, library.digest, "standard library of Python", "--corpus FOLDER"):
         assert part in str(refused.value)
     with pytest.raises(TextMismatch, match=r"leave --corpus out and use Python 3\.\d+\.\d+"):
-        RunText(str(books), cache).require(RUN, library, None)
+        RunText(str(books), cache, print).require(RUN, library, None)
 
 
 def test_the_remembered_folder_is_used_and_a_named_one_wins(
     books: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = founded(books, cache)
-    again = RunText(None, cache)
+    again = RunText(None, cache, print)
     again.require(RUN, needed, str(books))
     assert again.folder == str(books)
     shutil.copytree(books, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
-    named = RunText("copy", cache)
+    named = RunText("copy", cache, print)
     named.require(RUN, needed, str(books))
     assert named.folder == str(tmp_path / "copy"), "absolute, whatever was given"
 
@@ -112,7 +112,7 @@ def test_a_folder_that_is_gone_is_an_error_that_names_the_text(books: Path, cach
     needed = founded(books, cache)
     shutil.rmtree(books)
     with pytest.raises(TextMismatch) as refused:
-        RunText(None, cache).require(RUN, needed, str(books))
+        RunText(None, cache, print).require(RUN, needed, str(books))
     for part in (needed.digest, f"{books}: no such folder", "--corpus FOLDER"):
         assert part in str(refused.value)
 
@@ -120,9 +120,11 @@ def test_a_folder_that_is_gone_is_an_error_that_names_the_text(books: Path, cach
 def test_a_run_that_is_wrong_about_its_own_text_is_refused(books: Path, cache: Path) -> None:
     needed = founded(books, cache)
     with pytest.raises(BadManifest, match="is wrong about the text 'books'"):
-        RunText(str(books), cache).require(RUN, replace(needed, windows=needed.windows + 1), None)
+        RunText(str(books), cache, print).require(
+            RUN, replace(needed, windows=needed.windows + 1), None
+        )
     with pytest.raises(TextMismatch, match="tokenizer is byte-0, this machine's is byte-"):
-        RunText(str(books), cache).require(RUN, replace(needed, tokenizer="byte-0"), None)
+        RunText(str(books), cache, print).require(RUN, replace(needed, tokenizer="byte-0"), None)
 
 
 @pytest.mark.parametrize(("run", "has_text"), [(RUN, False), (OWN, True)])
@@ -131,19 +133,19 @@ def test_whether_there_is_a_common_text_follows_from_the_mode(
 ) -> None:
     needed = founded(books, cache) if has_text else None
     with pytest.raises(BadManifest, match=r"contradicts data\.mode"):
-        RunText(str(books), cache).require(run, needed, None)
+        RunText(str(books), cache, print).require(run, needed, None)
 
 
 def test_with_texts_of_their_own_peers_must_name_theirs_and_nobody_compares(
     books: Path, cache: Path
 ) -> None:
-    text, held_out = RunText(str(books), cache).found(OWN)
+    text, held_out = RunText(str(books), cache, print).found(OWN)
     assert text is None and held_out
     with pytest.raises(DataError, match=r"own text.*--corpus"):
-        RunText(None, cache).require(OWN, None, None)
+        RunText(None, cache, print).require(OWN, None, None)
     (books / "0.txt").write_text("another text " * 1000)
     for given, remembered in ((str(books), None), (None, str(books))):
-        RunText(given, cache).require(OWN, None, remembered)
+        RunText(given, cache, print).require(OWN, None, remembered)
 
 
 def test_a_text_too_small_for_a_batch_or_for_evaluation_is_refused_before_a_run_is_founded(
@@ -154,18 +156,18 @@ def test_a_text_too_small_for_a_batch_or_for_evaluation_is_refused_before_a_run_
     for number in range(3):
         (few / f"{number}.txt").write_text(f"{number} short")
     with pytest.raises(DataError, match="less than one batch"):
-        RunText(str(few), cache).found(RUN)
+        RunText(str(few), cache, print).found(RUN)
     (few / "long.txt").write_text("a longer text\n" * 200)
     held_out = open_shards(folder_corpus(few), cache).contents.held_out_tokens
     assert held_out < RUN.data.sequence_length
     with pytest.raises(DataError, match="held-out tokens hold no sequence"):
-        RunText(str(few), cache).found(RUN)
+        RunText(str(few), cache, print).found(RUN)
 
 
-def test_the_line_about_the_text_is_printed_once(
+def test_the_line_about_the_text_is_said_once(
     books: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    joiner, needed = RunText(str(books), cache), founded(books, cache)
+    joiner, needed = RunText(str(books), cache, print), founded(books, cache)
     capsys.readouterr()
     joiner.require(RUN, needed, None)
     joiner.require(RUN, needed, None)
