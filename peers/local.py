@@ -26,7 +26,6 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
-from swarm.peer.run_text import corpus_of
 from swarm.run_files import read_text
 
 EVERY_S = 15.0
@@ -142,6 +141,8 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
+    from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+
     corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -16,10 +17,10 @@ from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.metrics import glossary
 from swarm.monitor.snapshot import Snapshot, as_json
 from swarm.monitor.terminal import render, waiting
-from swarm.network.blobs import BlobStore
-from swarm.network.observer import Observer
-from swarm.peer.looking import START_S, Watch
 from swarm.protocol.printable import printable
+
+if TYPE_CHECKING:
+    from swarm.peer.looking import Watch
 
 REFRESH_S = 2.0
 FILE_WIDTH = 160
@@ -49,6 +50,10 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
     # What one look misses the next one sees; lines on stderr would tear the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
+    from swarm.network.blobs import BlobStore  # with the next: not for --help
+    from swarm.network.observer import Observer  # loads hivemind and torch
+    from swarm.peer.looking import START_S, Watch  # loads hivemind and torch
+
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:

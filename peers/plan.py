@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
@@ -14,11 +14,12 @@ from rich.table import Table
 from peers.options import Options, as_toml, option, options, program
 from swarm.config import RunConfig
 from swarm.errors import DoesNotFit
-from swarm.model.cost import Cost
 from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, Forecast, forecast
-from swarm.peer.planning import plan_run
 from swarm.progress import duration
-from swarm.train.ladder import EnginePlan, Machine, describe
+
+if TYPE_CHECKING:
+    from swarm.model.cost import Cost
+    from swarm.train.ladder import EnginePlan, Machine
 
 KEYS = (
     "parameters_total",
@@ -79,6 +80,8 @@ def main(given: Options, mbit: float) -> None:
     if given.print_config:
         click.echo(as_toml(run))
         return
+    from swarm.peer.planning import plan_run  # loads torch: not for --help
+
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
     cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit
@@ -103,6 +106,8 @@ def main(given: Options, mbit: float) -> None:
 def _engine_figures(
     run: RunConfig, owned: int, plan: EnginePlan, most: int | None
 ) -> dict[str, Any]:
+    from swarm.train.ladder import describe  # loads torch: not for --help
+
     return {
         "engine": plan.options.kind.value,
         "level": describe(plan.options, run),

@@ -162,7 +162,7 @@ def test_the_glossary_needs_no_network() -> None:
 def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     stopped: list[bool] = []
     guest.stop = lambda: stopped.append(True)  # type: ignore[attr-defined]
-    monkeypatch.setattr("peers.monitor.Observer.start", lambda *_, **__: guest)
+    monkeypatch.setattr("swarm.network.observer.Observer.start", lambda *_, **__: guest)
     code, out, err = run_program("--initial-peers", DEAD, "--once", "--json")
     assert (code, err) == (0, "") and stopped == [True]
     assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "generation": "0"')

@@ -1,6 +1,8 @@
 """What people get wrong when they start a program: one line, the remedy, an exit code, at once."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,17 @@ def test_the_line_for_joiners_names_the_run(capsys: pytest.CaptureFixture[str]) 
     assert said == "swarm-peer --initial-peers /ip4/203.0.113.7/tcp/1/p2p/x --run-id demo-1\n"
     say_how_to_join([], "demo-1")
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["peer", "local", "plan", "monitor", "export", "invite"])
+def test_help_does_not_wait_for_torch_and_hivemind(name: str) -> None:
+    """They take seconds to load, twenty on a busy machine."""
+    script = f"""
+import sys
+from click.testing import CliRunner
+from peers.{name} import main
+assert "Usage" in CliRunner().invoke(main, ["--help"]).output
+print([heavy for heavy in ("torch", "hivemind") if heavy in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert result.stdout.strip() == b"[]"
