@@ -133,7 +133,7 @@ def main(
 ) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
-    The last line with --json is one JSON object; its fields are described in README.md.
+    The last line with --json is one JSON object; its fields are described in peers/README.md.
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from peers.options import Options, as_toml, options, program
+from peers.options import Options, as_toml, flags_of, options, program
+from swarm.config import PeerConfig
 
 if TYPE_CHECKING:
     from swarm.peer.observing import PeerObserver
@@ -14,12 +15,8 @@ if TYPE_CHECKING:
 
 @program("swarm-peer")
 @options(
-    "run", "config", "initial_peers", "run_id", "new_run", "tip", "invitation", "state_dir",
-    "rounds", "peers",
-    "settings",
-    "host_maddrs", "announce_maddrs", "identity_path", "client_mode", "relay", "name", "capacity",
-    "wait_for_peers", "linger", "leave_timeout", "device", "threads", "engine",
-    "corpus", "print_config", "log_format", "log_level",
+    "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
+    "settings", *flags_of(PeerConfig), "print_config", "log_format", "log_level",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:

@@ -29,7 +29,6 @@ KEYS = (
     "state_bytes_per_peer",
     "disk_bytes",
     "bytes_sent_per_peer_per_round",
-    "backup_bytes_per_peer_per_round",
     "handover_bytes",
     "engine",
     "level",
@@ -227,11 +226,6 @@ def table_of(run: RunConfig, cost: Cost) -> Table:
             "sent per round",
             _gigabytes(cost.bytes_sent_per_peer_per_round),
             f"received alike; {seconds(cost.bytes_sent_per_peer_per_round, 100)} at 100 Mbit/s",
-        ),
-        (
-            "backup per round",
-            _gigabytes(cost.backup_bytes_per_peer_per_round),
-            f"of moments, beside that; backup_every_rounds = {run.ownership.backup_every_rounds}",
         ),
         (
             "hand-over",

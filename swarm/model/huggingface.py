@@ -1,6 +1,6 @@
 """A model as the files that Transformers loads: config.json and safetensors.
 
-Tensors keep the names that they have everywhere else, so exporting is writing what is there.
+Tensors keep the names that they have everywhere else, so an export writes them as they are.
 """
 
 from __future__ import annotations
@@ -133,14 +133,14 @@ def save_model(
 ) -> list[Path]:
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
-    Every file is written beside its place, flushed to disk and renamed, what names the others
-    last. Files of an earlier export into the same folder are removed.
+    Every file is written beside its place, flushed to disk and renamed, the one that names
+    the others last. Files of an earlier export into the same folder are removed.
 
     Args:
         folder: made when missing.
         run: the configuration that the tensors belong to.
-        named: every tensor of the model once, in any order, kept one shard at a time. What is of
-            training alone is left out.
+        named: every tensor of the model once, in any order, kept one shard at a time. Tensors of
+            training alone are left out.
         eos_token_id: the tokenizer's end-of-text id.
         max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
 
@@ -228,7 +228,7 @@ def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of an exported model, file by file, sorted by name within each.
 
     Raises:
-        CorruptState: a file is missing or not what its name says.
+        CorruptState: a file is missing or contradicts its name.
     """
     for file in _files(folder):
         try:

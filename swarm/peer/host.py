@@ -15,7 +15,7 @@ from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
 from swarm.network.finding import RUN_QUESTION
 from swarm.network.ledger import Ledger
-from swarm.network.moments import MomentsExchange
+from swarm.network.moments_exchange import MomentsExchange
 from swarm.network.node import Handlers, Node
 from swarm.network.probing import PROTOCOL as MEASURE
 from swarm.network.probing import QUESTION, Prober, dial_fault
@@ -47,9 +47,7 @@ class Reception:
             on_ask=self._on_ask,
             ledger=self.ledger,
             is_control=lambda digest: self._rounds is not None and digest in self._rounds.outbound,
-            is_moments=lambda digest: (
-                self._moments is not None and self._moments.shelf.holds(digest)
-            ),
+            is_moments=lambda digest: self._moments is not None and self._moments.holds(digest),
         )
         self._prober = Prober(self.ledger)
         self._node: Node | None = None

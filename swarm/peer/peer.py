@@ -17,19 +17,18 @@ from swarm.codecs import Content
 from swarm.config import PeerConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.errors import NobodyReachable, StateError
-from swarm.network.moments import MomentsExchange
+from swarm.network.moments_exchange import MomentsExchange
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
-from swarm.network.shelf import Shelf
 from swarm.network.steady_clock import passed_s
 from swarm.peer.agreed_model import named_tensors
 from swarm.peer.entering import Started, Starter, announcement
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop, leave
 from swarm.peer.live_model import Agreed, LiveModel, merge_blobs, validation_batch
 from swarm.peer.machine import device_of, engine_for
-from swarm.peer.moments import MomentsKeeper
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher
 from swarm.peer.state_directory import StateDirectory
@@ -92,7 +91,7 @@ class Peer:
         held_out_BT1 = validation_batch(started.record.tip, run, started.store)
         self._engine = engine_for(run, host.config.compute, started.directory.path)
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
-        self._moments = MomentsKeeper(model, self._exchange, self.status)
+        self._moments = ExpertMoments(model, self._exchange, self.status)
         self._trainer = Trainer(
             model,
             self._loader,
@@ -292,7 +291,7 @@ class Peer:
         """
         with self._loader:
             try:
-                self._trainer.train()
+                self._trainer.main_loop()
             except StopAsked:
                 self.status.begin(PeerState.LEAVING)
                 adopted = self.status.manifest or self._started.record.tip
@@ -377,12 +376,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
 
 def _exchange_of(host: Host, started: Started, rounds: RoundDriver) -> MomentsExchange:
     return MomentsExchange(
-        host.node,
-        Shelf(started.store, started.directory.moments_path),
-        rounds.downloads,
-        started.layout,
-        run=started.run_id,
-        tip=lambda: rounds.tip,
+        host.node, started.store, rounds.downloads, started.layout, run=started.run_id
     )
 
 

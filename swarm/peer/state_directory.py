@@ -15,7 +15,6 @@ STATE_DIR/
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with every offer
-    ├── moments         which moments of experts are kept for others, in packs/
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round, and for each 15 s of work or waiting within one
 """
@@ -74,11 +73,6 @@ class RunDirectory:
     def private_path(self) -> Path:
         """The engine's private state."""
         return self.path / "private"
-
-    @property
-    def moments_path(self) -> Path:
-        """List of the moments blobs that are kept for others."""
-        return self.path / "moments"
 
     @property
     def events_path(self) -> Path:

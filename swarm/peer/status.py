@@ -22,8 +22,8 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
+from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
-from swarm.protocol.moments import Moments
 from swarm.protocol.records import (
     PeerRecord,
     PeerState,
@@ -185,7 +185,7 @@ class PeerStatus:
         logger.warning("tokens_lost=%d%s", tokens, because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
-        """Moments of an expert are here for its next owners, or for who would adopt it."""
+        """Moments of an expert are out for its next owners."""
         self._event("moments_given", **asdict(moments), to=list(peers))
 
     def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:

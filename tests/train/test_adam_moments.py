@@ -5,7 +5,7 @@ from torch import nn
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import owned_stack
-from swarm.train.moments import BLOCK, KINDS, MOMENT_BYTES, Moments, Update, round_up_or_down
+from swarm.train.adam_moments import BLOCK, KINDS, MOMENT_BYTES, Moments, Update, round_up_or_down
 from swarm.train.optimizer import OwnedAdamW
 from tests.train.runs import batch, new_engine, same, tiny_run
 

@@ -1,6 +1,6 @@
 """AdamW's two moments of one parameter, in fp32, bf16 or int8, and one update of a piece of it.
 
-Moments are private to a peer: they never travel, so their format is that machine's own choice.
+Each machine chooses its own format. Moments that are handed to another peer travel in fp32.
 
 Shapes: R rows (experts of a stack; 1 for other tensors), X elements of a row, x elements of a
 piece, b blocks of a piece.
@@ -185,7 +185,7 @@ def update_piece(
     values = moments.load(piece.row, piece.in_row)
     update_tensors([master_x], [gradient_x], [values], update)
     if moments.form != "fp32":
-        # Of place and count alone, so that a resumed peer draws what it would have drawn.
+        # Of place and count alone, so that a resumed peer draws the same numbers.
         place = f"{update.count} {piece.name} {piece.row} {piece.start}"
         moments.store(piece.row, piece.in_row, values, seed=zlib.crc32(place.encode()))
 
