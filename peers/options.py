@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import click
 
 from peers.option_values import Setting, file_of, head_digest, split_addresses
-from peers.program_log import LOG_FORMATS, configure_logging
+from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
 from peers.toml_text import toml_value
-from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
+from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
@@ -165,6 +165,9 @@ class Options:
         type=click.Choice(LOG_FORMATS),
         default="auto",
     )
+    log_level: str | None = _flag(
+        "--log-level", "The least that is said.", type=click.Choice(LOG_LEVELS), default=None
+    )
     initial_peers: tuple[str, ...] = _addresses(
         "--initial-peers",
         "Addresses of peers; several, or @FILE with one a line.",
@@ -196,6 +199,12 @@ class Options:
         default=None,
     )
     run_id: str | None = _flag("--run-id", "Which run to join, where several are announced.")
+    new_run: bool = _flag(
+        "--new-run",
+        "Founds the run of --run even where the peers of --initial-peers are in another.",
+        is_flag=True,
+        default=False,
+    )
     tip: str | None = _flag(
         "--tip",
         "Believes what follows from this manifest, which somebody you trust has named, "
@@ -292,7 +301,7 @@ class Options:
             ConfigError: the file is missing or a setting is wrong.
         """
         text = read_text(self.config) if self.config else ""
-        source = str(self.config) if self.config else "command line"
+        source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
     def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
@@ -338,7 +347,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 **{name: values.pop(name) for name in names},
                 from_environment=frozenset(n for n in names if source_of(n) is environment),
             )
-            configure_logging(common.log_format)
+            configure_logging(common.log_format, common.log_level or "info")
             return function(common, **values)
 
         decorated: Callable[..., Any] = collected
