@@ -8,41 +8,55 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
 from swarm.data.shards import Shards
 from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import Tokenizer
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
-from swarm.network.fetch import Downloads, Want
-from swarm.network.finding import Announced, Opened, find_run, open_run, runs_of, whom_to_ask
-from swarm.network.foreign import check_tokenizer_size
+from swarm.network.fetch import Downloads
+from swarm.network.finding import (
+    Announced,
+    Opened,
+    find_run,
+    open_run,
+    runs_here,
+    runs_of,
+    whom_to_ask,
+)
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
-from swarm.peer.agreement import require_admission
+from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
-from swarm.peer.live_model import initial_contents
+from swarm.peer.live_model import recompute_initial
+from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
+from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
-from swarm.peer.run_tokenizer import given_tokenizer, require_kind, require_same
+from swarm.peer.run_tokenizer import (
+    fetch_tokenizer,
+    files_of,
+    given_tokenizer,
+    require_kind,
+    require_same,
+)
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
+from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
-from swarm.protocol.digests import Buffer, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId
-from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.records import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +64,6 @@ FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
 BEGUN_S = 60.0
-TOKENIZER_S = 600.0
-"""Some tokenizers have tens of megabytes."""
 START_S = 24 * 3600.0
 """A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
@@ -117,10 +129,13 @@ class Starter:
         """The run on disk, unless the person, or the swarm they named, means another one."""
         wanted = self.wanted
         current = wanted.run_id or self.state.current_run
-        if current is None or not self.state.run(current).config_path.exists():
+        if current is None or not self.state.run(current).path.exists():
             return None
         if wanted.run:
-            run = self.state.run(current).read_config()
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
             return current if run.fingerprint() == wanted.run.fingerprint() else None
         if wanted.run_id or not self.config.network.initial_peers:
             return current
@@ -135,7 +150,8 @@ class Starter:
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Goes on from the state directory; None when there is no record of the run.
 
-        None too if its configuration or manifest 0 is damaged, if it `may_join`: others have both.
+        None too if its configuration or manifest 0 is damaged and not in the store either, if it
+        `may_join` others, who have both.
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
@@ -145,14 +161,14 @@ class Starter:
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
         if record is None:
             return None
+        store = BlobStore(directory.path)
         try:
-            run, founding = directory.read_config(), directory.read_founding()
+            run, founding = settings_of(run_id, directory, record, store)
         except CorruptState as error:
-            if not may_join:
+            if not may_join or is_alone(self.node.peer_id, record):
                 raise
             logger.error("%s; joining the run anew", error)
             return None
-        store = BlobStore(directory.path)
         downloads, folder = self.host.serve(store), directory.read_text_folder()
         self._require_text(run, founding.founding, downloads, record.tip.members, folder)
         directory.write_text_folder(self.text.folder)
@@ -170,11 +186,21 @@ class Starter:
     def _repair(self, started: Started, downloads: Downloads) -> Record:
         """Brings the tip's blobs here again, or those of the tip that the others have by now."""
         record, directory, store = started.record, started.directory, started.store
-        self._recompute_initial(record, started.run, started.layout, store)
+        recompute_initial(record.tip, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
-        if not others:
-            return self._earlier(directory, store)
         file = RecordFile(directory.record_path)
+        if not others:
+            if not store.verify(blobs_of(record.tip)):
+                return record
+            earlier = earlier_record(record, file, store, blobs_of)
+            if earlier is None:
+                raise CorruptState(
+                    f"{directory.path}: values of round {record.tip.round} and of the one before "
+                    "are damaged, and no other member has them",
+                    hint="found the run anew with --run FILE and a new --state-dir",
+                )
+            file.write(earlier)
+            return earlier
         repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -185,23 +211,12 @@ class Starter:
                 shown=Shown(record),
                 trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         if repaired.record is not record:
             file.write(repaired.record, repaired.path)
         return repaired.record
-
-    def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
-        """The manifest before the newest, for a peer that is alone."""
-        earlier = RecordFile(directory.record_path).read_earlier()
-        if earlier is None or store.verify(blobs_of(earlier.tip)):
-            raise CorruptState(
-                "blobs of the newest manifests are damaged and no other member has them",
-                hint=f"restore {directory.path} from a copy",
-            )
-        RecordFile(directory.record_path).write(earlier)
-        return earlier
 
     # ------------------------------------------------ join
 
@@ -213,7 +228,8 @@ class Starter:
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
-            RunMismatch: the run is not what was asked for; nothing of it is kept then.
+            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
+                configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
         """
         self.observer.on_joining()
@@ -230,6 +246,8 @@ class Starter:
         )
         if opened is None:
             if wanted:
+                if not self.wanted.beside_others:
+                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
@@ -250,12 +268,12 @@ class Starter:
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
         sources = announced.publishers
-        brought = self._require_text(run, founding.founding, downloads, sources, remembered)
+        tokenizer = self._require_text(run, founding.founding, downloads, sources, remembered)
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.host.serve(store)
-        for blob in (run.canonical_json(), founding.encoded, *brought):
+        for blob in (run.canonical_json(), founding.encoded, *files_of(tokenizer)):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
@@ -272,7 +290,7 @@ class Starter:
                 members = {p: present[p] for p in present if p in tip.tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
             shown = replace(shown, record=tip)
-        self._recompute_initial(shown.record, run, layout, store)
+        recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -283,7 +301,7 @@ class Starter:
                 shown=shown,
                 trust=trust,
                 peers=peers | set(shown.record.tip.members),
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         RecordFile(directory.record_path).write(shown.record, shown.path)
@@ -306,7 +324,7 @@ class Starter:
         downloads: Downloads,
         sources: Collection[PeerId],
         remembered: str | None,
-    ) -> list[Buffer]:
+    ) -> Tokenizer:
         """Opens this machine's text, which must be the run's, with the run's tokenizer.
 
         Args:
@@ -317,21 +335,17 @@ class Starter:
             remembered: folder that the text came from before.
 
         Returns:
-            The tokenizer's file, where the run has one.
+            The run's tokenizer.
         """
         file = fixed.tokenizer
         require_kind(run, file)
-        if file is None:
-            self.text.require(run, BYTE, fixed.text, remembered)
-            return []
-        check_tokenizer_size(file)
-        downloads.store.verify([file.digest])  # drops one that is damaged
-        wanted = Want(file.digest, file.num_bytes, tuple(sources))
-        content = self.wait_for(downloads.fetch_one(wanted, timeout_s=TOKENIZER_S))
-        tokenizer = given_tokenizer(run, file, content)
+        tokenizer: Tokenizer = BYTE
+        if file:
+            content = self.wait_for(fetch_tokenizer(file, downloads, sources))
+            tokenizer = given_tokenizer(run, file, content)
         require_same(tokenizer, self.wanted.tokenizer)
         self.text.require(run, tokenizer, fixed.text, remembered)
-        return [content]
+        return tokenizer
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
@@ -361,58 +375,6 @@ class Starter:
         directory.write_founding(founding)
         directory.write_text_folder(self.text.folder)
         return directory
-
-    def _recompute_initial(
-        self, record: Record, run: RunConfig, layout: Layout, store: BlobStore
-    ) -> None:
-        """Values that nobody trained yet are computed here instead of fetched."""
-        missing = {
-            unit: entry.digest
-            for unit, entry in record.tip.entries.items()
-            if entry.version == 0 and record.tip.merged == 0 and not store.has(entry.digest)
-        }
-        is_seeded = False
-        for unit, content in initial_contents(run, layout) if missing else ():
-            if unit not in missing:
-                continue
-            if not is_seeded and digest_of_chunks(content) != missing[unit]:
-                return  # founded on given weights, which only members have
-            is_seeded = True
-            store_content(store, content)
-
-    def _progress(self) -> Callable[[int, int], None]:
-        said_s = time.monotonic()
-
-        def say(here: int, total: int) -> None:
-            nonlocal said_s
-            self.observer.on_fetched(here, total)
-            if time.monotonic() - said_s > 5 or here == total:
-                said_s = time.monotonic()
-                logger.info("fetched %.1f of %.1f MB of the model", here / 1e6, total / 1e6)
-
-        return say
-
-
-def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
-    """What every member repeats about the run, so that it outlives its founder.
-
-    Args:
-        run_id: of the run.
-        run: its configuration.
-        manifest: manifest 0.
-    """
-    return RunRecord(
-        run=run_id,
-        name=run.run.name,
-        fingerprint=run.fingerprint(),
-        founder=manifest.founding.founder,
-        founding=manifest.blob,
-        founding_bytes=len(manifest.encoded),
-        config=manifest.founding.config,
-        config_bytes=manifest.founding.config_bytes,
-        state=RunState.RUNNING,
-        wait_for_peers=len(manifest.members),
-    )
 
 
 async def begun(announced: Announced, downloads: Downloads) -> Manifest:

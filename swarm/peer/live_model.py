@@ -37,7 +37,9 @@ from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
@@ -297,6 +299,26 @@ def initial_contents(
     whole = cut_from(weights.__getitem__) if weights else seeded
     for unit in layout.units:
         yield unit.unit, encoded(unit, whole)
+
+
+def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store: BlobStore) -> None:
+    """Computes the values that nobody has trained yet, instead of fetching them.
+
+    Where a run was founded on given weights it computes none: only members have those.
+    """
+    missing = {
+        unit: entry.digest
+        for unit, entry in manifest.entries.items()
+        if entry.version == 0 and manifest.merged == 0 and not store.has(entry.digest)
+    }
+    is_seeded = False
+    for unit, content in initial_contents(run, layout) if missing else ():
+        if unit not in missing:
+            continue
+        if not is_seeded and digest_of_chunks(content) != missing[unit]:
+            return
+        is_seeded = True
+        store_content(store, content)
 
 
 def _digests(manifest: Manifest) -> list[Digest]:

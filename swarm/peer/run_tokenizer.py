@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from swarm.config import RunConfig
@@ -10,8 +11,14 @@ from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer, require_vocabulary
 from swarm.data.tokenizer_file import FileTokenizer, open_tokenizer
 from swarm.errors import BadBlob, BadManifest, ConfigError, RunMismatch, TokenizerError
+from swarm.network.fetch import Downloads, Want
+from swarm.network.foreign import check_tokenizer_size
 from swarm.protocol.digests import Buffer
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.texts import TokenizerFile
+
+TOKENIZER_S = 600.0
+"""Some tokenizers have tens of megabytes."""
 
 
 def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
@@ -40,6 +47,11 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
     return tokenizer
 
 
+def files_of(tokenizer: Tokenizer) -> list[bytes]:
+    """The blobs of manifest 0 that a tokenizer is: its file, or none for bytes."""
+    return [tokenizer.content] if isinstance(tokenizer, FileTokenizer) else []
+
+
 def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
     """Refuses a run that says two things about its tokenizer.
 
@@ -51,6 +63,26 @@ def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
             "manifest_tokenizer",
             f"manifest 0 contradicts data.tokenizer = {run.data.tokenizer!r}",
         )
+
+
+async def fetch_tokenizer(
+    file: TokenizerFile, downloads: Downloads, sources: Collection[PeerId]
+) -> Buffer:
+    """The file of a run's tokenizer, from the store if it is whole there.
+
+    Args:
+        file: as manifest 0, or its announcement, names it.
+        downloads: into a store that may have it.
+        sources: peers that may have it.
+
+    Raises:
+        BadManifest: it would take too much memory.
+        NobodyReachable: it did not come in time.
+    """
+    check_tokenizer_size(file)
+    downloads.store.verify([file.digest])  # drops one that is damaged
+    wanted = Want(file.digest, file.num_bytes, tuple(sources))
+    return await downloads.fetch_one(wanted, timeout_s=TOKENIZER_S)
 
 
 def given_tokenizer(run: RunConfig, file: TokenizerFile, content: Buffer) -> Tokenizer:
