@@ -25,7 +25,6 @@ from peers.findings import (
     nat_of,
 )
 from peers.options import Options, option, options, program
-from swarm import __version__
 from swarm.config import ComputeSection, NetworkSection, RunConfig
 from swarm.errors import (
     ConfigError,
@@ -51,6 +50,7 @@ from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.printable import printable
 from swarm.protocol.records import PeerRecord, RunState
 from swarm.train.ladder import plan_engine
+from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
 

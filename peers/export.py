@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import torch
-from torch import Tensor
 
 from peers.option_values import require_folder
 from peers.options import Options, option, options, program
-from swarm.codecs import read_parts
-from swarm.config import RunConfig
-from swarm.data.tokenise import BYTE
-from swarm.data.tokenizer import Tokenizer
-from swarm.data.tokenizer_file import FileTokenizer
-from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
-from swarm.network.record_file import RecordFile
-from swarm.peer.live_model import Agreed
-from swarm.peer.state_directory import StateDirectory
-from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Manifest
+from swarm.peer.agreed_model import AgreedModel, open_state
+from swarm.peer.run_tokenizer import tokenizer_of
+from swarm.protocol.layout import layout_of
 
 logger = logging.getLogger(__name__)
 
 START_S = 30.0
 ASK_S = 30.0
 FETCH_S = 24 * 3600.0
-
-
-@dataclass(frozen=True)
-class Found:
-    """A model to export: its run, its manifest, and where its blobs are."""
-
-    run: RunConfig
-    manifest: Manifest
-    store: BlobStore
 
 
 @program("swarm-export")
@@ -70,63 +49,17 @@ def main(given: Options, out: Path, run_id: str | None) -> None:
             observer.stop()
 
 
-def export(found: Found, out: Path) -> None:
+def export(found: AgreedModel, out: Path) -> None:
     """Writes the model and says how to evaluate it."""
     run, manifest = found.run, found.manifest
-    named = named_tensors(layout_of(run), manifest, found.store)
-    tokenizer = tokenizer_of(found)
-    save_model(out, run, named, eos_token_id=tokenizer.end_of_text)
+    tokenizer = tokenizer_of(manifest, found.store)
+    save_model(out, run, found.tensors(), eos_token_id=tokenizer.end_of_text)
     tokenizer.save(out, model_max_length=run.data.sequence_length)
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
 
 
-def tokenizer_of(found: Found) -> Tokenizer:
-    """The run's tokenizer; its file is one of the blobs, and the package tokenizers not needed.
-
-    Raises:
-        CorruptState: the file is missing.
-        TokenizerError: it is none.
-    """
-    file = found.manifest.founding.tokenizer
-    if file is None:
-        return BYTE
-    content = found.store.get(file.digest)
-    if content is None:
-        raise CorruptState("the run's tokenizer is missing")
-    return FileTokenizer.of(bytes(content), file.end_of_text)
-
-
-def named_tensors(
-    layout: Layout, manifest: Manifest, store: BlobStore
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model in its agreed dtype, each as soon as its last part is read.
-
-    Memory: one tensor, which may be cut between two parts, and a chunk.
-
-    Raises:
-        CorruptState: a blob is missing.
-        BadBlob: a blob has not the size of its unit.
-    """
-    agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
-    for unit in layout.units:
-        digest = manifest.entries[unit.unit].digest
-        size = store.size(digest)
-        if size is None:
-            raise CorruptState(f"the value of {unit.unit} in round {manifest.round} is missing")
-        if size != unit.num_bytes:
-            raise BadBlob("size", f"{unit.unit}: {size} bytes, its layout has {unit.num_bytes}")
-        for part, values in read_parts(unit, agreed.read(digest)):
-            if part.name not in pending:
-                pending[part.name] = torch.empty(layout.shapes[part.name], dtype=values.dtype)
-                left[part.name] = pending[part.name].numel()
-            pending[part.name].view(-1)[part.start : part.stop] = values
-            left[part.name] -= len(values)
-            if left[part.name] == 0:
-                yield part.name, pending.pop(part.name)
-
-
-def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> Found:
+def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> AgreedModel:
     announced = observer.find(run_id, ASK_S)
     run = observer.config(announced, ASK_S)
     seen = observer.look(announced.record.run, ASK_S)
@@ -135,7 +68,7 @@ def _from_peers(observer: Observer, store: BlobStore, run_id: str | None) -> Fou
     observer.fetch_model(
         manifest, layout_of(run), sources=sources, on_blob=_progress, deadline_s=FETCH_S
     )
-    return Found(run, manifest, store)
+    return AgreedModel(run, manifest, store)
 
 
 def _progress(here: int, total: int) -> None:
@@ -144,29 +77,10 @@ def _progress(here: int, total: int) -> None:
 
 
 def _from_disk(path: Path, run_id: str | None, out: Path) -> None:
-    """Exports what a peer that is not running has on its disk.
-
-    Raises:
-        StateError: there is no run in the directory, or its peer runs.
-    """
-    if not path.expanduser().is_dir():
-        raise StateError(f"{path}: no such state directory", hint="give --initial-peers")
+    """Exports what a peer that is not running has on its disk; raises like `open_state`."""
+    state, model = open_state(path, run_id)
     try:
-        state = StateDirectory(path)
-    except StateLocked as error:
-        raise StateLocked(
-            f"{path}: its peer is running", hint="export with --initial-peers ADDRESS"
-        ) from error
-    try:
-        run_id = run_id or state.current_run
-        if run_id is None:
-            raise StateError(f"{path}: there is no run in it", hint="give --initial-peers")
-        directory = state.run(run_id)
-        record = RecordFile(directory.record_path).read()
-        if record is None:
-            raise StateError(f"{path}: no state of {run_id}")
-        store = BlobStore(directory.path)
-        export(Found(directory.read_config(), record.tip, store), out)
+        export(model, out)
     finally:
         state.close()
 

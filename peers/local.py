@@ -15,10 +15,8 @@ from typing import Any
 
 import click
 
-from peers.option_values import read_text, require_folder
+from peers.option_values import file_of, require_folder
 from peers.options import Options, option, options, program
-from peers.run_text import corpus_of
-from peers.run_tokenizer import founders_tokenizer
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
@@ -28,6 +26,9 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.run_text import corpus_of
+from swarm.peer.run_tokenizer import founders_tokenizer
+from swarm.run_files import read_text
 
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
@@ -106,7 +107,10 @@ class Progress:
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
 @option(
-    "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
+    "--faults",
+    type=click.Path(path_type=Path),
+    callback=file_of("faults"),
+    help="What goes wrong and when: a plan in TOML, or a name such as demo.",
 )
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(
@@ -118,7 +122,7 @@ def main(
 ) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
-    The last line with --json is one JSON object; its fields are described in README.md.
+    The last line with --json is one JSON object; its fields are described in peers/README.md.
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"

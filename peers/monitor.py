@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
 
 import click
 from rich.console import Console
@@ -14,81 +13,14 @@ from rich.live import Live
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.metrics import glossary
-from swarm.monitor.snapshot import Sighting, Snapshot, as_json, snapshot_of, with_history
+from swarm.monitor.snapshot import Snapshot, as_json
 from swarm.monitor.terminal import render, waiting
 from swarm.network.blobs import BlobStore
-from swarm.network.finding import Announced
-from swarm.network.observer import Observer, Seen
-from swarm.protocol.manifest import Manifest
+from swarm.network.observer import Observer
+from swarm.peer.looking import START_S, Watch
 from swarm.protocol.printable import printable
-from swarm.protocol.records import RunState
 
-START_S = 8.0
-LOOK_S = 4.0
-"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
-TIP_S = 2.5
 REFRESH_S = 2.0
-
-
-@dataclass
-class Watch:
-    """Looks at one run again and again; remembers what records forget."""
-
-    observer: Observer
-    store: BlobStore
-    """Where the observer's manifests go; emptied, since one a round adds up."""
-    wanted: str | None
-    announced: Announced | None = None
-    tip: Manifest | None = None
-    before: Snapshot | None = None
-
-    def look(self) -> Snapshot:
-        """The swarm now.
-
-        Raises:
-            NobodyReachable: no run is announced, or none of its peers is present.
-        """
-        if self.announced is None or self.announced.record.state is RunState.GATHERING:
-            self.announced = self.observer.find(self.wanted, LOOK_S)
-        run = self.announced.record.run
-        seen = self.observer.look(run, LOOK_S)
-        if self._is_stale(seen):
-            self._renew_tip(seen)
-        shown = None if self.announced.record.state is RunState.GATHERING else run
-        snapshot = snapshot_of(
-            Sighting(
-                shown,
-                self.announced.record.name,
-                seen.peers,
-                seen.merges,
-                seen.validations,
-                self.tip,
-            )
-        )
-        if snapshot is None:
-            self.announced = None
-            raise NobodyReachable(f"no peer of {run} is present")
-        self.before = with_history(snapshot, self.before)
-        return self.before
-
-    def _is_stale(self, seen: Seen) -> bool:
-        """Whether any peer has a tip other than the one known here."""
-        digest = self.tip.digest if self.tip else None
-        return any(record.manifest_digest != digest for record in seen.peers.values())
-
-    def _renew_tip(self, seen: Seen) -> None:
-        """Without an answer the one known before is shown; peers' own rows are always new."""
-        assert self.announced is not None
-        if self.announced.record.state is RunState.GATHERING:
-            return
-        try:
-            tip = self.observer.tip(self.announced, seen.peers, TIP_S)
-        except NobodyReachable:
-            return
-        finally:
-            self.store.collect(())
-        if self.tip is None or tip.code > self.tip.code:
-            self.tip = tip
 
 
 @program("swarm-monitor")

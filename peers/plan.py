@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -16,10 +16,9 @@ from swarm.config import RunConfig
 from swarm.data.tokenizer import require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
-from swarm.model.cost import Cost, cost_of, owned_per_peer
-from swarm.peer.fitting import shortfalls
-from swarm.peer.machine import described_machine, this_machine, wishes_of
-from swarm.train.ladder import EnginePlan, Machine, describe, most_experts, plan_engine
+from swarm.model.cost import Cost
+from swarm.peer.planning import plan_run
+from swarm.train.ladder import EnginePlan, Machine, describe
 
 KEYS = (
     "parameters_total",
@@ -29,7 +28,6 @@ KEYS = (
     "state_bytes_per_peer",
     "disk_bytes",
     "bytes_sent_per_peer_per_round",
-    "backup_bytes_per_peer_per_round",
     "handover_bytes",
     "engine",
     "level",
@@ -70,26 +68,19 @@ def main(given: Options) -> None:
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
-    cost = cost_of(run, run.run.peers)
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
-    machine = described_machine(this_machine(config.compute, given.state_dir.expanduser()), sizes)
-    wishes = wishes_of(config.compute, given.state_dir)
-    owned = owned_per_peer(run, run.run.peers)
-    # What an engine maps from disk lies beside the state directory.
-    beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
-    plan = plan_engine(run, owned, beside, wishes)
-    most = most_experts(run, beside, wishes)
-    short = shortfalls(plan.need, plan.peaks, cost.disk_bytes, machine, most)
+    planned = plan_run(run, config, given.state_dir, sizes)
+    cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit
     if given.as_json:
-        figures = asdict(cost) | _engine_figures(run, owned, plan, most)
-        figures["fits"] = not short
+        figures = asdict(cost) | _engine_figures(run, planned.owned_experts, plan, most)
+        figures["fits"] = planned.fits
         click.echo(json.dumps({key: figures[key] for key in KEYS}))
     else:
         console = Console(highlight=False)
         console.print(table_of(run, cost))
-        console.print(engine_table(run, machine, plan, most))
-    if short:
-        raise DoesNotFit("this run does not fit: " + "; ".join(map(str, short)))
+        console.print(engine_table(run, planned.machine, plan, most))
+    if not planned.fits:
+        raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
 
 
 def _engine_figures(
@@ -172,11 +163,6 @@ def table_of(run: RunConfig, cost: Cost) -> Table:
             "sent per round",
             _gigabytes(cost.bytes_sent_per_peer_per_round),
             f"received alike; {seconds(cost.bytes_sent_per_peer_per_round, 100)} at 100 Mbit/s",
-        ),
-        (
-            "backup per round",
-            _gigabytes(cost.backup_bytes_per_peer_per_round),
-            f"of moments, beside that; backup_every_rounds = {run.ownership.backup_every_rounds}",
         ),
         (
             "hand-over",

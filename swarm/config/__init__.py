@@ -1,9 +1,10 @@
-"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
+"""Decisions of people: `RunConfig` (all peers of a run agree), `PeerConfig` (this machine).
 
 Both are frozen values. Nothing here reads a file, the environment or a global: programs in
 `peers/` collect text and overrides and hand them in.
 """
 
+from swarm.config.model import ModelConfig
 from swarm.config.parse import parse_config, parse_override, valid_keys, validate_config
 from swarm.config.peer import (
     ComputeSection,
@@ -16,7 +17,6 @@ from swarm.config.run import (
     DataConfig,
     LossConfig,
     MergingConfig,
-    ModelConfig,
     OptimizerConfig,
     OwnershipConfig,
     Phase,

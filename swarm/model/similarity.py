@@ -89,7 +89,7 @@ def shared_tokens(expert_NK: Tensor, num_experts: int) -> list[Pair]:
 def similarity(x_ND: Tensor, pairs: list[Pair], expert: Callable[[Tensor, int], Tensor]) -> Tensor:
     """CKA of each pair of experts on the tokens they share, [pairs].
 
-    The tokens are detached: only experts can be drawn apart, not what comes before them.
+    The tokens are detached: only experts can be drawn apart, not the layers before them.
 
     Args:
         x_ND: the layer's input.

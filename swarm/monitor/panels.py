@@ -119,7 +119,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
 
 
 def _state(row: PeerRow) -> str:
-    """What it does, or of a trainee how many of ten rounds have counted it."""
+    """Its state, or of a trainee how many of ten rounds have counted it."""
     state = row.record.state
     is_usual = state in (PeerState.TRAINING, PeerState.AVERAGING)
     return (
@@ -136,7 +136,7 @@ def _name(name: str, width: int) -> str:
 
 
 def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Who trains which expert and in which round it last changed; ranges where that is too big."""
+    """Owners of each expert, and the round of its last change; ranges where that is too big."""
     cells = [
         (
             Text(str(row.expert), style="dim"),
@@ -239,7 +239,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def _coverage_line(coverage: Coverage) -> Text:
-    """Shares of a lap; what nobody has been dealt yet is what remains."""
+    """Shares of a lap; the rest has been dealt to nobody yet."""
     line = Text.assemble(
         (f"{metrics.COVERAGE.title}  ", "dim"),
         f"{100 * coverage.share:.1f}% of lap {coverage.laps + 1}",

@@ -77,9 +77,9 @@ class Downloads:
         self,
         wants: Sequence[Want],
         *,
-        check: Check | None,
-        on_blob: OnBlob,
-        on_failure: OnFailure,
+        check: Check | None = None,
+        on_blob: OnBlob = lambda _: None,
+        on_failure: OnFailure = lambda *_: None,
     ) -> None:
         """Returns when all blobs are in the store; tries for ever, so bound it from outside.
 
@@ -132,7 +132,7 @@ class Downloads:
 
         try:
             async with asyncio.timeout(timeout_s):
-                await self.fetch([want], check=check, on_blob=lambda _: None, on_failure=note)
+                await self.fetch([want], check=check, on_failure=note)
         except TimeoutError:
             known = ", ".join(f"{peer}: {reason}" for peer, reason in sorted(failures.items()))
             raise NobodyReachable(

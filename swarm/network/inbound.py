@@ -126,7 +126,9 @@ class Inbound:
             level = logging.WARNING if is_member else logging.DEBUG  # a stranger fills no log
             logger.log(level, "from=%s refused=%s: %s", source[-6:], error.reason, error)
         except TimeoutError:
-            logger.debug("from=%s dropped: its attachments did not arrive", source[-6:])
+            self.refused["late_attachments"] += 1
+            level = logging.INFO if is_member else logging.DEBUG
+            logger.log(level, "from=%s dropped: its attachments did not arrive", source[-6:])
         except StateError as error:
             logger.error("from=%s dropped: %s", source[-6:], error)
         finally:
@@ -206,7 +208,7 @@ async def open_message(
         if absent:
             costs.fetching(sum(size for _, size in absent))
             wants = _wants(source, absent, holders_of(payload, blobs), shown)
-            await downloads.fetch(wants, check=None, on_blob=_ignore, on_failure=_ignore)
+            await downloads.fetch(wants, on_failure=_log_failure)
         blobs |= {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
     size = sum(map(len, blobs.values()))
     return await costs.parsing(partial(decode, payload, blobs), off_loop=size > LARGE_BYTES)
@@ -239,8 +241,8 @@ def _wants(
     return wants
 
 
-def _ignore(*_: str) -> None:
-    """Attachments are waited for as a whole, so single arrivals are no news."""
+def _log_failure(digest: str, peer: str, reason: str) -> None:
+    logger.debug("attachment %s from=%s: %s", digest[:12], peer[-6:], reason)
 
 
 def verified(header: Header, message: Message, source: PeerId, run: str) -> Message:

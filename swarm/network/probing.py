@@ -19,12 +19,12 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm import __version__
 from swarm.errors import BadMessage, HostileInput, Unreachable
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.node import Node
 from swarm.network.streams import receive_into
 from swarm.network.traffic import Traffic
+from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -100,7 +100,7 @@ class Proving:
             await self._bring([Want(digest, size, sources) for digest, size in missing])
 
     async def _bring(self, wants: Sequence[Want]) -> None:
-        await self._aside.fetch(wants, check=None, on_blob=_ignore, on_failure=_ignore)
+        await self._aside.fetch(wants)
 
     def _blob(self, digest: Digest) -> bytes:
         return bytes(self._aside.store.get(digest) or b"")
@@ -118,7 +118,3 @@ class Proving:
         finally:
             store.unpin(digests)
             store.collect(())
-
-
-def _ignore(*_: str) -> None:
-    """Attachments are waited for as a whole, so single arrivals are no news."""

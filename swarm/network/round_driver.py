@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.codecs import Content, mean_of
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmError
+from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
 from swarm.network.draft import Draft
@@ -27,12 +27,13 @@ from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
-from swarm.network.patience import is_memory, patiently_async
+from swarm.network.patience import patiently_async, raise_typed
 from swarm.network.record_file import RecordFile
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
+from swarm.network.watching import UNWATCHED, RoundObserver
 from swarm.protocol.claims import who_takes_part
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.events import (
@@ -102,8 +103,9 @@ class RoundDriver:
         layout: Layout,
         settings: RoundConfig,
         merger: Merger,
+        observer: RoundObserver = UNWATCHED,
     ) -> None:
-        self.node, self.store, self.machine = node, store, machine
+        self.node, self.store, self.machine, self.observer = node, store, machine, observer
         self.record_file, self.layout, self.merger = record_file, layout, merger
         self.settings, self._expected_at = settings, 0.0
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -157,6 +159,7 @@ class RoundDriver:
 
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
+        self.observer.before_offer()
         self._send_in(Offered(offer))
 
     def expect(self, tip: Digest, remaining_s: float) -> None:
@@ -175,6 +178,7 @@ class RoundDriver:
 
     def leave(self) -> None:
         """Asks to leave the run; `left` is set once the others know."""
+        self.observer.before_leave()
         self._send_in(LeaveAsked())
 
     def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
@@ -200,12 +204,8 @@ class RoundDriver:
                 return self._applied[-1:]
 
     def _raise_failure(self) -> None:
-        if isinstance(self._failure, SwarmError):
-            raise self._failure
-        if self._failure and is_memory(self._failure):
-            raise OutOfMemory("no memory is left for rounds") from self._failure
         if self._failure:
-            raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
+            raise_typed(self._failure, "the round driver")
         if not self.node.alive:
             raise NetworkDown(f"{self.node.failure}", hint="start this peer again")
 
@@ -216,6 +216,7 @@ class RoundDriver:
 
     def start(self) -> None:
         """Starts the actor in the node's loop; returns at once."""
+        self.observer.on_rounds(self.machine, self.record_file)
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
@@ -234,6 +235,7 @@ class RoundDriver:
         await self._carry_out(self.machine.start(passed_s()))
         while True:
             event = await self._inbox.get()
+            self.observer.before_event(event)
             effects = self.machine.handle(event, passed_s())
             if isinstance(event, Stored):
                 # The machine knows of it now, and decides how long it is kept.
@@ -259,7 +261,7 @@ class RoundDriver:
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            await self._actions[type(effect)](self, effect)
+            await self.observer.carry_out(effect, lambda it: self._actions[type(it)](self, it))
 
     async def _patiently(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs something in another thread; a disk that is full, say, is waited for."""
@@ -391,8 +393,6 @@ class RoundDriver:
         Left: _leave,
         Reason: _reason,
     }
-
-    # ------------------------------------------------ for others
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -306,12 +306,15 @@ def merge_blobs(
     return {unit: encoded(agreed.layout.by_unit[unit], merged) for unit in units}, donors
 
 
-def initial_contents(run: RunConfig, layout: Layout) -> Iterator[tuple[Unit, Content]]:
-    """The value of every unit before the first step; equal on every peer.
+def initial_contents(
+    run: RunConfig, layout: Layout, weights: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Unit, Content]]:
+    """The value of every unit before the first step: by the run's seed, or of given weights.
 
     Holds one whole tensor and a chunk; cut tensors are made once if parts are taken in order.
     """
-    whole = cut_from(lambda name: initial_tensors(run, [name])[name])
+    seeded = cut_from(lambda name: initial_tensors(run, [name])[name])
+    whole = cut_from(weights.__getitem__) if weights else seeded
     for unit in layout.units:
         yield unit.unit, encoded(unit, whole)
 

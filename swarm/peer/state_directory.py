@@ -14,7 +14,6 @@ STATE_DIR/
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with every offer
-    ├── moments         which moments of experts are kept for others, in packs/
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round
 """
@@ -41,6 +40,9 @@ from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_PEERS = 64
+_clock = time.time
+"""Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
+it replaces `time.time` when this is bound."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,6 @@ class RunDirectory:
     def private_path(self) -> Path:
         """The engine's private state."""
         return self.path / "private"
-
-    @property
-    def moments_path(self) -> Path:
-        """List of the moments blobs that are kept for others."""
-        return self.path / "moments"
 
     @property
     def events_path(self) -> Path:
@@ -125,7 +122,7 @@ class RunDirectory:
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""
-        line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
+        line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
         with self.events_path.open("ab+") as file:
             is_torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
             file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")

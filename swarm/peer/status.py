@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from swarm import __version__
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
 from swarm.protocol.fitness import lateness
+from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
-from swarm.protocol.moments import Moments
 from swarm.protocol.records import (
     PeerRecord,
     PeerState,
@@ -32,6 +32,7 @@ from swarm.protocol.records import (
 )
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
+from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +41,6 @@ MAX_RECENT = 200
 MAX_COUNTED = 4096
 """Rounds that a partition may last until its tokens are no longer counted as lost."""
 MAX_NORMS = 64
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What one applied manifest did for this peer."""
-
-    manifest: Manifest
-    stats: LocalStats | None
-    """None when this peer trained nothing for it."""
-    counted: bool
-    """Whether this peer's shared tensors are in the mean."""
-    wait_s: float
-    """From the offer until the manifest was applied."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -71,10 +58,18 @@ class Traffic:
 class PeerStatus:
     """Everything about this peer that others may see."""
 
-    def __init__(self, node: Node, run: RunConfig, *, name: str, capacity: float) -> None:
-        self.node, self.run = node, run
+    def __init__(
+        self,
+        node: Node,
+        run: RunConfig,
+        *,
+        name: str,
+        capacity: float,
+        directory: RunDirectory | None = None,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> None:
+        self.node, self.run, self.directory, self.observer = node, run, directory, observer
         self.name, self.capacity = name, capacity
-        self.directory: RunDirectory | None = None
         self.changed = threading.Event()
         """Set when a record should be published before the next heartbeat."""
         self.reason_of: Callable[[], str] = str
@@ -143,6 +138,7 @@ class PeerStatus:
         self._state, self._since_s = state, time.monotonic()
         self.phases.begin(state.value)
         self.changed.set()
+        self.observer.on_state(state)
 
     def since_begin_s(self) -> float:
         """Seconds since the last `begin`."""
@@ -155,6 +151,7 @@ class PeerStatus:
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
+        self.observer.on_step(step, stats)
 
     def end_steps(self, stats: LocalStats) -> None:
         """The local steps of a round are done, or were ended by a newer tip."""
@@ -175,7 +172,7 @@ class PeerStatus:
         logger.warning("tokens_lost=%d reason=%r", tokens, why)
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
-        """Moments of an expert are here for its next owners, or for who would adopt it."""
+        """Moments of an expert are out for its next owners."""
         self._event("moments_given", **asdict(moments), to=list(peers))
 
     def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:
@@ -218,6 +215,7 @@ class PeerStatus:
             bits_per_byte=bits_per_byte,
         )
         self.changed.set()
+        self.observer.on_validation(manifest.round, val_loss)
 
     def applied(self, report: RoundReport) -> None:
         """A manifest was applied: the round's log line and event."""
@@ -262,6 +260,7 @@ class PeerStatus:
             phases=self.phases.take(),
         )  # fmt: skip
         self.changed.set()
+        self.observer.on_round(report)
 
     def _follow_chain(self, report: RoundReport) -> None:
         """What was counted on a chain that lost is lost after all."""

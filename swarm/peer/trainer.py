@@ -17,14 +17,15 @@ from swarm.errors import StateError
 from swarm.experts import expert_of_unit
 from swarm.network.patience import patiently
 from swarm.network.round_driver import Applied, RoundDriver
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import BlobGone, LiveModel
-from swarm.peer.moments import MomentsKeeper
+from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
 from swarm.peer.reading import Reading
 from swarm.peer.resuming import load_into, offer_of
 from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import PeerStatus, RoundReport
+from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Action, experts_due, still_late
 from swarm.protocol.deadlines import finishes_in_time
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -65,7 +66,7 @@ class Trainer:
         *,
         held_out: HeldOut,
         status: PeerStatus,
-        moments: MomentsKeeper,
+        moments: ExpertMoments,
         stop: Stop,
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
@@ -105,7 +106,6 @@ class Trainer:
                     continue
                 offer = self._save_offer(tip, stats)
             self.rounds.offer(offer)
-            self.moments.offered(tip)
             path = self._wait(tip, PeerState.AVERAGING)
             tip, kept = self._adopt(path, tip, offer, stats)
             # A reform leaves everything where it was: the same work is offered to it.
@@ -201,8 +201,8 @@ class Trainer:
                 offered={unit: offered.digest for unit, offered in units.items()},
                 expert_bases=dict(self.model.bases),
                 rng=rng,
-                searches=self.moments.searches,
             )
+            self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
         return Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
@@ -389,5 +389,4 @@ class Trainer:
         restore_rng(private.rng, torch.device("cpu"))
         self.model.bases = dict(private.expert_bases)
         self.reading.position = private.data_position
-        self.moments.resume(private.searches, tip)
         return private

@@ -1,4 +1,4 @@
-"""Two faults that once broke the protocol's draft, by script: section 13, cases 4 and 5."""
+"""Two faults that once broke a draft of the protocol, by script."""
 
 from dataclasses import replace
 from random import Random

@@ -16,9 +16,9 @@ from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.round_driver import RoundDriver
 from swarm.peer import reading
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
-from swarm.peer.moments import MomentsKeeper
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.reading import Reading
 from swarm.peer.state_directory import RunDirectory
@@ -55,9 +55,7 @@ class Peer:
             store_value=lambda value: (store_content(store, value), value.num_bytes),
             expect=lambda _, seconds: self.expected.append(seconds),
         )
-        nothing = SimpleNamespace(
-            resume=lambda *_: None, install=lambda: None, on_step=lambda **_: None, searches=""
-        )
+        nothing = SimpleNamespace(install=lambda: None, on_step=lambda **_: None)
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
             phases=PhaseMeter(),
@@ -76,7 +74,7 @@ class Peer:
             RunDirectory(folder),
             validation_BT1=batch(run, 0),
             status=cast(PeerStatus, status),
-            moments=cast(MomentsKeeper, nothing),
+            moments=cast(ExpertMoments, nothing),
             stop=cast(Stop, lambda: False),
         )
 

@@ -13,9 +13,9 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
-from swarm.peer.moments import MomentsKeeper
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
@@ -73,17 +73,13 @@ class Life:
             status=cast(
                 PeerStatus, SimpleNamespace(validated=lambda *_: None, phases=PhaseMeter())
             ),
-            moments=cast(MomentsKeeper, Moments()),
+            moments=cast(ExpertMoments, Moments()),
             stop=cast(Stop, lambda: False),
         )
 
 
 class Moments:
     """No moments are looked for."""
-
-    searches = ""
-
-    def resume(self, *_: Any) -> None: ...
 
     def adopted(self, *_: Any) -> None: ...
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.export import named_tensors
 from swarm import codecs
 from swarm.codecs import mean_of
 from swarm.data.held_out import HeldOut, Windows
@@ -21,6 +20,7 @@ from swarm.model import merge
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, store_content
 from swarm.network.founding import founding_manifest
+from swarm.peer.agreed_model import named_tensors
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents, merge_blobs
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest

@@ -14,8 +14,9 @@ from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
+from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus, RoundReport
+from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import (
     PeerRecord,
@@ -61,9 +62,8 @@ def node() -> SimpleNamespace:
 
 @pytest.fixture
 def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
-    made = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0)
-    made.directory = RunDirectory(tmp_path)
-    return made
+    here = RunDirectory(tmp_path)
+    return PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0, directory=here)
 
 
 def watch(status: PeerStatus, **refused: int) -> None:

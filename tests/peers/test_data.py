@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from peers.data import main
-from peers.run_text import RunText
 from swarm.config import RunConfig, parse_config
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DataError
+from swarm.peer.run_text import RunText
 from tests.scenarios.swarms import EXACT
 
 
@@ -86,18 +86,18 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
 
     overrides = ["model.vocab_size=512", "data.tokenizer=file"]
     run = parse_config(RunConfig, EXACT, source="test", overrides=overrides)
-    taken = RunText(str(out), tmp_path / "cache")
+    taken = RunText(str(out), tmp_path / "cache", say=lambda _: None)
     given = taken.found(run, used)
     assert given.common is not None and given.common.tokens == found["tokens"]
     assert given.common.tokenizer == used.name and given.common.digest == found["digest"]
     tokens = np.frombuffer(given.held_out, "<u4")
     assert tokens[-1] == used.end_of_text and 0 < given.held_out_bytes <= run.data.validation_bytes
-    joiner = RunText(str(out), tmp_path / "cache")
+    joiner = RunText(str(out), tmp_path / "cache", say=lambda _: None)
     joiner.require(run, used, given.common, None)
     assert joiner.shards.num_tokens == found["tokens"]
     byte_run = parse_config(RunConfig, EXACT, source="test")
     with pytest.raises(DataError, match="made with the tokenizer"):
-        RunText(str(out), tmp_path / "cache").found(byte_run, BYTE)
+        RunText(str(out), tmp_path / "cache", say=lambda _: None).found(byte_run, BYTE)
     (out / "00001.bin").write_bytes(b"torn")
     code, said = invoke("verify", out, "--tokenizer", tokenizer)
     assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "anew" in said

@@ -5,11 +5,12 @@ from typing import cast
 import pytest
 from click.testing import CliRunner
 
-from peers.monitor import Watch, main
+from peers.monitor import main
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
+from swarm.peer.looking import Watch
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.records import PeerRecord, RunRecord, RunState, ValidationRecord
 from tests.peer_records import peer_record

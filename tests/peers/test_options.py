@@ -8,10 +8,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.option_values import read_text
 from peers.options import OPTIONS, Options, Program, as_toml, options, program
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.errors import ConfigError, NobodyReachable
+from swarm.run_files import read_text
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 DEMO = str(RUNS / "demo.toml")
@@ -186,7 +186,7 @@ def test_an_interrupt_ends_with_130() -> None:
 
 
 def test_a_missing_run_file_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"--run is missing .*demo\.toml"):
+    with pytest.raises(ConfigError, match=r"--run is missing .*--run demo"):
         Options().run_config()
 
 

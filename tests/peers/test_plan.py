@@ -58,7 +58,6 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "state_bytes_per_peer",
         "disk_bytes",
         "bytes_sent_per_peer_per_round",
-        "backup_bytes_per_peer_per_round",
         "handover_bytes",
         "engine",
         "level",

@@ -8,11 +8,11 @@ from enum import Enum
 from math import inf
 
 from swarm.emulation.simulator.conduct import Conduct
-from swarm.emulation.simulator.keeper import Keeper
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Effect
+from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import RoundMachine, Rules
 
@@ -54,8 +54,10 @@ class Setup:
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
     """What it lies about, see `lying`."""
-    backup_every: int | None = None
-    """Rounds between copies of moments, 0 for none; None: moments are not modelled."""
+    asks_for_heads: bool = False
+    """Whether peers fill the gaps of their chains."""
+    copy_s: float | None = None
+    """How long an owner takes to put moments out; None: moments are not modelled."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Cast:
     machine: type[RoundMachine] = RoundMachine
     trainer: type[Trainer] = Trainer
     conduct: type[Conduct] = Conduct
-    keeper: type[Keeper] = Keeper
+    giving: type[Giving] = Giving
+    taking: type[Taking] = Taking
     door: type[Door] = Door
 
 

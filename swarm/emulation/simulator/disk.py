@@ -10,7 +10,6 @@ from typing import NamedTuple
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
 from swarm.protocol.messages import Link, Offer
-from swarm.protocol.moments import Moments, Search
 from swarm.protocol.trust import Chain
 
 SURVIVAL = 0.3
@@ -33,10 +32,6 @@ class PrivateState:
     progress: Mapping[int, Progress]
     offer: Offer | None
     """The finished offer, or None when the local steps were still to be done."""
-    lacking: frozenset[int] = frozenset()
-    """Experts that started with zero moments, which others may have."""
-    searches: tuple[Search, ...] = ()
-    """For these."""
 
 
 class Disk:
@@ -53,8 +48,6 @@ class Disk:
         self.is_lost = False
         """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
-        self.shelf: dict[int, Moments] = {}
-        """Expert -> moments that are kept for others."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -82,9 +75,12 @@ class Disk:
         """Everything is gone."""
         self.is_lost = True
         self.private = self.earlier = None
-        self.shelf.clear()
         self.durable.clear()
         self.volatile.clear()
+
+    def rewrite(self, links: tuple[Link, ...]) -> None:
+        """Keeps another chain of heads."""
+        self.links = links
 
     def crash(self, random: Random) -> None:
         """Loses most of what was not synced."""

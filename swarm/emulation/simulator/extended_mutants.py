@@ -12,7 +12,6 @@ from typing import Any
 from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.extended import EXTENDED
-from swarm.emulation.simulator.keeper import Found, Keeper
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.trainer import Trainer
@@ -22,8 +21,8 @@ from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.dealing import Book, num_samples
 from swarm.protocol.events import Record, SyncFailed
+from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import Digest, Manifest, Member, PeerId
-from swarm.protocol.moments import Moments, Search
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
@@ -101,32 +100,14 @@ class _TimersNotAdapted(Conduct):
 # ---------------------------------------------------------------- moments
 
 
-class _BackupIgnored(Keeper):
-    def _found(self, expert: int, answers: Mapping[PeerId, tuple[Moments, ...]]) -> Found:
-        return [each for each in super()._found(expert, answers) if each[0] != self.shell.me]
-
-
-class _OnlyOwnersAsked(Keeper):
-    def _whom(self, search: Search) -> list[PeerId]:
-        owners = {peer for e in search.experts for peer in search.previous.owners[e]}
-        return [peer for peer in super()._whom(search) if peer in owners]
-
-
-class _HandOverNotAwaited(Keeper):
-    def _may_come(
-        self, expert: int, search: Search, answers: Collection[PeerId], found: Found
-    ) -> bool:
+class _HandOverNotAwaited(Taking):
+    def _may_come(self, search: Search, now_s: float) -> bool:
         return False
 
 
-class _FirstAnswerTaken(Keeper):
-    def _choose(self, found: Found) -> Moments | None:
-        return found[0][1] if found else None
-
-
-class _SearchForgotten(Keeper):
-    def resume(self, searches: Iterable[Search], tip: Manifest) -> None:
-        return
+class _OlderMomentsTaken(Taking):
+    def _is_wanted(self, search: Search, moments: Moments) -> bool:
+        return moments.expert == search.expert
 
 
 class _WaitsForMoments(Trainer):
@@ -290,14 +271,11 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "timers_not_adapted": Mutant(
         "timers follow sizes and rates", Cast(conduct=_TimersNotAdapted), SLOW_LINKS
     ),
-    "backup_ignored": Mutant("N2: the own backup counts", Cast(keeper=_BackupIgnored)),
-    "only_owners_asked": Mutant("N2: all members are asked", Cast(keeper=_OnlyOwnersAsked)),
     "hand_over_not_awaited": Mutant(
-        "N4: what a living owner hands over is waited for", Cast(keeper=_HandOverNotAwaited)
+        "N4: what a living owner hands over is waited for", Cast(taking=_HandOverNotAwaited)
     ),
-    "first_answer_taken": Mutant("N2: the newest moments win", Cast(keeper=_FirstAnswerTaken)),
-    "search_forgotten": Mutant(
-        "N5: who starts again looks on for moments", Cast(keeper=_SearchForgotten)
+    "older_moments_taken": Mutant(
+        "N2: moments are no older than their weights", Cast(taking=_OlderMomentsTaken)
     ),
     "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(_WeightsIgnored)),
     "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),

@@ -13,6 +13,7 @@ from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
+from swarm.protocol.events import HeadsFound
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
 from swarm.protocol.rounds import RoundMachine
@@ -42,6 +43,11 @@ class _AnyAttempt(RoundMachine):
         return None
 
 
+class _GapsStay(RoundMachine):
+    def _on_heads_found(self, event: HeadsFound) -> None:
+        pass
+
+
 class _ReturnsAtOnce(RoundMachine):
     def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         return None
@@ -66,5 +72,6 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     "any_attempt": Mutant(
         "A5: one message does not use up the ballots", Cast(_AnyAttempt), CALM_LIES
     ),
+    "gaps_stay": Mutant("L3: heads that a proof passed over are fetched", Cast(_GapsStay)),
     "returns_at_once": Mutant("A7: whoever had a vote lets others convene", Cast(_ReturnsAtOnce)),
 }

@@ -10,8 +10,9 @@ from typing import Any
 from swarm.emulation.simulator.arithmetic import average, merge
 from swarm.emulation.simulator.cast import Character, Snare
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.fetching import Fetcher, Get
-from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.heads import HeadSearch
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
@@ -37,6 +38,7 @@ from swarm.protocol.events import (
     Reason,
     Received,
     Reduce,
+    RewriteChain,
     Send,
     Sync,
     Synced,
@@ -80,8 +82,8 @@ class Node(Ports):
         self.machine: RoundMachine
         self.trainer: Trainer
         self.fetcher: Fetcher
-        self.keeper: Keeper
-        self._has_moments = world.setup.backup_every is not None
+        self.exchange: Exchange
+        self._has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
@@ -111,6 +113,7 @@ class Node(Ports):
                 self._duration(self.character.merge_s), self._merged, effect.tip
             ),
             Apply: self._apply,
+            RewriteChain: lambda effect: self.disk.rewrite(effect.links),
             Keep: lambda effect: self.disk.keep(effect.digests),
             Left: self._leave,
             Reason: lambda _: None,
@@ -131,7 +134,8 @@ class Node(Ports):
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
-        self.keeper = world.cast.keeper(self, world.setup.backup_every or 0)
+        giving, taking = world.cast.giving(), world.cast.taking()
+        self.exchange = Exchange(self, giving, taking, world.setup.copy_s or 0.0)
         self.machine = world.cast.machine(
             self.me,
             self.character.capacity,
@@ -151,22 +155,17 @@ class Node(Ports):
         if self.is_up:
             self._restore()
             self.trainer.resume()
+            if world.setup.asks_for_heads:
+                HeadSearch(self)
             self.after(world.random.random() * world.timers.tick_s, self._tick)
 
     def _restore(self) -> None:
-        record, private = self.disk.record, self.disk.private
+        record = self.disk.record
         adoption = self.trainer.restore()
-        if self._has_moments:
-            if private is not None:
-                self.keeper.resume(private.searches, record.tip)
-            if adoption is not None:
-                before = record.parent or record.tip
-                self.keeper.adopted(taken_up(adoption, record.tip), before, record.tip)
-            forgotten = self.trainer.lacking - self.keeper.sought()
-            if forgotten:
-                why = f"experts {sorted(forgotten)} keep moments of zero"
-                raise Violation("N5", f"{self.me} starts again: {why}")
         if adoption is not None:
+            if self._has_moments:
+                before = record.parent or record.tip
+                self.exchange.adopted(taken_up(adoption, record.tip), before, record.tip)
             self.trainer.save_if_rebased(adoption)
 
     def use(self, timers: Timers) -> None:
@@ -205,8 +204,6 @@ class Node(Ports):
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
-            if self._has_moments:
-                self.keeper.leave(self.disk.record.tip)
             self.tell(LeaveAsked())
 
     def clock_s(self) -> float:
@@ -225,8 +222,6 @@ class Node(Ports):
             self._is_listening = self.machine._is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
-                if self._has_moments:
-                    self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:
@@ -375,13 +370,13 @@ class Node(Ports):
     def _adopt(self, manifest: Manifest, previous: Digest) -> None:
         before = self.trainer.tip
         if self._has_moments:
-            self.keeper.before_adopt(before, manifest)
+            self.exchange.before_adopt(before, manifest)
         adoption = self.trainer.apply(manifest, previous)
         owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
         if self.trainer.progress.keys() != owned:
             raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
         if self._has_moments:
-            self.keeper.adopted(taken_up(adoption, manifest), before, manifest)
+            self.exchange.adopted(taken_up(adoption, manifest), before, manifest)
         self.trainer.save_if_rebased(adoption)
         if self.trainer.is_idle:
             raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")

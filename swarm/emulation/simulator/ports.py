@@ -1,15 +1,14 @@
-"""What fetcher, keeper and trainer of a simulated peer see of it and of the others."""
+"""What fetcher, exchange and trainer of a simulated peer see of it and of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from swarm.emulation.simulator.cast import Character
-from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.manifest import Manifest, PeerId
-from swarm.protocol.moments import Search
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
 
@@ -22,7 +21,7 @@ class Ports:
     character: Character
     machine: RoundMachine
     trainer: Trainer
-    keeper: Keeper
+    exchange: Exchange
     is_up: bool
     is_paused: bool
     lingers_until: float
@@ -41,10 +40,15 @@ class Ports:
         """Another peer whose links to and from this one work, if it runs."""
         return self.world.reachable(self.me, name)
 
-    def keeper_of(self, name: PeerId) -> Keeper | None:
-        """Another peer's keeper, if the links work and it runs."""
+    def exchange_of(self, name: PeerId) -> Exchange | None:
+        """Another peer's exchange, if the links work and it runs."""
         peer = self.peer(name)
-        return peer.keeper if peer else None
+        return peer.exchange if peer else None
+
+    def machine_of(self, name: PeerId) -> RoundMachine | None:
+        """Another peer's machine, if the links work and it runs."""
+        peer = self.peer(name)
+        return peer.machine if peer else None
 
     def now_s(self) -> float:
         """The time."""
@@ -56,16 +60,7 @@ class Ports:
 
     def took(self, expert: int, round_: int | None) -> None:
         """An expert that was taken up got moments of this round, or none."""
-        self.trainer.lacking.discard(expert)
         self._note(f"expert {expert} goes on with moments of round {round_}")
-
-    def searches(self) -> tuple[Search, ...]:
-        """What this peer looks for."""
-        return self.keeper.searches
-
-    def stepped(self) -> None:
-        """Its experts were trained."""
-        self.keeper.stepped()
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second that this peer sends and receives at most."""

@@ -15,7 +15,6 @@ from swarm.protocol.dealing import Stretches, num_samples, split
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.moments import Search
 from swarm.protocol.rounds import Rules
 
 
@@ -42,12 +41,6 @@ class Shell(Protocol):
 
     def next_serial(self) -> int:
         """A number that this peer never used before."""
-
-    def searches(self) -> tuple[Search, ...]:
-        """For moments that the experts lack."""
-
-    def stepped(self) -> None:
-        """Hears that the experts were trained."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +77,6 @@ class Trainer:
         self.progress: dict[int, Progress] = {}
         self.offer: Offer | None = None
         """The finished round."""
-        self.lacking: set[int] = set()
-        """Experts that were taken up with zero moments and have not got theirs."""
         self.late: frozenset[int] = frozenset()
         """Experts with progress that the rounds so far have left out [O2]."""
         self._late_offer: Offer | None = None
@@ -103,7 +94,7 @@ class Trainer:
         private = self.shell.disk.private
         if private is None:
             return self._adopt(self.tip, self.tip.digest, [])
-        self.progress, self.lacking = dict(private.progress), set(private.lacking)
+        self.progress = dict(private.progress)
         if private.tip == self.tip.digest:
             self.offer = private.offer
             return None
@@ -241,8 +232,6 @@ class Trainer:
             self.tip.digest,
             dict(self.progress),
             self.offer,
-            frozenset(self.lacking),
-            self.shell.searches(),
         )
 
     def save_if_rebased(self, adoption: Adoption) -> None:
@@ -255,7 +244,6 @@ class Trainer:
         for expert, (base, value) in sorted(self.progress.items()):
             trained = self._trained(expert_unit(expert), self._origin(base, value))
             self.progress[expert] = Progress(base, trained)
-        self.shell.stepped()
 
     def _origin(self, base: Digest, value: Digest) -> Digest:
         """The agreed value that a value really was trained from, whatever its base says."""
@@ -298,9 +286,6 @@ class Trainer:
         for expert, choice in adoption.experts.items():
             offered = [offer.units.get(expert_unit(expert)) for offer in offers]
             self._follow(expert, choice, [unit.digest for unit in offered if unit])
-        self.lacking = {e for e in self.lacking if e in self.progress} | set(
-            taken_up(adoption, manifest)
-        )
         return adoption
 
     def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:

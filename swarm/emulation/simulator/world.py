@@ -178,13 +178,9 @@ class World:
             told, chain = Record(tip=self.founding, certificate=None, parent=None), ()
         self.start(peer, Record(told.tip, told.certificate, told.parent), chain)
 
-    def join_shown(self, peer: PeerId) -> None:
-        """A stranger arrives that has fetched tip and all heads of whoever has most of these."""
-        hosts = [node for node in self.nodes.values() if node.is_up]
-        host = max(hosts, key=lambda node: (len(node.machine.chain.links), node.me))
-        told = host.disk.record
-        record = Record(told.tip, told.certificate, told.parent)
-        self.start(peer, record, host.machine.chain.links)
+    def join_proved(self, peer: PeerId) -> None:
+        """A stranger arrives with manifest 0 alone: the tip is proved to it past many heads."""
+        self.start(peer, Record(self.founding, certificate=None, parent=None))
 
     def leave(self, peer: PeerId) -> None:
         """The person at this peer asks it to leave."""

@@ -1,4 +1,4 @@
-"""Contributor, joiner and leaver: what a peer says about itself [O1, join, leave]."""
+"""Contributor, joiner and leaver: what a peer says about itself [O1, R2, R6]."""
 
 from __future__ import annotations
 

@@ -374,7 +374,7 @@ class Convener(Collector):
         return None
 
     def _why_deaf(self, campaign: Campaign) -> str | None:
-        """Why a campaign cannot hear enough to succeed; None when it may [C7, section 15]."""
+        """Why a campaign cannot hear enough to succeed; None when it may [C7]."""
         limit_s = 2 * self.timers.heartbeat_s
         if self._decides_alone or self._now - campaign.started_at <= limit_s:
             return None

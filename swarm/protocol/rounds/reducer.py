@@ -116,7 +116,7 @@ class Reducer(Acceptor):
         # Once the first are left out, the next round's roster meets the others.
         missing = dict(sorted(missing.items())[:MAX_MISSING])
         units = sorted(job.results)
-        # In several messages if need be: each must stay under 64 kB.
+        # In several messages if need be: each must stay under 64 KiB.
         for start in range(0, max(1, len(units)), MAX_RESULTS):
             results = {unit: job.results[unit] for unit in units[start : start + MAX_RESULTS]}
             signed = self._sign(reduced_statement(self.rules.run, job.roster_id, results))

@@ -1,0 +1,138 @@
+"""How a peer founds a run: it gathers members, makes the initial state and announces it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data.tokenizer import Tokenizer
+from swarm.data.tokenizer_file import FileTokenizer
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.founding import founding_manifest, gather, keep_gathering
+from swarm.network.record_file import RecordFile
+from swarm.peer.entering import Started, Starter
+from swarm.peer.live_model import initial_contents
+from swarm.peer.run_text import FoundText
+from swarm.peer.run_tokenizer import founders_tokenizer
+from swarm.peer.status import NO_DIGEST
+from swarm.protocol.digests import digest_of, digest_of_chunks
+from swarm.protocol.events import Record
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, PeerId, run_id
+from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.texts import TokenizerFile
+
+logger = logging.getLogger(__name__)
+
+
+def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
+    """Founds a run: gathers its peers, writes manifest 0 and announces it.
+
+    Args:
+        starter: of this machine.
+        run: what is trained, and how.
+        weights: every tensor of the model before the first step, by Hugging Face name; None for
+            those that follow from the run's seed, which joiners compute instead of fetching.
+
+    Raises:
+        DataError: this machine's text is missing or too small.
+        Stopped: the peer was asked to stop while it gathered others.
+    """
+    layout = layout_of(run)
+    config_blob = run.canonical_json()
+    tokenizer = founders_tokenizer(run, starter.wanted.tokenizer)
+    text = starter.text.found(run, tokenizer)
+    founding = Founding(
+        founder=starter.node.peer_id,
+        nonce=secrets.token_hex(16),
+        config=digest_of(config_blob),
+        config_bytes=len(config_blob),
+        validation=digest_of(text.held_out),
+        validation_bytes=len(text.held_out),
+        text=text.common,
+        tokenizer=_file_of(tokenizer, text),
+    )
+    gathering = _announcement(starter, run, founding)
+    blobs = [config_blob]
+    if isinstance(tokenizer, FileTokenizer):
+        blobs.append(tokenizer.content)
+    present = _gather(starter, run, gathering, blobs)
+    with _gathering_on(starter, run, gathering):
+        # Made twice, so that the whole model is never in memory: the digests name the folder.
+        contents = dict(initial_contents(run, layout, weights))
+        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
+        manifest = founding_manifest(founding, run, layout, initial, present)
+        name = run_id(run.run.name, run.fingerprint(), manifest.blob)
+        directory = starter.new_directory(name, run, manifest)
+        store = BlobStore(directory.path)
+        for blob in (*blobs, text.held_out, manifest.encoded):
+            store.put(blob)
+        for content in contents.values():
+            store_content(store, content)
+        store.sync(manifest.blobs)
+    starter.host.serve(store)
+    record = Record(manifest, None, None)
+    RecordFile(directory.record_path).write(record)
+    starter.state.current_run = name
+    logger.info("founded run=%s members=%d", name, len(present))
+    return Started(name, run, layout, directory, store, record, starter.text.shards)
+
+
+def _file_of(tokenizer: Tokenizer, text: FoundText) -> TokenizerFile | None:
+    if not isinstance(tokenizer, FileTokenizer):
+        return None
+    content = tokenizer.content
+    return TokenizerFile(
+        digest_of(content), len(content), tokenizer.end_of_text, text.held_out_bytes
+    )
+
+
+def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRecord:
+    return RunRecord(
+        run=f"gathering-{founding.nonce}",
+        name=run.run.name,
+        fingerprint=run.fingerprint(),
+        founder=founding.founder,
+        founding=NO_DIGEST,
+        founding_bytes=0,
+        config=founding.config,
+        config_bytes=founding.config_bytes,
+        state=RunState.GATHERING,
+        wait_for_peers=starter.config.peer.wait_for_peers,
+        text=founding.text,
+        tokenizer=founding.tokenizer,
+    )
+
+
+def _gather(
+    starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
+) -> Mapping[PeerId, float]:
+    if gathering.wait_for_peers == 1:
+        return {starter.node.peer_id: starter.config.peer.capacity}
+    scratch = BlobStore(None)
+    for blob in blobs:
+        scratch.put(blob)
+    starter.host.serve(scratch)
+    starter.host.reception.announce(gathering)
+    return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
+
+
+@contextmanager
+def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Iterator[None]:
+    """Those that are here hear of the run while its initial state is made: minutes for a 7B."""
+    if gathering.wait_for_peers == 1:
+        yield
+        return
+    announcing = keep_gathering(starter.node, gathering, starter.status(run).record)
+    task = asyncio.run_coroutine_threadsafe(announcing, starter.node.loop)
+    try:
+        yield
+    finally:
+        task.cancel()

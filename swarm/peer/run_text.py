@@ -1,0 +1,163 @@
+"""The text of this machine: found, tokenised, and held against the one that the run trains on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from swarm.config import RunConfig
+from swarm.data.corpus import Corpus, open_corpus
+from swarm.data.held_out import held_out_documents
+from swarm.data.loader import require_a_batch
+from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open_shards
+from swarm.data.tokenizer import Tokenizer, require_vocabulary
+from swarm.errors import BadManifest, DataError, TokenizerError
+from swarm.peer.agreement import joiners_need, missing_text, require_text
+from swarm.protocol.texts import Text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundText:
+    """The text that a founder gives its run.
+
+    Attributes:
+        common: None where every peer has its own.
+        held_out: tokens of the held-out documents, each closed, little-endian uint32.
+        held_out_bytes: of these documents.
+    """
+
+    common: Text | None
+    held_out: bytes
+    held_out_bytes: int
+
+
+class RunText:
+    """What a peer trains on. Nothing is handed out that is not the run's.
+
+    Attributes:
+        folder: where the text comes from, absolute; None for the standard library.
+    """
+
+    def __init__(self, given: str | None, cache: Path, say: Callable[[str], None]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            given: folder that the person named, if they did.
+            cache: where tokens are kept.
+            say: told once, in a sentence, which text joiners need.
+        """
+        self._tell = say
+        self.folder = os.path.abspath(os.path.expanduser(given)) if given else None
+        self._is_given = given is not None
+        self._cache = cache
+        self._shards: Shards | None = None
+        self._said = ""
+
+    @property
+    def shards(self) -> Shards:
+        """The tokens to train on, once they are known to be the run's."""
+        assert self._shards is not None, "neither found nor required"
+        return self._shards
+
+    def found(self, run: RunConfig, tokenizer: Tokenizer) -> FoundText:
+        """The text that a founder gives its run.
+
+        Raises:
+            DataError: it is missing, unfit or too small.
+            ConfigError: the vocabulary is smaller than the tokenizer's.
+        """
+        require_vocabulary(run, tokenizer)
+        corpus = corpus_of(run, self.folder)
+        shards = self._open(corpus, tokenizer)
+        require_a_batch(shards, run)
+        documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+        held_out = np.concatenate(list(tokenizer.encoded(documents)))
+        common = text_of(corpus, shards, run, tokenizer) if run.data.mode == "common" else None
+        self._shards = shards
+        self._say(common)
+        return FoundText(common, held_out.astype("<u4").tobytes(), sum(map(len, documents)))
+
+    def require(
+        self, run: RunConfig, tokenizer: Tokenizer, needed: Text | None, remembered: str | None
+    ) -> None:
+        """Opens this machine's text, which must be the one that a run needs.
+
+        Args:
+            run: its configuration.
+            tokenizer: the run's.
+            needed: its text; None where every peer has its own.
+            remembered: folder that the text came from before; what the person named wins.
+
+        Raises:
+            TextMismatch: this machine has another text, or none; says what is needed.
+            DataError: the run asks every peer to bring its own, and there is none.
+            BadManifest: the run has a common text and does not say which.
+        """
+        if (needed is None) != (run.data.mode == "own"):
+            raise BadManifest(
+                "manifest_text", f"manifest 0 contradicts data.mode = {run.data.mode!r} on the text"
+            )
+        if not self._is_given:
+            self.folder = remembered
+        self._say(needed)
+        try:
+            corpus = corpus_of(run, self.folder)
+            shards = self._open(corpus, tokenizer)
+        except DataError as error:
+            if needed is None or isinstance(error, TokenizerError):
+                raise
+            raise missing_text(needed, str(error)) from error
+        if needed:
+            require_text(needed, text_of(corpus, shards, run, tokenizer), corpus.root)
+        self._shards = shards
+
+    def _open(self, corpus: Corpus | Prepared, tokenizer: Tokenizer) -> Shards:
+        if isinstance(corpus, Prepared):
+            shards = corpus.open(tokenizer)
+        else:
+            shards = open_shards(corpus, self._cache, tokenizer)
+        logger.info("text %s in %s: %s", corpus.name, corpus.root, shards.summary())
+        return shards
+
+    def _say(self, text: Text | None) -> None:
+        """Says, once, which text a joiner needs."""
+        line = joiners_need(text)
+        if line != self._said:
+            self._tell(line)
+        self._said = line
+
+
+def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Prepared:
+    """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
+
+    Raises:
+        DataError: they are missing, or the run asks every peer to bring its own.
+    """
+    if run.data.mode == "own" and folder is None:
+        raise DataError(
+            "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
+        )
+    if folder is not None and is_prepared(path := Path(folder).expanduser().absolute()):
+        return open_prepared(path)
+    return open_corpus(folder)
+
+
+def text_of(
+    corpus: Corpus | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
+) -> Text:
+    """What manifest 0 says about a corpus."""
+    return Text(
+        name=corpus.name,
+        tokenizer=tokenizer.name,
+        digest=shards.contents.digest,
+        documents=shards.contents.documents,
+        tokens=shards.num_tokens,
+        windows=sum(shards.windows(run.data.sequence_length)),
+    )
