@@ -21,8 +21,7 @@ def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
         StateError: the disk failed.
     """
     store.put(manifest.encoded, manifest.blob)
-    values = {entry.digest for entry in manifest.entries.values()}
-    store.sync({manifest.blob, *manifest.founding.blobs, *values})
+    store.sync(manifest.blobs)
 
 
 def missing_of(error: StateError) -> tuple[Digest, ...]:

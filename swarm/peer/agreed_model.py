@@ -11,13 +11,12 @@ from torch import Tensor
 
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
-from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
-from swarm.data.tokenizer_file import FileTokenizer
 from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.live_model import Agreed
+from swarm.peer.run_tokenizer import tokenizer_of
 from swarm.peer.state_directory import StateDirectory
 from swarm.progress import Reporter
 from swarm.protocol.layout import Layout, layout_of
@@ -43,19 +42,8 @@ class AgreedModel:
         return named_tensors(layout_of(self.run), self.manifest, self.store)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's; its file is one of the blobs, and the package tokenizers not needed.
-
-        Raises:
-            CorruptState: the file is missing.
-            TokenizerError: it is none.
-        """
-        file = self.manifest.founding.tokenizer
-        if file is None:
-            return BYTE
-        content = self.store.get(file.digest)
-        if content is None:
-            raise CorruptState("the run's tokenizer is missing")
-        return FileTokenizer.of(bytes(content), file.end_of_text)
+        """The run's; as `tokenizer_of`."""
+        return tokenizer_of(self.manifest, self.store)
 
 
 def named_tensors(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
 from swarm.data.shards import Shards
-from swarm.data.tokenise import BYTE
-from swarm.data.tokenizer import Tokenizer
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
@@ -41,21 +39,16 @@ from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
-from swarm.peer.run_tokenizer import (
-    fetch_tokenizer,
-    files_of,
-    given_tokenizer,
-    require_kind,
-    require_same,
-)
+from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
 from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
+from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId
+from swarm.protocol.manifest import Founding, Manifest, PeerId
 from swarm.protocol.records import RunRecord
 
 logger = logging.getLogger(__name__)
@@ -170,13 +163,13 @@ class Starter:
             logger.error("%s; joining the run anew", error)
             return None
         downloads, folder = self.host.serve(store), directory.read_text_folder()
-        self._require_text(run, founding.founding, downloads, record.tip.members, folder)
+        self._open_text(run, founding.founding, downloads, record.tip.members, folder)
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record, self.text.shards)
-        damaged = store.verify(blobs_of(record.tip))
+        damaged = store.verify(record.tip.blobs)
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
@@ -190,9 +183,9 @@ class Starter:
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
         file = RecordFile(directory.record_path)
         if not others:
-            if not store.verify(blobs_of(record.tip)):
+            if not store.verify(record.tip.blobs):
                 return record
-            earlier = earlier_record(record, file, store, blobs_of)
+            earlier = earlier_record(record, file, store)
             if earlier is None:
                 raise CorruptState(
                     f"{directory.path}: values of round {record.tip.round} and of the one before "
@@ -260,7 +253,7 @@ class Starter:
         announced, run, founding = opened.announced, opened.run, opened.founding
         gathered = founding is None
         if founding is None:
-            self._require_text(run, announced.record, downloads, announced.publishers, None)
+            self._open_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
             mine = self.status(run).record
             announced = self.wait_for(await_founding(self.node, announced.record, mine))
@@ -268,12 +261,12 @@ class Starter:
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
         sources = announced.publishers
-        tokenizer = self._require_text(run, founding.founding, downloads, sources, remembered)
+        brought = self._open_text(run, founding.founding, downloads, sources, remembered)
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.host.serve(store)
-        for blob in (run.canonical_json(), founding.encoded, *files_of(tokenizer)):
+        for blob in (run.canonical_json(), founding.encoded, *brought):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
@@ -317,36 +310,6 @@ class Starter:
 
     # ------------------------------------------------ shared by the three
 
-    def _require_text(
-        self,
-        run: RunConfig,
-        fixed: Founding | RunRecord,
-        downloads: Downloads,
-        sources: Collection[PeerId],
-        remembered: str | None,
-    ) -> Tokenizer:
-        """Opens this machine's text, which must be the run's, with the run's tokenizer.
-
-        Args:
-            run: its configuration.
-            fixed: says which text and tokenizer it has.
-            downloads: into a store that may have the tokenizer.
-            sources: peers that may have it.
-            remembered: folder that the text came from before.
-
-        Returns:
-            The run's tokenizer.
-        """
-        file = fixed.tokenizer
-        require_kind(run, file)
-        tokenizer: Tokenizer = BYTE
-        if file:
-            content = self.wait_for(fetch_tokenizer(file, downloads, sources))
-            tokenizer = given_tokenizer(run, file, content)
-        require_same(tokenizer, self.wanted.tokenizer)
-        self.text.require(run, tokenizer, fixed.text, remembered)
-        return tokenizer
-
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the node's loop until it ends or the person stops this peer.
 
@@ -368,6 +331,21 @@ class Starter:
 
         return self.node.run(watched(), START_S)
 
+    def _open_text(
+        self,
+        run: RunConfig,
+        fixed: Founding | RunRecord,
+        downloads: Downloads,
+        sources: Iterable[PeerId],
+        folder: str | None,
+    ) -> list[Buffer]:
+        """Opens this machine's text, which must be the run's; returns the run's tokenizer file."""
+        wanted = wanted_tokenizer(run, fixed.tokenizer, sources, downloads.store)
+        content = self.wait_for(downloads.fetch_one(wanted, timeout_s=FETCH_S)) if wanted else None
+        tokenizer = given_tokenizer(run, fixed.tokenizer, content, self.wanted.tokenizer)
+        self.text.require(run, tokenizer, fixed.text, folder)
+        return [content] if content else []
+
     def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
         """Where a run's files are from now on, with its configuration and manifest 0."""
         directory = self.state.run(name)
@@ -382,9 +360,3 @@ async def begun(announced: Announced, downloads: Downloads) -> Manifest:
     founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
     assert founding is not None, "it is not announced as gathering"
     return founding
-
-
-def blobs_of(manifest: Manifest) -> list[Digest]:
-    """Every blob that a member keeps for a manifest."""
-    values = (entry.digest for entry in manifest.entries.values())
-    return [manifest.blob, *manifest.founding.blobs, *values]

@@ -17,12 +17,11 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
-from swarm.peer.entering import Started, Starter, blobs_of
+from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
 from swarm.peer.run_text import FoundText
-from swarm.peer.run_tokenizer import files_of, founders_tokenizer
+from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.peer.status import NO_DIGEST
-from swarm.progress import Reporter
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
@@ -43,8 +42,7 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
             those that follow from the run's seed, which joiners compute instead of fetching.
 
     Raises:
-        DataError: this machine's text is missing or too small, or what was named as its tokenizer
-            is none.
+        DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
         ConfigError: tokenizer and configuration do not fit each other.
         Stopped: the peer was asked to stop while it gathered others.
     """
@@ -63,23 +61,23 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         tokenizer=_file_of(tokenizer, text),
     )
     gathering = _announcement(starter, run, founding)
-    blobs = [config_blob, *files_of(tokenizer)]
+    blobs = [config_blob]
+    if isinstance(tokenizer, FileTokenizer):
+        blobs.append(tokenizer.content)
     present = _gather(starter, run, gathering, blobs)
     with _gathering_on(starter, run, gathering):
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
-        making = Reporter("making the first state", "unit").each(contents.items(), len(contents))
-        initial = {unit: (digest_of_chunks(c), c.num_bytes) for unit, c in making}
+        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         manifest = founding_manifest(founding, run, layout, initial, present)
         name = run_id(run.run.name, run.fingerprint(), manifest.blob)
         directory = starter.new_directory(name, run, manifest)
         store = BlobStore(directory.path)
         for blob in (*blobs, text.held_out, manifest.encoded):
             store.put(blob)
-        storing = Reporter("storing the first state", "unit")
-        for content in storing.each(contents.values(), len(contents)):
+        for content in contents.values():
             store_content(store, content)
-        store.sync(blobs_of(manifest))
+        store.sync(manifest.blobs)
     starter.host.serve(store)
     record = Record(manifest, None, None)
     RecordFile(directory.record_path).write(record)

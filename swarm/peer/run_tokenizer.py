@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 
 from swarm.config import RunConfig
@@ -10,14 +10,22 @@ from swarm.data.encoders import require_package
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer, require_vocabulary
 from swarm.data.tokenizer_file import FileTokenizer, open_tokenizer
-from swarm.errors import BadBlob, BadManifest, ConfigError, RunMismatch, TokenizerError
-from swarm.network.fetch import Downloads, Want
+from swarm.errors import (
+    BadBlob,
+    BadManifest,
+    ConfigError,
+    CorruptState,
+    RunMismatch,
+    TokenizerError,
+)
+from swarm.network.blobs import BlobStore
+from swarm.network.fetch import Want
 from swarm.network.foreign import check_tokenizer_size
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.texts import TokenizerFile
 
-TOKENIZER_S = 600.0
+FETCH_S = 600.0
 """Some tokenizers have tens of megabytes."""
 
 
@@ -47,11 +55,6 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
     return tokenizer
 
 
-def files_of(tokenizer: Tokenizer) -> list[bytes]:
-    """The blobs of manifest 0 that a tokenizer is: its file, or none for bytes."""
-    return [tokenizer.content] if isinstance(tokenizer, FileTokenizer) else []
-
-
 def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
     """Refuses a run that says two things about its tokenizer.
 
@@ -65,53 +68,67 @@ def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
         )
 
 
-async def fetch_tokenizer(
-    file: TokenizerFile, downloads: Downloads, sources: Collection[PeerId]
-) -> Buffer:
-    """The file of a run's tokenizer, from the store if it is whole there.
+def wanted_tokenizer(
+    run: RunConfig, file: TokenizerFile | None, sources: Iterable[PeerId], store: BlobStore
+) -> Want | None:
+    """What a joiner fetches before it opens its text; None for bytes.
 
-    Args:
-        file: as manifest 0, or its announcement, names it.
-        downloads: into a store that may have it.
-        sources: peers that may have it.
+    A copy in the store that is damaged is dropped.
 
     Raises:
-        BadManifest: it would take too much memory.
-        NobodyReachable: it did not come in time.
+        BadManifest: see `require_kind`; or the file is too large.
     """
+    require_kind(run, file)
     check_tokenizer_size(file)
-    downloads.store.verify([file.digest])  # drops one that is damaged
-    wanted = Want(file.digest, file.num_bytes, tuple(sources))
-    return await downloads.fetch_one(wanted, timeout_s=TOKENIZER_S)
+    if file is None:
+        return None
+    store.verify([file.digest])
+    return Want(file.digest, file.num_bytes, tuple(sources))
 
 
-def given_tokenizer(run: RunConfig, file: TokenizerFile, content: Buffer) -> Tokenizer:
+def given_tokenizer(
+    run: RunConfig, file: TokenizerFile | None, content: Buffer | None, asked: Path | None = None
+) -> Tokenizer:
     """The tokenizer that a run gives those that join it.
+
+    Args:
+        run: its configuration.
+        file: what manifest 0 says of it; None for bytes.
+        content: of the file.
+        asked: what this machine's person named, if anything.
 
     Raises:
         BadBlob: it is none, or has more ids than the model.
         TokenizerError: it cannot be run here.
+        RunMismatch: it is not the one that was asked for.
     """
-    require_package()
-    try:
-        tokenizer = FileTokenizer.of(bytes(content), file.end_of_text)
-        require_vocabulary(run, tokenizer)
-    except (TokenizerError, ConfigError) as error:
-        raise BadBlob("tokenizer", f"the run's tokenizer: {error}") from error
+    tokenizer: Tokenizer = BYTE
+    if file is not None and content is not None:
+        require_package()
+        try:
+            tokenizer = FileTokenizer.of(bytes(content), file.end_of_text)
+            require_vocabulary(run, tokenizer)
+        except (TokenizerError, ConfigError) as error:
+            raise BadBlob("tokenizer", f"the run's tokenizer: {error}") from error
+    if asked is not None and (mine := open_tokenizer(asked)).name != tokenizer.name:
+        raise RunMismatch(
+            f"--tokenizer {asked} is {mine.name}, the run has {tokenizer.name}",
+            hint="leave the option out: the run brings its tokenizer",
+        )
     return tokenizer
 
 
-def require_same(running: Tokenizer, asked: Path | None) -> None:
-    """Refuses a run whose tokenizer is not the one that a joiner named.
+def tokenizer_of(manifest: Manifest, store: BlobStore) -> Tokenizer:
+    """The tokenizer of a run whose blobs are here; the package tokenizers is not needed.
 
     Raises:
-        RunMismatch: names both.
+        CorruptState: its file is missing.
+        TokenizerError: it is none.
     """
-    if asked is None:
-        return
-    mine = open_tokenizer(asked)
-    if mine.name != running.name:
-        raise RunMismatch(
-            f"--tokenizer {asked} is {mine.name}, the run has {running.name}",
-            hint="leave the option out: the run brings its tokenizer",
-        )
+    file = manifest.founding.tokenizer
+    if file is None:
+        return BYTE
+    content = store.get(file.digest)
+    if content is None:
+        raise CorruptState("the run's tokenizer is missing")
+    return FileTokenizer.of(bytes(content), file.end_of_text)

@@ -267,6 +267,11 @@ class Manifest:
         )
 
     @property
+    def blobs(self) -> set[Digest]:
+        """Every blob that a member keeps for it."""
+        return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
+
+    @property
     def digest(self) -> Digest:
         """The manifest's identity: the digest of its head."""
         return self.head.digest
