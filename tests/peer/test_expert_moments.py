@@ -34,7 +34,7 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.train.resident import ResidentEngine
-from tests.train.runs import batch, same, tiny_run
+from tests.train.runs import batch, held_out, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"})
 LAYOUT = layout_of(RUN)
@@ -144,7 +144,7 @@ class Process:
             cast(Loader, None),
             cast(RoundDriver, rounds),
             RunDirectory(folder),
-            validation_BT1=batch(RUN, 0),
+            held_out=held_out(RUN),
             status=cast(PeerStatus, self.side.status),
             moments=self.side.moments,
             stop=cast(Stop, lambda: False),

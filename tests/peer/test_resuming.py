@@ -25,7 +25,7 @@ from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.train.checkpoint import load_private
 from swarm.train.resident import ResidentEngine
-from tests.train.runs import all_names, batch, same, tiny_run
+from tests.train.runs import all_names, batch, held_out, same, tiny_run
 
 RUN = tiny_run()
 LAYOUT = layout_of(RUN)
@@ -69,7 +69,7 @@ class Life:
             cast(Loader, None),
             cast(RoundDriver, rounds),
             self.directory,
-            validation_BT1=batch(RUN, 0),
+            held_out=held_out(RUN),
             status=cast(
                 PeerStatus, SimpleNamespace(validated=lambda *_: None, phases=PhaseMeter())
             ),
