@@ -260,13 +260,12 @@ class Starter:
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
-        sources = announced.publishers
-        brought = self._open_text(run, founding.founding, downloads, sources, remembered)
+        kept = self._open_text(run, founding.founding, downloads, announced.publishers, remembered)
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.host.serve(store)
-        for blob in (run.canonical_json(), founding.encoded, *brought):
+        for blob in (run.canonical_json(), founding.encoded, *kept):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
@@ -340,7 +339,8 @@ class Starter:
         folder: str | None,
     ) -> list[Buffer]:
         """Opens this machine's text, which must be the run's; returns the run's tokenizer file."""
-        wanted = wanted_tokenizer(run, fixed.tokenizer, sources, downloads.store)
+        others = [peer for peer in sources if peer != self.node.peer_id]
+        wanted = wanted_tokenizer(run, fixed.tokenizer, others, downloads.store)
         content = self.wait_for(downloads.fetch_one(wanted, timeout_s=FETCH_S)) if wanted else None
         tokenizer = given_tokenizer(run, fixed.tokenizer, content, self.wanted.tokenizer)
         self.text.require(run, tokenizer, fixed.text, folder)
