@@ -13,8 +13,10 @@ from rich.live import Live
 
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
+from swarm.monitor.history import with_history
 from swarm.monitor.metrics import glossary
-from swarm.monitor.snapshot import Sighting, Snapshot, as_json, snapshot_of, with_history
+from swarm.monitor.schema import as_json
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render, waiting
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
@@ -63,6 +65,9 @@ class Watch:
                 seen.merges,
                 seen.validations,
                 self.tip,
+                seen.published,
+                seen.at,
+                self.announced.record.wait_for_peers,
             )
         )
         if snapshot is None:
@@ -94,11 +99,12 @@ class Watch:
 @program("swarm-monitor")
 @options("initial_peers", "tip", "as_json", "log_format")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
+@option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
     "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
 )
-def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) -> None:
+def main(given: Options, once: bool, follow: bool, run_id: str | None, show_glossary: bool) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
 
     Reads signed records only; it publishes nothing and takes no part. Off a terminal it prints a
@@ -119,7 +125,7 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
         watch = Watch(observer, store, run_id)
         if once:
             _show(watch.look(), given.as_json)
-        elif given.as_json or not Console().is_terminal:
+        elif follow or given.as_json or not Console().is_terminal:
             _follow(watch, given.as_json)
         else:
             _live(watch)
@@ -144,13 +150,22 @@ def _follow(watch: Watch, in_json: bool) -> None:
         try:
             snapshot = watch.look()
         except NobodyReachable as error:
-            line = f"unreachable reason={str(error)!r}"
+            line = (
+                _lost(watch.before, str(error)) if in_json else f"unreachable reason={str(error)!r}"
+            )
         else:
             line = json.dumps(as_json(snapshot)) if in_json else _line(snapshot)
         if in_json or line != said:
             click.echo(printable(line, len(line)))
         said = line
         time.sleep(REFRESH_S)
+
+
+def _lost(before: Snapshot | None, reason: str) -> str:
+    """The last look, marked as such; before the first one its health is all that there is."""
+    if before is None:
+        return json.dumps({"health": {"word": "unreachable", "reason": reason}})
+    return json.dumps(as_json(before, unreachable=reason))
 
 
 def _line(snapshot: Snapshot) -> str:

@@ -286,6 +286,11 @@ def peers_key(run: str, shard: int) -> str:
     return f"{run}.peers.{shard}"
 
 
+def peers_keys(run: str) -> list[str]:
+    """Keys of all `PeerRecord`s of a run."""
+    return [peers_key(run, shard) for shard in range(NUM_SHARDS)]
+
+
 def merges_keys(run: str) -> list[str]:
     """Keys of each peer's newest `MergeRecord`."""
     return [f"{run}.merges.{shard}" for shard in range(FEW_SHARDS)]
