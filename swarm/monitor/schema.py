@@ -50,6 +50,16 @@ class RoutingJson(TypedDict):
     idle_experts: int
     dropped: float
     similarity: float | None
+    shares: list[int]
+
+
+class LastRoundJson(TypedDict):
+    """`RoundFigures` of a record."""
+
+    round: int
+    counted: bool
+    seconds: float
+    phases: dict[str, float]
 
 
 class PeerJson(TypedDict):
@@ -88,6 +98,7 @@ class PeerJson(TypedDict):
     routing: RoutingJson | None
     grad_norm: float | None
     grad_spikes: int
+    last_round: LastRoundJson | None
     agreement: Literal["equal", "behind", "ahead", "different"]
     votes: bool | None
     counted: int

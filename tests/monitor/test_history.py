@@ -31,7 +31,7 @@ def look(make_sighting: Sightings, make_manifest: Manifests, make_peer: Peers) -
     def one(round_: int, at: float, *, peers: str = "AB", **changes: Any) -> Snapshot:
         members = {f"Qm{p}": make_manifest().members["QmA"] for p in "AB"}
         tip = make_manifest(
-            round=round_, height=round_, tokens=1000 * round_, 
+            round=round_, height=round_, tokens=1000 * round_,
             **{"members": members, "reasons": (), "contributors": ("QmA", "QmB"), **changes},
         )  # fmt: skip
         rows = {
