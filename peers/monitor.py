@@ -100,15 +100,24 @@ class Watch:
 @options("initial_peers", "tip", "as_json", "log_format")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
+@option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
     "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
 )
-def main(given: Options, once: bool, follow: bool, run_id: str | None, show_glossary: bool) -> None:
+def main(
+    given: Options,
+    *,
+    once: bool,
+    follow: bool,
+    http: str | None,
+    run_id: str | None,
+    show_glossary: bool,
+) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
 
     Reads signed records only; it publishes nothing and takes no part. Off a terminal it prints a
-    line per change, with --json one object per look.
+    line per change, with --json one object per look. With --http a browser shows it.
     """
     if show_glossary:
         click.echo(glossary())
@@ -117,13 +126,25 @@ def main(given: Options, once: bool, follow: bool, run_id: str | None, show_glos
         raise ConfigError(
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
+    if http and (once or follow or given.as_json):
+        raise ConfigError(
+            "--http goes with none of --once, --follow, --json", hint="the page has /snapshot.json"
+        )
     # What one look misses the next one sees; lines on stderr would tear the view.
     logging.getLogger().setLevel(logging.ERROR)
+    if http:
+        from peers.monitor_page import bound_to  # starlette and uvicorn: only for the page
+
+        bound = bound_to(http)
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
         watch = Watch(observer, store, run_id)
-        if once:
+        if http:
+            from peers.monitor_page import show_page  # starlette and uvicorn, as above
+
+            show_page(watch.look, bound, REFRESH_S)
+        elif once:
             _show(watch.look(), given.as_json)
         elif follow or given.as_json or not Console().is_terminal:
             _follow(watch, given.as_json)
