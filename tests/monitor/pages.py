@@ -6,8 +6,11 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
 from swarm.monitor.feed import Feed
-from swarm.monitor.server import MAX_LISTENERS, listening_socket, server_of
+from swarm.monitor.server import MAX_LISTENERS, application, listening_socket, server_of
 
 WAIT_S = 60.0
 
@@ -48,10 +51,12 @@ class Page(NamedTuple):
 
 
 @contextlib.contextmanager
-def page_of(feed: Feed | None = None) -> Iterator[Page]:
-    """Serves until the block ends."""
+def page_of(feed: Feed | None = None, *, prefix: str = "", port: int = 0) -> Iterator[Page]:
+    """Serves until the block ends, below a prefix as a proxy would."""
     shown = feed or Feed(MAX_LISTENERS)
-    bound, server = listening_socket("127.0.0.1", 0), server_of(shown)
+    bound, server = listening_socket("127.0.0.1", port), server_of(shown)
+    if prefix:
+        server.config.app = Starlette(routes=[Mount(prefix, application(shown))])
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     try:

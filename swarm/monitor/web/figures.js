@@ -19,11 +19,11 @@ export function drawFigures(state) {
   const members = state.members === null ? "" : `of ${state.members} members`;
   const figures = [
     ["round", `${state.round}/${state.rounds_total}`, bar(state.round / Math.max(state.rounds_total, 1)), "round"],
-    ["left", seconds(pace.eta_s), pace.round_s === null ? "from the second whole round on" : `a round takes ${seconds(pace.round_s)}`, "eta"],
+    ["left", seconds(pace.eta_s), pace.round_s === null ? "after two whole rounds" : `a round takes ${seconds(pace.round_s)}`, "eta"],
     ["held-out loss", newest ? loss(newest[1]) : "–", fall || "nats per token", "val-loss"],
     ["tokens in the model", amount(state.tokens), state.step === null ? "" : `step ${state.step}`, "tokens"],
     ["tokens/s", amount(pace.tokens_per_s), "sum over the peers", "tokens-per-s"],
-    ["utilisation", percent(pace.utilisation), pace.committed_per_s === null ? "of that enters the model" : `${amount(pace.committed_per_s)}/s enter the model`, "utilisation"],
+    ["utilisation", percent(pace.utilisation), pace.committed_per_s === null ? "not known yet" : `${amount(pace.committed_per_s)}/s committed`, "utilisation"],
     ["peers", String(state.peers.filter((peer) => peer.votes !== null || state.members === null).length), members, "peers-count"],
     ["text read", coverage ? percent(coverage.laps + coverage.share, 1) : "–", coverage ? "of a lap" : "each its own", "coverage"],
     ["tip", shown(state.manifest_digest.slice(0, 8)), `generation ${shown(state.generation.slice(0, 8))}`, "tip"],

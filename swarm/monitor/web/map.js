@@ -23,8 +23,8 @@ export function drawMap(state) {
 
 function layoutOf({ rows, experts }, width) {
   const label = width < 600 ? 30 : 176;
-  const cell = Math.min(Math.max((width - label - 2) / Math.max(experts.length, 1), 8), 64);
-  const row = rows.length <= 12 ? 22 : rows.length <= 40 ? 16 : rows.length <= 80 ? 12 : 9;
+  const cell = Math.min(Math.max((width - label - 2) / Math.max(experts.length, 1), 8), 160);
+  const row = rows.length <= 6 ? 28 : rows.length <= 12 ? 22 : rows.length <= 40 ? 16 : rows.length <= 80 ? 12 : 9;
   const top = BARS + GAP;
   return { label, cell, row, top, width: label + cell * experts.length + 1, height: top + row * rows.length + AXIS };
 }

@@ -32,7 +32,7 @@ export function drawPeers(state) {
     (p) => ({ "data-peer": p.peer_id, class: p.agreement === "different" ? "bad" : undefined }),
   );
   const absent = state.absent.length;
-  byId("peers-note").textContent = `${state.peers.length} present${absent ? `, ${absent} members absent` : ""}`;
+  byId("peers-note").textContent = `${state.peers.length} present${absent ? `, ${absent} of ${state.members} members absent` : ""}`;
 }
 
 function counted(peer) {

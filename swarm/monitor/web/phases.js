@@ -5,7 +5,7 @@ import { called, keysOf, seconds, shown } from "./text.js";
 
 const PHASES = ["joining", "training", "offering", "averaging", "merging", "adopting", "validating", "catching_up"];
 const WAITING = "averaging";
-const MAX_BARS = 24;
+const MAX_BARS = 14;
 
 export function drawPhases(state) {
   const keys = keysOf(state.peers);
