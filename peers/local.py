@@ -224,7 +224,9 @@ def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | N
 
 
 def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "peers.monitor", "--initial-peers", founder.join_address()]
+    address = ["--initial-peers", founder.join_address()]
+    click.echo(f"in a browser: swarm-monitor {' '.join(address)} --http 8080", err=True)
+    command = [sys.executable, "-m", "peers.monitor", *address]
     return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import click
 from rich.console import Console
@@ -32,6 +37,26 @@ TIP_S = 2.5
 REFRESH_S = 2.0
 
 
+class Source(Protocol):
+    """What shows a run: one that lives, or one that is over."""
+
+    before: Snapshot | None
+    """The last look; None before the first."""
+
+    def look(self) -> Snapshot:
+        """The newest snapshot; a `SwarmError` when there is none now."""
+
+
+class History(Protocol):
+    """What outlives a restart, see `peers.monitor_files`."""
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known before the first look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps what is new."""
+
+
 @dataclass
 class Watch:
     """Looks at one run again and again; remembers what records forget."""
@@ -40,6 +65,7 @@ class Watch:
     store: BlobStore
     """Where the observer's manifests go; emptied, since one a round adds up."""
     wanted: str | None
+    history: History | None = None
     announced: Announced | None = None
     tip: Manifest | None = None
     before: Snapshot | None = None
@@ -73,7 +99,12 @@ class Watch:
         if snapshot is None:
             self.announced = None
             raise NobodyReachable(f"no peer of {run} is present")
-        self.before = with_history(snapshot, self.before)
+        known = self.before
+        if known is None and self.history:
+            known = self.history.before(snapshot)
+        self.before = with_history(snapshot, known)
+        if self.history:
+            self.history.keep(self.before)
         return self.before
 
     def _is_stale(self, seen: Seen) -> bool:
@@ -103,6 +134,16 @@ class Watch:
 @option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keeps losses, rounds and events there over restarts.",
+)
+@option(
+    "--replay",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Walks through the run in this state directory instead, a manifest at a time.",
+)
+@option(
     "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
 )
 def main(
@@ -112,6 +153,8 @@ def main(
     follow: bool,
     http: str | None,
     run_id: str | None,
+    history: Path | None,
+    replay: Path | None,
     show_glossary: bool,
 ) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
@@ -122,41 +165,56 @@ def main(
     if show_glossary:
         click.echo(glossary())
         return
-    if not given.initial_peers:
-        raise ConfigError(
-            "--initial-peers is missing", hint="every peer prints its address when it starts"
-        )
     if http and (once or follow or given.as_json):
         raise ConfigError(
             "--http goes with none of --once, --follow, --json", hint="the page has /snapshot.json"
         )
     # What one look misses the next one sees; lines on stderr would tear the view.
     logging.getLogger().setLevel(logging.ERROR)
+    show: Callable[[Source], None] = _live
     if http:
-        from peers.monitor_page import bound_to  # starlette and uvicorn: only for the page
+        from peers.monitor_page import page_at  # starlette and uvicorn: only for the page
 
-        bound = bound_to(http)
+        show = page_at(http, REFRESH_S)
+    elif once:
+        show = functools.partial(_show, in_json=given.as_json)
+    elif follow or given.as_json or not Console().is_terminal:
+        show = functools.partial(_follow, in_json=given.as_json)
+    try:
+        with _source(given, run_id, history, replay, to_end=once) as source:
+            show(source)
+    except KeyboardInterrupt:
+        return
+
+
+@contextlib.contextmanager
+def _source(
+    given: Options, run_id: str | None, history: Path | None, replay: Path | None, *, to_end: bool
+) -> Iterator[Source]:
+    if replay:
+        from peers.monitor_files import Replay  # reads state directories: only for this
+
+        yield Replay(replay, to_end=to_end)
+        return
+    if not given.initial_peers:
+        raise ConfigError(
+            "--initial-peers is missing", hint="every peer prints its address when it starts"
+        )
+    kept = None
+    if history:
+        from peers.monitor_files import HistoryFile  # as above: only where it is asked for
+
+        kept = HistoryFile(history)
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
-        watch = Watch(observer, store, run_id)
-        if http:
-            from peers.monitor_page import show_page  # starlette and uvicorn, as above
-
-            show_page(watch.look, bound, REFRESH_S)
-        elif once:
-            _show(watch.look(), given.as_json)
-        elif follow or given.as_json or not Console().is_terminal:
-            _follow(watch, given.as_json)
-        else:
-            _live(watch)
-    except KeyboardInterrupt:
-        return
+        yield Watch(observer, store, run_id, kept)
     finally:
         observer.stop()
 
 
-def _show(snapshot: Snapshot, in_json: bool) -> None:
+def _show(source: Source, in_json: bool) -> None:
+    snapshot = source.look()
     if in_json:
         click.echo(json.dumps(as_json(snapshot)))
         return
@@ -164,15 +222,17 @@ def _show(snapshot: Snapshot, in_json: bool) -> None:
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 
-def _follow(watch: Watch, in_json: bool) -> None:
+def _follow(source: Source, in_json: bool) -> None:
     """One line per look (JSON) or per change; ends only with an interrupt."""
     said = ""
     while True:
         try:
-            snapshot = watch.look()
+            snapshot = source.look()
         except NobodyReachable as error:
             line = (
-                _lost(watch.before, str(error)) if in_json else f"unreachable reason={str(error)!r}"
+                _lost(source.before, str(error))
+                if in_json
+                else f"unreachable reason={str(error)!r}"
             )
         else:
             line = json.dumps(as_json(snapshot)) if in_json else _line(snapshot)
@@ -199,13 +259,13 @@ def _line(snapshot: Snapshot) -> str:
     )
 
 
-def _live(watch: Watch) -> None:
+def _live(source: Source) -> None:
     """Fills the terminal until it is interrupted."""
     console = Console(highlight=False)
     with Live(waiting("looking for the run ..."), console=console, screen=True) as live:
         while True:
             try:
-                snapshot = watch.look()
+                snapshot = source.look()
             except NobodyReachable as error:
                 live.update(waiting(printable(f"{error}; trying again")), refresh=True)
             else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import click
 
@@ -25,6 +27,13 @@ from swarm.protocol.printable import printable
 LOCAL = "127.0.0.1"
 
 
+class Looks(Protocol):
+    """What shows a run."""
+
+    def look(self) -> Snapshot:
+        """The newest snapshot; a `SwarmError` when there is none now."""
+
+
 def bound_to(address: str) -> socket.socket:
     """A socket for `HOST:PORT`, `[HOST]:PORT` or `PORT`.
 
@@ -43,21 +52,27 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def show_page(look: Callable[[], Snapshot], bound: socket.socket, refresh_s: float) -> None:
-    """Serves the page until the process is told to end.
+def page_at(address: str, refresh_s: float) -> Callable[[Looks], None]:
+    """What serves a page at `HOST:PORT`, until the process is told to end.
 
     Args:
-        look: gives the newest snapshot; a `SwarmError` is shown and it is asked again.
-        bound: where it is served.
+        address: is taken at once, so that a port in use is told before anything else starts.
         refresh_s: between two looks.
+
+    Raises:
+        ConfigError: the address cannot be had.
     """
+    return functools.partial(_show_page, bound_to(address), refresh_s)
+
+
+def _show_page(bound: socket.socket, refresh_s: float, source: Looks) -> None:
     feed, stopping = Feed(MAX_LISTENERS), threading.Event()
 
     def watch() -> None:
         while not stopping.is_set():
             try:
-                feed.show(as_json(look()))
-            except SwarmError as error:
+                feed.show(as_json(source.look()))
+            except (SwarmError, OSError) as error:
                 feed.lose(printable(str(error)))
             stopping.wait(refresh_s)
 

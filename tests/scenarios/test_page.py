@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swarm.emulation.local_swarm import LocalSwarm
-from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 
 pytestmark = pytest.mark.scenario
 
