@@ -169,8 +169,6 @@ def main(
         raise ConfigError(
             "--http goes with none of --once, --follow, --json", hint="the page has /snapshot.json"
         )
-    # What one look misses the next one sees; lines on stderr would tear the view.
-    logging.getLogger().setLevel(logging.ERROR)
     show: Callable[[Source], None] = _live
     if http:
         from peers.monitor_page import page_at  # starlette and uvicorn: only for the page
@@ -205,6 +203,8 @@ def _source(
         from peers.monitor_files import HistoryFile  # as above: only where it is asked for
 
         kept = HistoryFile(history)
+    # What one look misses the next one sees; lines on stderr would tear the view.
+    logging.getLogger().setLevel(logging.ERROR)
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:

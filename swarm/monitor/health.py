@@ -43,10 +43,11 @@ class Health:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast it goes; None until the monitor has seen a whole round.
+    """How fast it goes; None: not known yet.
 
     Attributes:
-        round_s: the usual round: the median of the last `USUAL_ROUNDS`.
+        round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole;
+            before there is one, the median of what peers say of their last.
         committed_per_s: tokens that entered the model a second, over the same rounds.
         utilisation: `committed_per_s` by the sum of the peers' tokens/s, at the last round.
         eta_s: until the last round, at the usual pace.
@@ -94,11 +95,14 @@ def health_of(snapshot: Snapshot) -> Health:
 
 
 def pace_of(snapshot: Snapshot) -> Pace:
-    """From the rounds that the monitor saw whole."""
+    """From the rounds that the monitor saw whole, else from the peers' last ones."""
     whole = [point for point in snapshot.rounds if point.seconds is not None][-USUAL_ROUNDS:]
-    if not whole:
+    taken = [point.seconds for point in whole if point.seconds is not None] or [
+        row.record.last_round.seconds for row in snapshot.peers if row.record.last_round
+    ]
+    if not taken:
         return Pace(None, None, None, None)
-    round_s = statistics.median(point.seconds for point in whole if point.seconds is not None)
+    round_s = statistics.median(taken)
     measured = [p.committed_per_s for p in whole if p.committed_per_s is not None]
     committed = statistics.median(measured) if measured else None
     # Of peers that train now: after the end they say that they are finished, and add nothing.

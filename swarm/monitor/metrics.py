@@ -144,7 +144,8 @@ HEALTH = Metric(
 ROUND_S = Metric(
     "round time",
     "seconds",
-    "from one round's manifest to the next, median of the last 20 that the monitor saw whole",
+    "from one round's manifest to the next, median of the last 20 that the monitor saw whole; "
+    "before, of what peers say of their last",
     "not what a peer's local steps take, which is a part of it",
 )
 ETA = Metric(

@@ -141,6 +141,8 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
             own["counted"],
             own["seconds"],
             {phase: figures["seconds"] for phase, figures in own["phases"].items()},
+            own["blob_bytes_sent"],
+            own["blob_bytes_received"],
         ),
     )
     return PeerRow(

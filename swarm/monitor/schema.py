@@ -60,6 +60,8 @@ class LastRoundJson(TypedDict):
     counted: bool
     seconds: float
     phases: dict[str, float]
+    blob_bytes_sent: int
+    blob_bytes_received: int
 
 
 class PeerJson(TypedDict):

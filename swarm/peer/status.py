@@ -234,7 +234,14 @@ class PeerStatus:
         phases = self.phases.take()
         if manifest.kind is Kind.QUORUM:
             told = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
-            self._last_round = RoundFigures(manifest.round, report.counted, round(seconds, 3), told)
+            self._last_round = RoundFigures(
+                manifest.round,
+                report.counted,
+                round(seconds, 3),
+                told,
+                self._round_traffic.blobs_sent,
+                self._round_traffic.blobs_received,
+            )
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,

@@ -139,6 +139,8 @@ class RoundFigures:
     """From the manifest before until this one was applied."""
     phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
     """Seconds in each phase, by its name."""
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from swarm.monitor.health import Word, health_of, pace_of
 from swarm.monitor.history import MAX_EVENTS, MAX_POINTS, with_history
 from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, Topic, snapshot_of
 from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord
+from swarm.protocol.records import PeerRecord, PeerState, RoundFigures, ValidationRecord
 
 Sightings = Callable[..., Sighting]
 Manifests = Callable[..., Manifest]
@@ -77,7 +77,18 @@ def test_a_rounds_seconds_are_told_only_of_rounds_that_were_seen_whole(look: Loo
     pace = pace_of(seen)
     assert pace.round_s == 12.5 and pace.eta_s == 13 * 12.5
     assert pace.utilisation == pytest.approx((100 + 2000 / 30) / 2 / 200)
-    assert pace_of(looks(look(3, 100.0), look(4, 103.0))).eta_s is None
+    early = looks(look(3, 100.0), look(4, 103.0))
+    assert pace_of(early).eta_s is None
+    told = [
+        dataclasses.replace(row.record, last_round=RoundFigures(4, True, 8.0 + 4.0 * k, {}, 0, 0))
+        for k, row in enumerate(early.peers)
+    ]
+    rows = (
+        dataclasses.replace(row, record=record)
+        for row, record in zip(early.peers, told, strict=True)
+    )
+    pace = pace_of(dataclasses.replace(early, peers=tuple(rows)))
+    assert (pace.round_s, pace.eta_s, pace.committed_per_s) == (10.0, 160.0, None)
 
 
 def test_what_changed_is_told_once_and_by_name(look: Looks) -> None:

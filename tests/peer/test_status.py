@@ -220,9 +220,11 @@ def test_the_last_training_round_is_in_the_record_and_a_merge_does_not_hide_it(
     watch(status)
     assert status.record().last_round is None
     status.begin(PeerState.TRAINING)
+    status.node.traffic.blob_bytes_sent += 700
     status.applied(report(successor(TIP)))
     told = status.record().last_round
     assert told and (told.round, told.counted) == (1, True)
+    assert (told.blob_bytes_sent, told.blob_bytes_received) == (700, 0)
     assert "training" in told.phases and sum(told.phases.values()) <= told.seconds + 0.01
     assert decode_record(PeerRecord, encode_record(status.record())) == status.record()
     merge = replace(successor(successor(TIP)), kind=Kind.MERGE)

@@ -49,7 +49,7 @@ PEER = peer_record(
     val_loss=None,
     refused={"non_finite": 1},
     routing=RoutingFigures(1.5, 0, 0.0, None, (250, 750)),
-    last_round=RoundFigures(5, True, 12.5, {"training": 9.25}),
+    last_round=RoundFigures(5, True, 12.5, {"training": 9.25}, 10, 20),
     grad_norm=0.5,
     grad_spikes=1,
 )
@@ -184,6 +184,7 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         last_round=RoundFigures(
             2**31 - 1, False, 1.7976931348623157e308,
             {f"{'p' * 62}{k:02}": 1.7976931348623157e308 for k in range(8)},
+            2**62, 2**62,
         ),
     )  # fmt: skip
     encoded = encode_record(largest)

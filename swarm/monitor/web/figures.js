@@ -19,7 +19,7 @@ export function drawFigures(state) {
   const members = state.members === null ? "" : `of ${state.members} members`;
   const figures = [
     ["round", `${state.round}/${state.rounds_total}`, bar(state.round / Math.max(state.rounds_total, 1)), "round"],
-    ["left", seconds(pace.eta_s), pace.round_s === null ? "after two whole rounds" : `a round takes ${seconds(pace.round_s)}`, "eta"],
+    ["left", seconds(pace.eta_s), pace.round_s === null ? "not known yet" : `a round takes ${seconds(pace.round_s)}`, "eta"],
     ["held-out loss", newest ? loss(newest[1]) : "–", fall || "nats per token", "val-loss"],
     ["tokens in the model", amount(state.tokens), state.step === null ? "" : `step ${state.step}`, "tokens"],
     ["tokens/s", amount(pace.tokens_per_s), "sum over the peers", "tokens-per-s"],
