@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from swarm.monitor.history import with_history
-from swarm.monitor.snapshot import Agreement, ExpertRow, PeerRow, Snapshot
+from swarm.monitor.snapshot import Agreement, ExpertRow, Happening, PeerRow, Snapshot, Topic
 from swarm.protocol.records import (
     MAX_SHARES,
     PeerRecord,
@@ -46,19 +47,31 @@ def frames(run_id: str, histories: Mapping[str, Sequence[Event]]) -> Iterator[Sn
         for event in events
         if event["event"] == "validation"
     }
-    newest: dict[str, Event] = {}
+    by_digest: dict[str, dict[str, Event]] = {name: {} for name in histories}
+    for _, name, event in applied:
+        by_digest[name][event["digest"]] = event
     before: Snapshot | None = None
     seen: set[str] = set()
-    for time, name, event in applied:
-        newest[name] = event
+    for time, _, event in applied:
         if event["digest"] in seen:
             continue
         seen.add(event["digest"])
-        rows = tuple(_row(ids[peer], peer, newest[peer], event, total) for peer in sorted(newest))
-        before = with_history(
-            _frame(run_id, event, time, rows=rows, total=total, losses=losses), before
-        )
+        own = {name: _newest(by_digest[name], event) for name in sorted(histories)}
+        rows = tuple(_row(ids[k], k, mine, event, total) for k, mine in own.items() if mine)
+        found = _frame(run_id, event, time, rows=rows, total=total, losses=losses)
+        before = with_history(found, before)
+        if event["kind"] == "merge":
+            told = f"similar experts were merged at step {event['step']}"
+            merged = Happening(time, Topic.MERGE, told)
+            before = replace(before, events=(*before.events, merged))
         yield before
+
+
+def _newest(by_digest: dict[str, Event], tip: Event) -> Event | None:
+    """What a peer applied last up to the height of a tip; the tip itself if it did so later."""
+    found = by_digest.get(tip["digest"])
+    earlier = (e for e in reversed(by_digest.values()) if e["height"] <= tip["height"])
+    return found or next(earlier, None)
 
 
 def _frame(
@@ -92,6 +105,7 @@ def _frame(
         tokens=tip["tokens"],
         members=len(tip["members"]),
         left_out=tuple(sorted(left_out)),
+        live=False,
     )
 
 

@@ -168,6 +168,7 @@ class SnapshotJson(TypedDict):
     run_id: str | None
     name: str
     at: float
+    live: bool
     health: HealthJson
     generation: str
     height: int
@@ -204,6 +205,7 @@ def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
         "run_id": snapshot.run_id,
         "name": snapshot.name,
         "at": round(snapshot.at, 3),
+        "live": snapshot.live,
         "health": {"word": "unreachable", "reason": unreachable}
         if unreachable
         else {"word": health.word.value, "reason": health.reason},

@@ -118,6 +118,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",
                 access_log=False,
                 server_header=False,
                 limit_concurrency=MAX_CONNECTIONS,

@@ -197,6 +197,8 @@ class Snapshot:
     """None without a manifest, and where every peer has its own text."""
     at: float = 0.0
     """When it was read, in seconds since 1970."""
+    live: bool = True
+    """False of a replay: histories do not tell states or refusals of peers, nor who reaches them."""
     wait_for_peers: int = 0
     """How many peers a founder that gathers waits for."""
     step: int | None = None

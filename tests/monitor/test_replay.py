@@ -69,6 +69,8 @@ def test_each_manifest_is_a_frame_and_the_last_one_stays(swarm: Path) -> None:
     assert [row.expert for row in first.experts] == [0, 1, 10]
     assert first.losses == ((1, 3.5),) and second.left_out == ("QmB",)
     assert [row.agreement for row in third.peers] == [Agreement.EQUAL, Agreement.BEHIND]
+    assert all(row.agreement is Agreement.EQUAL for row in (*first.peers, *second.peers))
+    assert not as_json(third)["live"]
     assert [row.record.name for row in third.peers] == ["peer-0", "peer-1"]
     assert third.events[-1].text.startswith("round 3 decided")
     json.dumps(as_json(third), allow_nan=False)

@@ -25,7 +25,7 @@ export function drawFigures(state) {
     ["tokens/s", amount(pace.tokens_per_s), "sum over the peers", "tokens-per-s"],
     ["utilisation", percent(pace.utilisation), pace.committed_per_s === null ? "not known yet" : `${amount(pace.committed_per_s)}/s committed`, "utilisation"],
     ["peers", String(state.peers.filter((peer) => peer.votes !== null || state.members === null).length), members, "peers-count"],
-    ["text read", coverage ? percent(coverage.laps + coverage.share, 1) : "–", coverage ? "of a lap" : "each its own", "coverage"],
+    ["text read", coverage ? percent(coverage.laps + coverage.share, 1) : "–", coverage ? "of a lap" : state.live && state.members !== null ? "each its own" : "not known", "coverage"],
     ["tip", shown(state.manifest_digest.slice(0, 8)), `generation ${shown(state.generation.slice(0, 8))}`, "tip"],
   ];
   byId("figures").replaceChildren(

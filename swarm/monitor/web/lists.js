@@ -44,7 +44,7 @@ export function drawMerges(state) {
     ],
     merges,
   );
-  if (!merges.length) byId("merges").replaceChildren(element("caption", { class: "none" }, "No merge has been announced yet."));
+  if (!merges.length) byId("merges").replaceChildren(element("caption", { class: "none" }, state.live ? "No merge has been announced yet." : "A replay does not know them."));
 }
 
 export function drawText(state) {
@@ -52,7 +52,7 @@ export function drawText(state) {
   byId("text").replaceChildren();
   byId("text-legend").replaceChildren();
   if (!found) {
-    say("text-said", state.members === null ? "No peer has shown the newest manifest yet." : "Every peer has a text of its own.");
+    say("text-said", state.live && state.members !== null ? "Every peer has a text of its own." : "Not known.");
     return;
   }
   const parts = [["read", found.share], ["reading", found.dealt / found.windows], ["open", found.open / found.windows]];
@@ -70,7 +70,7 @@ export function drawText(state) {
 export function drawJoin(state) {
   const dialled = state.peers.filter((peer) => peer.addresses.length);
   const address = dialled.map((peer) => peer.addresses.find((each) => !each.includes("/127.0.0.1/")) ?? peer.addresses[0])[0];
-  const line = address ? `swarm-peer --initial-peers ${shown(address)}` : "no peer can be dialled";
+  const line = address ? `swarm-peer --initial-peers ${shown(address)}` : state.live ? "no peer can be dialled" : "this run is over";
   say("join", line);
   const button = byId("copy");
   button.disabled = !address;
