@@ -18,6 +18,7 @@ import click
 
 from peers.option_values import Setting, file_of, head_digest, split_addresses
 from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
+from peers.toml_text import toml_value
 from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
 from swarm.peer.local_faults import named_fault
@@ -309,7 +310,7 @@ class Options:
         for name in flags_of(kind):
             value = getattr(self, name)
             if value not in (None, ()):
-                setting = f"{_DECLARED[name]['sets']}={_toml(value)}"
+                setting = f"{_DECLARED[name]['sets']}={toml_value(value)}"
                 flags[name in self.from_environment].append(setting)
         settings = _of_sections(self.settings, kind)
         if "settings" in self.from_environment:
@@ -357,20 +358,6 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def as_toml(*configs: RunConfig | PeerConfig) -> str:
-    """Configurations as TOML that reads back as the same; defaults included."""
-    lines: list[str] = []
-    for config in configs:
-        for name, section in config.model_dump().items():
-            several = section if isinstance(section, tuple) else (section,)
-            header = f"[[{name}]]" if isinstance(section, tuple) else f"[{name}]"
-            for values in several:
-                lines += ["", header]
-                kept = {key: value for key, value in values.items() if value is not None}
-                lines += [f"{key} = {_toml(value)}" for key, value in kept.items()]
-    return "\n".join(lines).strip()
-
-
 def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) -> list[str]:
     kept = []
     known = [*RunConfig.model_fields, *PeerConfig.model_fields]
@@ -385,14 +372,3 @@ def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) ->
         if section in kind.model_fields:
             kept.append(setting)
     return kept
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, str):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{quoted}"'
-    return repr(value)

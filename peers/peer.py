@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from peers.options import Options, as_toml, flags_of, options, program
+from peers.options import Options, flags_of, options, program
+from peers.toml_text import as_toml
 from swarm.config import PeerConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peers.options import Options, as_toml, option, options, program
+from peers.options import Options, option, options, program
+from peers.toml_text import as_toml
 from swarm.config import RunConfig
 from swarm.errors import DoesNotFit
 from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, Forecast, forecast

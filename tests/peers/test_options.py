@@ -9,7 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.options import OPTIONS, Options, Program, as_toml, flags_of, options, program
+from peers.options import OPTIONS, Options, Program, flags_of, options, program
+from peers.toml_text import as_toml
 from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.run_files import read_text
