@@ -23,6 +23,7 @@ from swarm.peer import expert_moments
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
@@ -88,6 +89,7 @@ class Status:
         self.taken: list[tuple[int, Moments | None, str]] = []
         self.manifest: Manifest | None = None
         self.phases = PhaseMeter()
+        self.observer = UNOBSERVED
 
     def took_moments(self, *told: Any) -> None:
         self.taken.append(told)
