@@ -33,8 +33,7 @@ from swarm.peer.publisher import Publisher
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
-from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.wire import attachments_of
+from swarm.protocol.rounds.contributor import Contributor
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""
@@ -56,7 +55,7 @@ def lie_in_offers() -> None:
         return self.rounds.store_value(value)
 
     Offering.store = lying  # type: ignore[method-assign]
-    RoundMachine._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
+    Contributor._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
 
 
 def is_serving() -> bool:
@@ -117,8 +116,6 @@ def lie_about_decisions() -> None:
         )
         header = Header(forged.code, forged.digest, forged.generation)
         payload = self.outbound.encode(header, Commit(forged, None, tip))
-        # Else they are collected before anybody has fetched them.
-        self.store.pin([digest for digest, _ in attachments_of(payload)])
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
             self._work.spawn(self._post(peer, payload))
 

@@ -16,7 +16,7 @@ from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Parts, RoundMachine, Rules
 from swarm.protocol.training import Training
 
 
@@ -63,6 +63,13 @@ class Setup:
     """How long an owner takes to put moments out; None: moments are not modelled."""
 
 
+def machine_of(*replaced: type) -> type[RoundMachine]:
+    """The round machine with some of its `Parts` replaced, each by a subclass of it."""
+    usual = vars(Parts()).items()
+    parts = {
+        next(name for name, part in usual if issubclass(each, part)): each for each in replaced
+    }
+    return type("Mutant", (RoundMachine,), {"parts": Parts(**parts)})
 class Times(NamedTuple):
     """What a machine's clocks say: time that has passed, the same without sleep, wall time."""
 

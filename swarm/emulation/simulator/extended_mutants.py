@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
-from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
@@ -22,6 +22,12 @@ from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.listener import Listener
+from swarm.protocol.rounds.reducer import Reducer
+from swarm.protocol.rounds.standing import Standing
+from swarm.protocol.rounds.takeover import Takeover
 from swarm.protocol.training import Applied, Training
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
 
@@ -32,32 +38,32 @@ def _abstains_for_two_heights(me: PeerId, shown: Record) -> Record:
     return abstaining.rolled_back(shown) if me in shown.tip.members else shown
 
 
-class _LoneAbstainerVotes(RoundMachine):
-    def _abstains(self) -> bool:
-        return super()._abstains() and not self._is_alone
+class _LoneAbstainerVotes(Standing):
+    def abstains(self) -> bool:
+        return super().abstains() and not self.is_alone
 
 
-class _FailedSyncAwaited(RoundMachine):
-    def _on_sync_failed(self, event: SyncFailed) -> None:
+class _FailedSyncAwaited(Blobs):
+    def on_sync_failed(self, event: SyncFailed) -> None:
         return
 
 
 # ---------------------------------------------------------------- many peers, clocks
 
 
-class _FourAreAQuorum(RoundMachine):
-    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+class _FourAreAQuorum(Standing):
+    def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         present = self.tip.voters & set(peers)
-        return len(present) >= 4 or super()._has_quorum(present)
+        return len(present) >= 4 or super().has_quorum(present)
 
 
-class _UnheardGoesFirst(RoundMachine):
+class _UnheardGoesFirst(Takeover):
     def _goes_last(self) -> bool:
         return False
 
 
-class _GoesOnAfterStandStill(RoundMachine):
-    def _was_paused(self) -> bool:
+class _GoesOnAfterStandStill(Listener):
+    def was_paused(self) -> bool:
         return False
 
 
@@ -91,7 +97,7 @@ class _WaitsForMoments(Training):
 # ---------------------------------------------------------------- the text and weights
 
 
-class _WeightsIgnored(RoundMachine):
+class _WeightsIgnored(Reducer):
     def _weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
     ) -> tuple[int, ...] | None:
@@ -118,7 +124,7 @@ class _DealtAnewAtReform(Rules):
         return self.next_book(book, {}, quotas)
 
 
-class _AllAreKept(RoundMachine):
+class _AllAreKept(Collector):
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
         return peers
 
@@ -163,11 +169,11 @@ class _AnyNumberIsYoung(Rules):
         return Electorate({p: replace(m, votes=given[p].votes) for p, m in members.items()}, ())
 
 
-class _TraineesCount(RoundMachine):
-    def _electorate(self) -> Collection[PeerId]:
+class _TraineesCount(Standing):
+    def electorate(self) -> Collection[PeerId]:
         return self.tip.members
 
-    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+    def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         return 2 * len(self.tip.members.keys() & set(peers)) > len(self.tip.members)
 
 
@@ -224,19 +230,22 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         Cast(without_record=_abstains_for_two_heights),
     ),
     "lone_abstainer_votes": Mutant(
-        "P5: a lone member without its record reforms", Cast(_LoneAbstainerVotes)
+        "P5: a lone member without its record reforms",
+        Cast(machine_of(_LoneAbstainerVotes)),
     ),
     "failed_sync_awaited": Mutant(
-        "A3: a sync that failed is tried again", Cast(_FailedSyncAwaited)
+        "A3: a sync that failed is tried again", Cast(machine_of(_FailedSyncAwaited))
     ),
-    "four_are_a_quorum": Mutant("a quorum is a majority of all members", Cast(_FourAreAQuorum)),
+    "four_are_a_quorum": Mutant(
+        "a quorum is a majority of all members", Cast(machine_of(_FourAreAQuorum))
+    ),
     "unheard_goes_first": Mutant(
-        "K1: a convener that got no answers goes last", Cast(_UnheardGoesFirst)
+        "K1: a convener that got no answers goes last", Cast(machine_of(_UnheardGoesFirst))
     ),
     "wall_clock": Mutant("the wall clock does not matter", Cast(clock=attrgetter("wall_s"))),
     "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(clock=attrgetter("awake_s"))),
     "goes_on_after_stand_still": Mutant(
-        "B2: who stood still listens first", Cast(_GoesOnAfterStandStill)
+        "B2: who stood still listens first", Cast(machine_of(_GoesOnAfterStandStill))
     ),
     "transfer_limit_fixed": Mutant(
         "a transfer may take as long as its bytes need", Cast(waits_on=False)
@@ -250,17 +259,19 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", Cast(taking=_OlderMomentsTaken)
     ),
-    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(_WeightsIgnored)),
+    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(machine_of(_WeightsIgnored))),
     "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
     "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
-    "all_are_kept": Mutant("C4: keys that vanish cost a few rosters", Cast(_AllAreKept)),
+    "all_are_kept": Mutant(
+        "C4: keys that vanish cost a few rosters", Cast(machine_of(_AllAreKept))
+    ),
     "vote_at_once": Mutant("R7: a vote is earned", _under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", _under(_AllThatHaveEarnedIt)
     ),
     "any_number_is_young": Mutant("R7: the young are few", _under(_AnyNumberIsYoung)),
-    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(_TraineesCount)),
+    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(machine_of(_TraineesCount))),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(training=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {

@@ -207,7 +207,7 @@ class Node(Ports):
         """Hands an event to the machine and carries its effects out."""
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
-            self._is_listening = self.machine._is_listening
+            self._is_listening = self.machine.is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
             self._execute(self._handle(event))
@@ -215,12 +215,13 @@ class Node(Ports):
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s, gap_s = machine._boot_at, machine.timers.patience_s, now - self._event_s
+        before, patience_s = machine.listened_at, machine.timers.patience_s
+        gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
-        if (machine._boot_at != before) != (gap_s > patience_s):
+        if (machine.listened_at != before) != (gap_s > patience_s):
             why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
-            raise Violation("B2", f"{why}: listens {machine._boot_at != before}")
+            raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
         return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -304,9 +305,9 @@ class Node(Ports):
         self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
     def _fetch(self, effect: Fetch) -> None:
-        pursuit = self.machine._catch_up
-        if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
-            digest = pursuit.manifest.digest
+        pursued = self.machine.pursued
+        if effect.purpose is Purpose.CATCH_UP and pursued is not None:
+            digest = pursued.digest
             if self._caught_up in ((digest, 0), (digest, self._lists)):
                 raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
             self._caught_up = (digest, 0)

@@ -86,7 +86,7 @@ class Ports:
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
-        return self.machine._is_due(tip)
+        return self.machine.merge_is_due(tip)
 
     def local_steps_s(self) -> float:
         """How long the next local steps take."""

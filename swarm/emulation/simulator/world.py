@@ -152,8 +152,7 @@ class World:
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
         """Units that a peer reduces."""
-        job = self.nodes[peer].machine._job
-        return job.inputs.keys() if job else ()
+        return self.nodes[peer].machine.reduced_units
 
     # ------------------------------------------------------------ faults
 
