@@ -70,6 +70,8 @@ def machine_of(*replaced: type) -> type[RoundMachine]:
         next(name for name, part in usual if issubclass(each, part)): each for each in replaced
     }
     return type("Mutant", (RoundMachine,), {"parts": Parts(**parts)})
+
+
 class Times(NamedTuple):
     """What a machine's clocks say: time that has passed, the same without sleep, wall time."""
 
