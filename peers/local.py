@@ -26,9 +26,10 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
-from swarm.peer.run_text import corpus_of
 from swarm.run_files import read_text
 
+EVERY_S = 15.0
+"""So often something is said, even if no round ends."""
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
 _OF_EACH = frozenset(
@@ -51,6 +52,8 @@ class Progress:
     """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When something was said last, be it only how far a peer is."""
 
     def __call__(self, swarm: LocalSwarm) -> None:
         """Looks at the peers' histories.
@@ -74,6 +77,9 @@ class Progress:
             if event["digest"] not in self.losses_said:
                 self.losses_said.add(event["digest"])
                 self._say(f"round {event['round']}: held-out loss {event['val_loss']:.4f}")
+        if time.monotonic() - self.heard_s > EVERY_S:
+            self.heard_s = time.monotonic()
+            click.echo(how_far(histories), err=True)
         if time.monotonic() - self.last_s > STALL_S:
             raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
 
@@ -89,12 +95,24 @@ class Progress:
         )
 
     def _say(self, line: str) -> None:
-        self.last_s = time.monotonic()
+        self.last_s = self.heard_s = time.monotonic()
         click.echo(line, err=self.as_json)
 
 
+def how_far(histories: Sequence[Sequence[Event]]) -> str:
+    """What the peers do between two rounds: the first one that has said so, and how many more."""
+    for index, events in enumerate(histories):
+        if events and events[-1]["event"] == "progress":
+            more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
+            return f"peer {index}: {events[-1]['text']}{more}"
+    return f"{len(histories)} peers start or end a round"
+
+
 @program("swarm-local")
-@options("run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json", "log_format")
+@options(
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json",
+    "log_format", "log_level",
+)  # fmt: skip
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
@@ -123,6 +141,8 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
+    from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+
     corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
@@ -132,7 +152,7 @@ def main(
             folder,
             options.run,
             run.run.peers,
-            options=["--linger", "86400", *_set(for_all)],
+            options=["--linger", "86400", *_level(options), *_set(for_all)],
             founder_options=_set(options.run_settings()),
         )
         with _network(link) as swarm.links:
@@ -173,6 +193,10 @@ def peer_settings(options: Options) -> tuple[str, ...]:
 
 def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
+
+
+def _level(options: Options) -> list[str]:
+    return ["--log-level", options.log_level] if options.log_level else []
 
 
 def _say(line: str) -> None:

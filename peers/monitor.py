@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -15,16 +17,18 @@ from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.metrics import glossary
 from swarm.monitor.snapshot import Snapshot, as_json
 from swarm.monitor.terminal import render, waiting
-from swarm.network.blobs import BlobStore
-from swarm.network.observer import Observer
-from swarm.peer.looking import START_S, Watch
 from swarm.protocol.printable import printable
 
+if TYPE_CHECKING:
+    from swarm.peer.looking import Watch
+
 REFRESH_S = 2.0
+FILE_WIDTH = 160
+"""Characters a line in a file or pipe."""
 
 
 @program("swarm-monitor")
-@options("initial_peers", "tip", "as_json", "log_format")
+@options("initial_peers", "tip", "as_json", "log_format", "log_level")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--run-id", help="Which run, where several are announced.")
 @option(
@@ -44,7 +48,12 @@ def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) ->
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
     # What one look misses the next one sees; lines on stderr would tear the view.
-    logging.getLogger().setLevel(logging.ERROR)
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)
+    from swarm.network.blobs import BlobStore  # with the next: not for --help
+    from swarm.network.observer import Observer  # loads hivemind and torch
+    from swarm.peer.looking import START_S, Watch  # loads hivemind and torch
+
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
@@ -66,6 +75,8 @@ def _show(snapshot: Snapshot, in_json: bool) -> None:
         click.echo(json.dumps(as_json(snapshot)))
         return
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH  # nobody's screen cuts it
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "swarm.config": BASE,
     "swarm.durable": frozenset[str](),
     "swarm.errors": frozenset[str](),
+    "swarm.progress": frozenset[str](),
     "swarm.experts": BASE,
     "swarm.run_files": BASE,
     "swarm.version": frozenset[str](),

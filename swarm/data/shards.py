@@ -152,8 +152,12 @@ def _open(folder: Path) -> Shards:
 
 def _map(path: Path, dtype: np.dtype[Any], num_tokens: int, digest: str) -> Tokens:
     size_bytes = path.stat().st_size
-    if size_bytes != num_tokens * dtype.itemsize:
-        raise _Torn(f"{path.name} has {size_bytes} bytes instead of {num_tokens} tokens")
+    expected_bytes = num_tokens * dtype.itemsize
+    if size_bytes != expected_bytes:
+        raise _Torn(
+            f"{path.name} has {size_bytes} bytes instead of {expected_bytes}, which are "
+            f"{num_tokens} tokens of {dtype.itemsize} bytes"
+        )
     if blake3().update_mmap(path).hexdigest() != digest:
         raise _Torn(f"the content of {path.name} was changed")
     return np.memmap(path, dtype=dtype, mode="r")

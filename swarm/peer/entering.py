@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,21 +18,31 @@ from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
-from swarm.network.finding import Announced, Opened, find_run, open_run, runs_of, whom_to_ask
+from swarm.network.finding import (
+    Announced,
+    Opened,
+    find_run,
+    open_run,
+    runs_here,
+    runs_of,
+    whom_to_ask,
+)
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
-from swarm.peer.agreement import require_admission
+from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import initial_contents
+from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.run_text import RunText
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
+from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.events import Record
@@ -112,10 +121,13 @@ class Starter:
         """The run on disk, unless the person, or the swarm they named, means another one."""
         wanted = self.wanted
         current = wanted.run_id or self.state.current_run
-        if current is None or not self.state.run(current).config_path.exists():
+        if current is None or not self.state.run(current).path.exists():
             return None
         if wanted.run:
-            run = self.state.run(current).read_config()
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
             return current if run.fingerprint() == wanted.run.fingerprint() else None
         if wanted.run_id or not self.config.network.initial_peers:
             return current
@@ -130,7 +142,8 @@ class Starter:
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Goes on from the state directory; None when there is no record of the run.
 
-        None too if its configuration or manifest 0 is damaged, if it `may_join`: others have both.
+        None too if its configuration or manifest 0 is damaged and not in the store either, if it
+        `may_join` others, who have both.
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
@@ -140,17 +153,17 @@ class Starter:
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
         if record is None:
             return None
+        store = BlobStore(directory.path)
         try:
-            run, founding = directory.read_config(), directory.read_founding()
+            run, founding = settings_of(run_id, directory, record, store)
         except CorruptState as error:
-            if not may_join:
+            if not may_join or is_alone(self.node.peer_id, record):
                 raise
             logger.error("%s; joining the run anew", error)
             return None
         self.text.require(run, founding.founding.text, directory.read_text_folder())
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
-        store = BlobStore(directory.path)
         downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
@@ -167,9 +180,19 @@ class Starter:
         record, directory, store = started.record, started.directory, started.store
         self._recompute_initial(record, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
-        if not others:
-            return self._earlier(directory, store)
         file = RecordFile(directory.record_path)
+        if not others:
+            if not store.verify(blobs_of(record.tip)):
+                return record
+            earlier = earlier_record(record, file, store, blobs_of)
+            if earlier is None:
+                raise CorruptState(
+                    f"{directory.path}: values of round {record.tip.round} and of the one before "
+                    "are damaged, and no other member has them",
+                    hint="found the run anew with --run FILE and a new --state-dir",
+                )
+            file.write(earlier)
+            return earlier
         repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -180,23 +203,12 @@ class Starter:
                 shown=Shown(record),
                 trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         if repaired.record is not record:
             file.write(repaired.record, repaired.path)
         return repaired.record
-
-    def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
-        """The manifest before the newest, for a peer that is alone."""
-        earlier = RecordFile(directory.record_path).read_earlier()
-        if earlier is None or store.verify(blobs_of(earlier.tip)):
-            raise CorruptState(
-                "blobs of the newest manifests are damaged and no other member has them",
-                hint=f"restore {directory.path} from a copy",
-            )
-        RecordFile(directory.record_path).write(earlier)
-        return earlier
 
     # ------------------------------------------------ join
 
@@ -208,7 +220,8 @@ class Starter:
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
-            RunMismatch: the run is not what was asked for; nothing of it is kept then.
+            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
+                configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
         """
         self.observer.on_joining()
@@ -225,6 +238,8 @@ class Starter:
         )
         if opened is None:
             if wanted:
+                if not self.wanted.beside_others:
+                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
@@ -278,7 +293,7 @@ class Starter:
                 shown=shown,
                 trust=trust,
                 peers=sources,
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         RecordFile(directory.record_path).write(shown.record, shown.path)
@@ -340,18 +355,6 @@ class Starter:
                 return  # founded on given weights, which only members have
             is_seeded = True
             store_content(store, content)
-
-    def _progress(self) -> Callable[[int, int], None]:
-        said_s = time.monotonic()
-
-        def say(here: int, total: int) -> None:
-            nonlocal said_s
-            self.observer.on_fetched(here, total)
-            if time.monotonic() - said_s > 5 or here == total:
-                said_s = time.monotonic()
-                logger.info("fetched %.1f of %.1f MB of the model", here / 1e6, total / 1e6)
-
-        return say
 
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:

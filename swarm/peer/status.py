@@ -19,6 +19,8 @@ from swarm.network.round_driver import RoundDriver
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
+from swarm.peer.step_progress import StepProgress
+from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
@@ -79,6 +81,8 @@ class PeerStatus:
         self.tokens_per_s = 0.0
         self.zero_moments = 0
         self.moments_reason = ""
+        self.progress = StepProgress(lambda text: self._event("progress", text=text))
+        """Of the local steps under way."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
         self._state = PeerState.STARTING
@@ -139,6 +143,12 @@ class PeerStatus:
         self.changed.set()
         self.observer.on_state(state)
 
+    def waits(self, why: str) -> None:
+        """The peer has waited for a while."""
+        said = because(why)
+        logger.info("waiting state=%s%s", self._state.value, said)
+        self._event("progress", text=f"waiting: {self._state.value}{said}")
+
     def since_begin_s(self) -> float:
         """Seconds since the last `begin`."""
         return time.monotonic() - self._since_s
@@ -148,6 +158,10 @@ class PeerStatus:
         self._steps_done += 1
         self.grad_spikes += stats.spike
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
+        self.progress.stepped(stats)
+        self.tokens_per_s = self.progress.tokens_per_s or 0.0
+        if self._loss is None:  # of the first round, which may take long
+            self._loss = self.progress.loss
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
         self.observer.on_step(step, stats)
@@ -168,7 +182,7 @@ class PeerStatus:
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens
-        logger.warning("tokens_lost=%d reason=%r", tokens, why)
+        logger.warning("tokens_lost=%d%s", tokens, because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
         """Moments of an expert are out for its next owners."""
@@ -211,17 +225,17 @@ class PeerStatus:
         owned = self.owned_experts()
         logger.info(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
-            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d%s",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
             ",".join(map(str, owned)) or "none",
             f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
             self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
-            report.reason,
+            because(report.reason),
         )  # fmt: skip
-        for reason in manifest.reasons:
-            logger.info("round=%d %s", manifest.round, reason)
+        for line in told(manifest.reasons):
+            logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
         self._event(

@@ -140,6 +140,7 @@ class Trainer(TrainingShell):
         assert before is None or isinstance(before, LocalStats)
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
+        self.status.progress.begin(tip.round + 1, self.run.run.rounds)
         self.moments.install()
 
         def on_step(step: int, stats: StepStats) -> None:
@@ -150,6 +151,7 @@ class Trainer(TrainingShell):
             step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
             work = left(done + steps, step_s, time.monotonic() - began_s)
             self._check_time_left(work.steps, step_s)
+            self.status.progress.planned(done + steps, work.steps)
             if work.seconds is not None:
                 self.rounds.expect(tip.digest, work.seconds)
             if not work.steps:
@@ -229,8 +231,8 @@ class Trainer(TrainingShell):
             if self.stop():
                 self._wait_to_leave(state)
             if time.monotonic() - said_s > SAY_WHY_EVERY_S:
-                said_s, why = time.monotonic(), self.rounds.last_reason
-                logger.info("waiting state=%s reason=%r", state.value, why)
+                said_s = time.monotonic()
+                self.status.waits(self.rounds.last_reason)
         self._waited_s = self.status.since_begin_s()
         return newer
 

@@ -23,6 +23,7 @@ from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
+from swarm.peer.step_progress import StepProgress
 from swarm.peer.trainer import Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
@@ -58,6 +59,7 @@ class Peer:
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
             phases=PhaseMeter(),
+            progress=StepProgress(lambda _: None),
             observer=UNOBSERVED,
             begin=lambda _: None,
             end_steps=lambda _: None,

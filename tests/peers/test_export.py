@@ -8,7 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from peers.export import export, main
+from peers.export import main
+from peers.exporting import export
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.errors import CorruptState, StateError

@@ -9,7 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.options import OPTIONS, Options, Program, as_toml, flags_of, options, program
+from peers.options import OPTIONS, Options, Program, flags_of, options, program
+from peers.toml_text import as_toml
 from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.run_files import read_text
@@ -155,9 +156,10 @@ def test_an_error_is_one_line_on_stderr_with_its_exit_code() -> None:
         (("--set", "rounds=3", "--run", DEMO), "expected section.field=value"),
         (("--set", "rnd.local_steps=3", "--run", DEMO), "did you mean round.local_steps?"),
         (("--set", "run.round=3", "--run", DEMO), "did you mean run.rounds?"),
+        (("--set", "run.rounds=x", "--run", DEMO), "error: command line: run.rounds = 'x'"),
         (("--run", str(RUNS / "dmeo.toml")), f"did you mean {DEMO}?"),
         (("--run", "/no/such/file.toml"), "/no/such/file.toml: No such file"),
-        (("--run", str(RUNS)), "Is a directory"),
+        (("--run", str(RUNS)), "Is a directory\n"),
         (("--initial-peers", "@/no/such"), "/no/such: No such file"),
     ],
 )

@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.faults import CLASSES, Mix
-from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.trainer import Trainer
-from swarm.emulation.simulator.values import Merged
-from swarm.experts import expert_unit
-from swarm.protocol.adoption import Action, Adoption
+from swarm.emulation.simulator.training_mutants import (
+    MergesOnApply,
+    NoBaseCheck,
+    NoBaseCheckAtMerge,
+    OfferedBeforeSaved,
+)
 from swarm.protocol.events import Apply, Record
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Accepted, Ballot, Evidence, Header, Offer, Reduced
+from swarm.protocol.messages import Accepted, Ballot, Evidence, Header, Reduced
 from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.averaging import Averaging
@@ -159,44 +161,12 @@ class _VotesCrossTips(Listener):
         return not self.life.is_listening
 
 
-class _NoBaseCheck(Training):
-    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
-        adoption = super().decide(manifest, previous)
-        experts = {
-            expert: replace(choice, action=Action.KEEP)
-            if choice.action is Action.RESTART
-            else choice
-            for expert, choice in adoption.experts.items()
-        }
-        return replace(adoption, experts=experts)
-
-
-class _OfferedBeforeSaved(Training):
-    async def save(self) -> Offer:
-        assert self.work is not None
-        units = self.shell.store(self.tip, self._bases_of_due(), self.work.tokens)
-        return Offer(self.tip.digest, self.work.steps, self.work.tokens, units, self.work.seconds)
-
-
 class _TipBeforeCollected(Adopter):
     def _collect_garbage(self, old: Record) -> None:
         super()._collect_garbage(replace(old, tip=self.tip))
         # At once: else the live model has taken what it needs.
         at = next(i for i, effect in enumerate(self.out.effects) if isinstance(effect, Apply))
         self.out.effects.insert(at, self.out.effects.pop())
-
-
-class _NoBaseCheckAtMerge(Training):
-    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
-        adoption = super().decide(manifest, previous)
-        experts = {
-            expert: replace(choice, action=Action.REBASE, rebase_from=before)
-            if choice.action is Action.RESTART
-            and (before := manifest.entries[expert_unit(expert)].base) is not None
-            else choice
-            for expert, choice in adoption.experts.items()
-        }
-        return replace(adoption, experts=experts)
 
 
 # ---------------------------------------------------------------- takeover and forks
@@ -233,19 +203,6 @@ class _MostTokensWin(Standing):
 class _NeverDue(Standing):
     def is_due(self, manifest: Manifest) -> bool:
         return False
-
-
-class _MergingModel(Model):
-    def _agreed(self, manifest: Manifest, expert: int) -> Digest:
-        if not merge_due(manifest, self.task.rules.merging):
-            return super()._agreed(manifest, expert)
-        units = (expert_unit(each) for each in range(self.task.rules.num_experts))
-        inputs = tuple(manifest.entries[unit].digest for unit in units)
-        return self.task.values.digest_of(Merged(inputs, expert, 0))
-
-
-class _MergesOnApply(Trainer):
-    model_type = _MergingModel
 
 
 class _DueByOwnCount(Standing):
@@ -372,9 +329,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "fetch_never_dropped": Mutant(
         "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
     ),
-    "no_base_check": Mutant("S2: compare and swap on the base", _of(training=_NoBaseCheck)),
+    "no_base_check": Mutant("S2: compare and swap on the base", _of(training=NoBaseCheck)),
     "offered_before_saved": Mutant(
-        "P6: the private state is durable before the offer", _of(training=_OfferedBeforeSaved)
+        "P6: the private state is durable before the offer", _of(training=OfferedBeforeSaved)
     ),
     "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
     "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
@@ -385,7 +342,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "F2: no reform while a quorum is heard", _of(_ReformAlthoughQuorum)
     ),
     "most_tokens_win": Mutant("F1: the total order of manifests", _of(_MostTokensWin)),
-    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, trainer=_MergesOnApply)),
+    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, trainer=MergesOnApply)),
     "due_by_own_count": Mutant("M1: due by the manifest alone", _of(_DueByOwnCount)),
     "round_while_due": Mutant("M2: no round while a merge is due", _of(_NeverDue)),
     "due_by_kind": Mutant("M1: the kind of the tip plays no part", _of(_DueByKind)),
@@ -403,7 +360,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "M5: never compare with one's own result", _of(_AcceptOnlyOwnMerge)
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", _of(training=_NoBaseCheckAtMerge)
+        "M8: rebase only from the own base", _of(training=NoBaseCheckAtMerge)
     ),
     "tip_before_collected": Mutant(
         "GC, M10: the blobs of the tip before are kept", _of(_TipBeforeCollected)
