@@ -30,6 +30,7 @@ from swarm.run_files import read_text
 
 EVERY_S = 15.0
 """So often something is said, even if no round ends."""
+LOCAL = "127.0.0.1"
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
 _OF_EACH = frozenset(
@@ -120,6 +121,7 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
+@option("--page", is_flag=True, help="Serves swarm-monitor's page, and prints its address.")
 @option(
     "--faults",
     type=click.Path(path_type=Path),
@@ -129,8 +131,10 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(
     options: Options,
+    *,
     export_to: Path | None,
     monitor: bool,
+    page: bool,
     faults: Path | None,
     link: str | None,
 ) -> None:
@@ -166,7 +170,7 @@ def main(
             progress = None if monitor else Progress(run.run.rounds, options.as_json)
             began_s = time.time()
             with swarm:
-                present = _train(swarm, runner, progress)
+                present = _train(swarm, runner, progress, page)
         if export_to:
             _export(swarm.peers[min(present)], export_to, options.as_json)
         verdict = summary(swarm, present)
@@ -237,7 +241,9 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     )
 
 
-def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None) -> list[int]:
+def _train(
+    swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None, page: bool
+) -> list[int]:
     """Trains until the run is finished; returns the peers that were there at the end."""
     if runner:
         runner.prepare()
@@ -250,21 +256,27 @@ def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | N
             if act:
                 act(swarm)
 
-    shown = None if progress else _monitor(swarm.peers[0])
+    shown = [_monitor(swarm.peers[0], "--http", f"{LOCAL}:0")] if page else []
+    shown += [] if progress else [_monitor(swarm.peers[0])]
     try:
         swarm.wait_until(
             LocalSwarm.finished, what="the run", timeout_s=float("inf"), on_poll=on_poll
         )
     finally:
-        if shown:
-            shown.terminate()
-            shown.wait(10)
+        for process in shown:
+            process.terminate()
+            process.wait(10)
     return [peer.index for peer in swarm.peers if peer.alive]
 
 
-def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "peers.monitor", "--initial-peers", founder.join_address()]
-    return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL)
+def _monitor(founder: LocalPeer, *options: str) -> subprocess.Popen[bytes]:
+    address = ["--initial-peers", founder.join_address()]
+    if not options:
+        _say(f"in a browser: swarm-monitor {' '.join(address)} --http 8080")
+    command = [sys.executable, "-m", "peers.monitor", *address, *options]
+    # Only the verdict is for stdout, so the page's address goes where the progress of --json does.
+    out = sys.stderr if options else None
+    return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL, stdout=out)
 
 
 def _export(peer: LocalPeer, folder: Path, as_json: bool) -> None:

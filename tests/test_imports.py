@@ -59,6 +59,10 @@ FACADE = ("swarm.api", "swarm.version")
 RESERVED = {
     "hivemind": frozenset({"swarm.network"}),
     "click": frozenset({"peers"}),
+    # The page and its metrics: nothing else needs a server.
+    "starlette": frozenset({"swarm.monitor"}),
+    "uvicorn": frozenset({"swarm.monitor"}),
+    "prometheus_client": frozenset({"swarm.monitor"}),
     "pickle": frozenset[str](),
     "cPickle": frozenset[str](),
     "cloudpickle": frozenset[str](),

@@ -90,7 +90,13 @@ def _config_in(store: BlobStore, digest: Digest, error: CorruptState) -> RunConf
     blob = store.get(digest)
     if blob is None:
         raise _lost(error) from error
-    return RunConfig.model_validate_json(bytes(blob))
+    try:
+        return RunConfig.model_validate_json(bytes(blob))
+    except ValueError as unread:  # as when another version of this program wrote it
+        raise CorruptState(
+            f"{error}; nor does this version understand its copy in the store",
+            hint="go on with the version of swarm that the run was founded with",
+        ) from unread
 
 
 def _founding_in(store: BlobStore, name: str, run: RunConfig, error: CorruptState) -> Manifest:

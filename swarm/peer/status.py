@@ -24,10 +24,12 @@ from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
-from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
+from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
 from swarm.protocol.records import (
+    MAX_SHARES,
     PeerRecord,
     PeerState,
+    RoundFigures,
     RoutingFigures,
     ValidationRecord,
     shortened,
@@ -91,6 +93,7 @@ class PeerStatus:
         self._steps_done = 0
         self._loss: float | None = None
         self._routing: RoutingFigures | None = None
+        self._last_round: RoundFigures | None = None
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
         self._counted: list[tuple[Code, int]] = []
@@ -173,7 +176,9 @@ class PeerStatus:
         self.skipped += stats.skipped
         self._loss = stats.cross_entropy
         if stats.routing:
-            self._routing = RoutingFigures(**asdict(stats.routing))
+            found = asdict(stats.routing)
+            told = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
+            self._routing = RoutingFigures(**found | {"shares": told})
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -254,6 +259,17 @@ class PeerStatus:
             logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
+        phases = self.phases.take()
+        if manifest.kind is Kind.QUORUM:
+            took = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
+            self._last_round = RoundFigures(
+                manifest.round,
+                report.counted,
+                round(seconds, 3),
+                took,
+                self._round_traffic.blobs_sent,
+                self._round_traffic.blobs_received,
+            )
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
@@ -271,7 +287,7 @@ class PeerStatus:
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
             routing=asdict(stats.routing) if stats and stats.routing else None,
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
-            phases=self.phases.take(),
+            phases=phases,
         )  # fmt: skip
         self.changed.set()
         self.observer.on_round(report)
@@ -379,6 +395,7 @@ class PeerStatus:
             routing=self._routing,
             grad_norm=self._median_norm(),
             grad_spikes=self.grad_spikes,
+            last_round=self._last_round,
         )
 
     def _median_norm(self) -> float | None:

@@ -73,6 +73,18 @@ def test_what_is_not_in_the_store_either_is_an_error_with_a_way_out(
         settings_of(NAME, directory, Record(FIRST, None, None), BlobStore(directory.path))
 
 
+def test_a_configuration_of_another_version_is_an_error_and_no_traceback(
+    directory: RunDirectory,
+) -> None:
+    old = RUN.canonical_json().replace(b'"rounds"', b'"turns"')
+    store = BlobStore(directory.path)
+    store.sync([store.put(old)])
+    directory.config_path.write_bytes(old)
+    founding = replace(FIRST.founding, config=digest_of(old), config_bytes=len(old))
+    with pytest.raises(CorruptState, match=r"unknown key run\.turns.*version of swarm"):
+        settings_of(NAME, directory, Record(replace(FIRST, founding=founding), None, None), store)
+
+
 def test_a_peer_is_alone_when_nobody_else_is_a_member() -> None:
     assert is_alone("A", Record(FIRST, None, None))
     assert not is_alone("A", Record(found(make_rules(), ["A", "B"]), None, None))

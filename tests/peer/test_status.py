@@ -41,7 +41,9 @@ STATS = LocalStats(
     loss=2.5,
     cross_entropy=2.0,
     completed=True,
-    routing=RoutingStats(max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4),
+    routing=RoutingStats(
+        max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4, shares=(250, 750)
+    ),
 )
 
 
@@ -224,9 +226,35 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     with caplog.at_level("INFO"):
         status.applied(report(successor(TIP)))
     figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
-    assert status.record().routing == RoutingFigures(**figures)
-    assert events(status)[-1]["routing"] == figures
+    assert status.record().routing == RoutingFigures(**figures, shares=(250, 750))
+    assert events(status)[-1]["routing"] == figures | {"shares": [250, 750]}
     assert "max_load=1.50 idle_experts=2 dropped=0.125 similarity=0.40" in caplog.text
+
+
+def test_a_record_of_a_very_large_model_leaves_out_the_shares(status: PeerStatus) -> None:
+    routing = replace(cast(RoutingStats, STATS.routing), shares=(1,) * 300)
+    status.end_steps(replace(STATS, routing=routing))
+    record = status.record()
+    assert record.routing and record.routing.shares == ()
+    assert decode_record(PeerRecord, encode_record(record)) == record
+
+
+def test_the_last_training_round_is_in_the_record_and_a_merge_does_not_hide_it(
+    status: PeerStatus,
+) -> None:
+    watch(status)
+    assert status.record().last_round is None
+    status.begin(PeerState.TRAINING)
+    status.node.traffic.blob_bytes_sent += 700
+    status.applied(report(successor(TIP)))
+    told = status.record().last_round
+    assert told and (told.round, told.counted) == (1, True)
+    assert (told.blob_bytes_sent, told.blob_bytes_received) == (700, 0)
+    assert "training" in told.phases and sum(told.phases.values()) <= told.seconds + 0.01
+    assert decode_record(PeerRecord, encode_record(status.record())) == status.record()
+    merge = replace(successor(successor(TIP)), kind=Kind.MERGE)
+    status.applied(report(merge, None))
+    assert status.record().last_round == told
 
 
 def test_gradient_spikes_and_the_median_norm_are_published(status: PeerStatus) -> None:

@@ -165,7 +165,7 @@ def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest:
     monkeypatch.setattr("swarm.network.observer.Observer.start", lambda *_, **__: guest)
     code, out, err = run_program("--initial-peers", DEAD, "--once", "--json")
     assert (code, err) == (0, "") and stopped == [True]
-    assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "generation": "0"')
+    assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "name": "demo"')
     code, out, _ = run_program("--initial-peers", DEAD, "--once")
     assert code == 0 and "round 1/8" in out
 

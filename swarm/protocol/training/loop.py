@@ -165,8 +165,7 @@ class Training:
             self.shell.report(applied, work if follows else None, counted=is_mine)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
-        if not is_kept:
-            # A reform or a merge leaves everything where it was: the same work is offered to it.
+        if not is_kept:  # after a reform the same work is offered to it
             self.work = None
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
