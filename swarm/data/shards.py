@@ -234,7 +234,7 @@ def _map(path: Path, dtype: np.dtype[Any], num_tokens: int, digest: str) -> Toke
 def _checked(path: Path, num_bytes: int, digest: str) -> None:
     size_bytes = path.stat().st_size
     if size_bytes != num_bytes:
-        raise Torn(f"{path.name} has {size_bytes} bytes instead of {num_bytes}")
+        raise Torn(f"{path.name} has {size_bytes} bytes instead of {num_bytes}, as its header says")
     if blake3().update_mmap(path).hexdigest() != digest:
         raise Torn(f"the content of {path.name} was changed")
 

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
@@ -22,6 +22,7 @@ from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
+from swarm.peer.traffic import Traffic
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
@@ -45,18 +46,6 @@ MAX_RECENT = 200
 MAX_COUNTED = 4096
 """Rounds that a partition may last until its tokens are no longer counted as lost."""
 MAX_NORMS = 64
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes since the start."""
-
-    blobs_sent: int
-    blobs_received: int
-    control_sent: int
-    control_received: int
-    moments_sent: int
-    moments_received: int
 
 
 class PeerStatus:
@@ -240,7 +229,7 @@ class PeerStatus:
         """A manifest was applied: the round's log line and event."""
         manifest, stats = report.manifest, report.stats
         now, traffic = time.monotonic(), self.traffic()
-        self._round_traffic = _difference(traffic, self._at_round_start)
+        self._round_traffic = traffic.since(self._at_round_start)
         seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
         self.manifest, self._steps_done = manifest, 0
         owned = self.owned_experts()
@@ -348,15 +337,7 @@ class PeerStatus:
 
     def traffic(self) -> Traffic:
         """Bytes that this peer has moved."""
-        counted = self.node.traffic
-        return Traffic(
-            counted.blob_bytes_sent,
-            counted.blob_bytes_received,
-            counted.control_bytes_sent,
-            counted.control_bytes_received,
-            counted.moments_bytes_sent,
-            counted.moments_bytes_received,
-        )
+        return Traffic.of(self.node.traffic)
 
     def record(self) -> PeerRecord:
         """Presence, progress and ownership, as published."""
@@ -401,14 +382,3 @@ class PeerStatus:
     def _median_norm(self) -> float | None:
         norms = [norm for norm in self._grad_norms if math.isfinite(norm)]
         return statistics.median(norms) if norms else None
-
-
-def _difference(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        now.blobs_sent - before.blobs_sent,
-        now.blobs_received - before.blobs_received,
-        now.control_sent - before.control_sent,
-        now.control_received - before.control_received,
-        now.moments_sent - before.moments_sent,
-        now.moments_received - before.moments_received,
-    )

@@ -222,8 +222,8 @@ def test_tokens_take_two_bytes_while_they_fit():
 
 
 def test_what_a_torn_shard_is_said_to_lack_is_in_one_unit(corpus, tmp_path, caplog):
-    tokens = open_shards(corpus, tmp_path / "cache").num_tokens
+    tokens = open_shards(corpus, tmp_path / "cache", BYTE).num_tokens
     shard = only_folder(tmp_path / "cache") / "00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     assert f"has {2 * tokens - 2} bytes instead of {2 * tokens}, " in caplog.text
