@@ -198,7 +198,7 @@ class Snapshot:
     at: float = 0.0
     """When it was read, in seconds since 1970."""
     live: bool = True
-    """False of a replay: histories do not tell states or refusals of peers, nor who reaches them."""
+    """False of a replay: histories do not tell states or refusals of peers, for example."""
     wait_for_peers: int = 0
     """How many peers a founder that gathers waits for."""
     step: int | None = None

@@ -1,11 +1,14 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
+import subprocess
+import sys
 from typing import cast
 
 import pytest
 from click.testing import CliRunner
 
 from peers.monitor import Watch, main
+from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
@@ -146,6 +149,36 @@ def test_nobody_reachable_is_one_error_line_and_status_3(extra: tuple[str, ...])
     code, out, err = run_program("--initial-peers", DEAD, "--once", *extra)
     assert code == 3 and out == ""
     assert err.startswith("swarm-monitor: error: ") and err.count("\n") == 1
+
+
+def test_a_terminal_loads_nothing_of_the_page() -> None:
+    code = "import sys, peers.monitor; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "rich" in loaded
+    assert loaded.isdisjoint({"starlette", "uvicorn", "prometheus_client", "anyio"})
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:70000", ":", ""])
+def test_an_address_of_the_page_that_is_none_is_told(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"for example 127\.0\.0\.1:8080"):
+        bound_to(address)
+
+
+def test_a_port_alone_is_one_of_this_machine() -> None:
+    for address in ("0", "127.0.0.1:0", ":0"):
+        bound = bound_to(address)
+        with bound:
+            assert bound.getsockname()[0] == "127.0.0.1"
+            assert url_of(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}/"
+
+
+def test_the_page_and_lines_exclude_each_other() -> None:
+    for extra in ("--once", "--follow", "--json"):
+        code, _, err = run_program("--initial-peers", DEAD, "--http", "0", extra)
+        assert code == ConfigError.exit_code and "--http goes with none of" in err
 
 
 def test_an_address_is_needed() -> None:
