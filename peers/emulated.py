@@ -1,7 +1,7 @@
 """swarm-peer inside a drill: it can be caught at a phase, and its clock and steps obey the drill.
 
 Not for people: `swarm-local --faults` and the scenarios start it instead of `peers.peer`. It
-changes nothing but when things happen.
+watches the peer as any observer may, and changes nothing but when things happen.
 
 | phase | caught |
 |---|---|
@@ -11,7 +11,7 @@ changes nothing but when things happen.
 | roster | as convener before the first ROSTER is sent, as reducer when it came |
 | reduce | the values of a unit are here, their mean is not |
 | propose | as convener, before the first PROPOSE |
-| fetch | a fetch has begun; a joiner's: of the first blob |
+| fetch | a fetch has begun; a joiner's: the first blob of the model is here |
 | accept | the vote is durable, ACCEPT was not sent |
 | commit | as convener: decided and applied, but no COMMIT went out |
 | apply | the record names the new tip, the live model was not swapped |
@@ -25,14 +25,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peers.peer import main
-from peers.start import Started, Starter
+from peers.taking_part import Printed
 from swarm.emulation.controls import (
     FOLDER_VARIABLE,
     INDEX_VARIABLE,
@@ -40,17 +37,23 @@ from swarm.emulation.controls import (
     ControlFolder,
     Trap,
 )
-from swarm.network.blobs import BlobStore
-from swarm.network.round_driver import RoundDriver
-from swarm.peer import trainer
-from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import PeerStatus
-from swarm.protocol.events import Apply, ComputeMerge, Event, Fetch, Persist, Received, Reduce, Send
+from swarm.network.record_file import RecordFile
+from swarm.network.watching import CarryOut
+from swarm.protocol.events import (
+    Apply,
+    ComputeMerge,
+    Effect,
+    Event,
+    Fetch,
+    Persist,
+    Received,
+    Reduce,
+    Send,
+)
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.messages import Commit, Offer, Propose, Roster
+from swarm.protocol.messages import Commit, Propose, Roster
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine
-from swarm.train.checkpoint import PrivateState, Saving, save_private
 from swarm.train.engine import StepStats
 
 NO_ROUND = 2**31
@@ -67,13 +70,15 @@ class Spot:
     roles: tuple[str, ...]
 
 
-class Emulation:
-    """What this process knows of the drill that it is part of."""
+class Emulation(Printed):
+    """What this process knows of the drill that it is part of, and its traps."""
 
     def __init__(self, folder: ControlFolder, peer: int) -> None:
         self.folder, self.peer = folder, peer
         self.controls = folder.controls(peer)
-        self.driver: RoundDriver | None = None
+        self.machine: RoundMachine | None = None
+        """Of the rounds, once they have begun."""
+        self.record_file: RecordFile | None = None
         self.is_joiner = False
         """This life came as a stranger and has not contributed yet."""
         self.step_began_s = time.monotonic()
@@ -83,7 +88,6 @@ class Emulation:
         self.unsent: list[Send] = []
         """COMMITs of a decision that are held back until it is applied here."""
         self.real_time = time.time
-        self._is_true = threading.local()
 
     def follow(self) -> None:
         """Looks up what the drill says, as long as the process lives."""
@@ -97,8 +101,6 @@ class Emulation:
 
     def clock(self) -> float:
         """Seconds since 1970 by this peer's wall clock."""
-        if getattr(self._is_true, "on", False):
-            return self.real_time()
         return self.real_time() + self.controls.skew_s
 
     def stretch_step(self) -> None:
@@ -107,15 +109,6 @@ class Emulation:
         took_s = time.monotonic() - self.step_began_s
         time.sleep(max(0.0, max(took_s, told.step_s) * told.slow - took_s))
         self.step_began_s = time.monotonic()
-
-    @contextmanager
-    def true_time(self) -> Iterator[None]:
-        """The history is read by the drill: its times are true ones."""
-        self._is_true.on = True
-        try:
-            yield
-        finally:
-            self._is_true.on = False
 
     # ------------------------------------------------ traps
 
@@ -141,16 +134,15 @@ class Emulation:
 
     def spot(self) -> Spot:
         """Where this peer is at this moment."""
-        if self.driver is None:
+        if self.machine is None:
             # A stranger knows no round: any trap for later ones is meant.
             return Spot(NO_ROUND, self._roles_outside())
-        machine = self.driver.machine
-        return self.spot_on(machine.tip, machine.campaign.convener)
+        return self.spot_on(self.machine.tip, self.machine.campaign.convener)
 
     def spot_on(self, tip: Manifest, convener: PeerId) -> Spot:
         """Where this peer is while the manifest after a tip is worked on."""
-        assert self.driver is not None
-        me, roles = self.driver.node.peer_id, self._roles_outside()
+        assert self.machine is not None
+        me, roles = self.machine.me, self._roles_outside()
         if self.reduces_on == tip.digest:
             roles += ("reducer",)
         if me not in tip.members:
@@ -164,161 +156,119 @@ class Emulation:
         roles = ("bootstrap",) if self.peer == 0 else ()
         return (*roles, "joiner") if self.is_joiner else roles
 
+    # ------------------------------------------------ told by the peer
 
-def arm_trainer(emulation: Emulation) -> None:
-    """Puts the traps into the trainer's thread, and makes local steps as long as asked."""
-    begin, on_step, save = PeerStatus.begin, PeerStatus.on_step, save_private
-    offer, leave = RoundDriver.offer, RoundDriver.leave
-    join, append = Starter.join, RunDirectory.append_event
+    def on_joining(self) -> None:
+        """It comes as a stranger."""
+        self.is_joiner = True
 
-    def noted_begin(self: PeerStatus, state: PeerState) -> None:
-        emulation.step_began_s = time.monotonic()
-        begin(self, state)
+    def on_fetched(self, here: int, total: int) -> None:  # noqa: ARG002 - an observer's
+        """A joiner's fetch is under way."""
+        if self.is_joiner:
+            self.at("fetch")
 
-    def timed_step(self: PeerStatus, number: int, stats: StepStats) -> None:
-        on_step(self, number, stats)
-        emulation.stretch_step()
-        emulation.at("local_steps")
+    def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
+        """From now on it is known where the peer is."""
+        self.machine, self.record_file = machine, record_file
 
-    def trapped_save(path: Path, state: PrivateState, begun: Saving) -> None:
-        emulation.at("save")
-        save(path, state, begun)
+    def on_state(self, state: PeerState) -> None:  # noqa: ARG002 - likewise
+        """The first local step of a round begins now, if it does."""
+        self.step_began_s = time.monotonic()
 
-    def trapped_offer(self: RoundDriver, offered: Offer) -> None:
-        emulation.at("offer")
-        offer(self, offered)
+    def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - likewise
+        """A step takes as long as it is told."""
+        self.stretch_step()
+        self.at("local_steps")
 
-    def trapped_leave(self: RoundDriver) -> None:
-        emulation.at("leave")
-        leave(self)
+    def on_saving(self) -> None:
+        """See the table."""
+        self.at("save")
 
-    def noted_join(self: Starter, *arguments: Any) -> Started | None:
-        emulation.is_joiner = True
-        return join(self, *arguments)
+    def before_offer(self) -> None:
+        """See the table."""
+        self.at("offer")
 
-    def true_append(self: RunDirectory, kind: str, /, **fields: Any) -> None:
-        with emulation.true_time():
-            append(self, kind, **fields)
+    def before_leave(self) -> None:
+        """See the table."""
+        self.at("leave")
 
-    _replace(PeerStatus, "begin", noted_begin)
-    _replace(PeerStatus, "on_step", timed_step)
-    _replace(trainer, "save_private", trapped_save)
-    _replace(RoundDriver, "offer", trapped_offer)
-    _replace(RoundDriver, "leave", trapped_leave)
-    _replace(Starter, "join", noted_join)
-    _replace(RunDirectory, "append_event", true_append)
+    def before_event(self, event: Event) -> None:
+        """A reducer hears of it by the ROSTER."""
+        message, machine = event.message if isinstance(event, Received) else None, self.machine
+        if machine and isinstance(message, Roster) and machine.me in message.reducers:
+            self.reduces_on = machine.tip.digest
+            self.at("roster")
 
+    async def carry_out(self, effect: Effect, act: CarryOut) -> None:
+        """Traps before and after what the round machine has done, one effect after another."""
+        if isinstance(effect, Persist):
+            await self._persist(effect, act)
+            return
+        if isinstance(effect, Send) and self._holds_back(effect):
+            return
+        if isinstance(effect, Reduce):
+            self.at("reduce")
+        elif isinstance(effect, ComputeMerge):
+            self.at("merge")
+        elif isinstance(effect, Apply) and self.machine:
+            self.is_joiner &= self.machine.me not in effect.manifest.contributors
+        await act(effect)
+        if isinstance(effect, Fetch):
+            self.at("fetch")
 
-def arm_network(emulation: Emulation) -> None:
-    """Puts the traps into the places where this peer serves the others."""
-    start, writer = RoundDriver.start, BlobStore.writer
-    handle, reduce_unit = RoundMachine.handle, RoundDriver._reduce_unit
-
-    def noted_start(self: RoundDriver) -> None:
-        emulation.driver = self
-        start(self)
-
-    def trapped_writer(self: BlobStore, *arguments: Any) -> Any:
-        if emulation.driver is None and emulation.is_joiner:
-            emulation.at("fetch")
-        return writer(self, *arguments)
-
-    def trapped_handle(self: RoundMachine, event: Event, now: float) -> Any:
-        message = event.message if isinstance(event, Received) else None
-        if isinstance(message, Roster) and self.me in message.reducers:
-            emulation.reduces_on = self.tip.digest
-            emulation.at("roster")
-        return handle(self, event, now)
-
-    async def trapped_reduce(self: RoundDriver, effect: Reduce) -> None:
-        emulation.at("reduce")
-        await reduce_unit(self, effect)
-
-    _replace(RoundDriver, "start", noted_start)
-    _replace(RoundDriver, "_reduce_unit", trapped_reduce)
-    _replace(RoundMachine, "handle", trapped_handle)
-    _replace(BlobStore, "writer", trapped_writer)
-
-
-def arm_effects(emulation: Emulation) -> None:
-    """Puts the traps into what the round machine has done, one effect after another."""
-    actions = RoundDriver._actions
-
-    async def trapped_send(self: RoundDriver, effect: Send) -> None:
+    def _holds_back(self, effect: Send) -> bool:
+        """Whether a COMMIT waits until it is applied here, as somebody is to be caught between."""
         message = effect.message
         if isinstance(message, Roster) and message.offers:
-            emulation.at("roster")
+            self.at("roster")
         if isinstance(message, Propose):
-            emulation.at("propose")
-        spot = _of_news(emulation, message) if isinstance(message, Commit) else None
-        if spot and emulation.expects("commit", spot):
-            emulation.unsent.append(effect)
-            return
-        await actions[Send](self, effect)
+            self.at("propose")
+        spot = self._spot_of_news(message) if isinstance(message, Commit) else None
+        if spot and self.expects("commit", spot):
+            self.unsent.append(effect)
+            return True
+        return False
 
-    async def trapped_persist(self: RoundDriver, effect: Persist) -> None:
-        before = self.record_file.read() if self.record_file.path.exists() else None
-        await actions[Persist](self, effect)
+    async def _persist(self, effect: Persist, act: CarryOut) -> None:
+        file = self.record_file
+        assert file is not None, "rounds have begun"
+        before = file.read() if file.path.exists() else None
+        await act(effect)
         record = effect.record
         if before is None:
             return
         if before.tip.digest != record.tip.digest:
             decided = record.certificate
-            spot = emulation.spot_on(before.tip, decided.ballot.convener if decided else "")
-            if emulation.unsent:
-                emulation.at("commit", spot)
-            held, emulation.unsent = emulation.unsent, []
-            emulation.at("apply", spot)
+            spot = self.spot_on(before.tip, decided.ballot.convener if decided else "")
+            if self.unsent:
+                self.at("commit", spot)
+            held, self.unsent = self.unsent, []
+            self.at("apply", spot)
             for send in held:
-                await actions[Send](self, send)
+                await act(send)
         elif record.accepted and before.accepted != record.accepted:
-            spot = emulation.spot_on(before.tip, record.accepted.ballot.convener)
-            emulation.at("accept", spot)
+            self.at("accept", self.spot_on(before.tip, record.accepted.ballot.convener))
 
-    async def trapped_fetch(self: RoundDriver, effect: Fetch) -> None:
-        await actions[Fetch](self, effect)
-        emulation.at("fetch")
-
-    async def trapped_merge(self: RoundDriver, effect: ComputeMerge) -> None:
-        emulation.at("merge")
-        await actions[ComputeMerge](self, effect)
-
-    async def noted_apply(self: RoundDriver, effect: Apply) -> None:
-        if self.node.peer_id in effect.manifest.contributors:
-            emulation.is_joiner = False
-        await actions[Apply](self, effect)
-
-    trapped = {Send: trapped_send, Persist: trapped_persist, Fetch: trapped_fetch}
-    trapped |= {ComputeMerge: trapped_merge, Apply: noted_apply}
-    _replace(RoundDriver, "_actions", {**actions, **trapped})
+    def _spot_of_news(self, message: Commit) -> Spot | None:
+        """Where a convener is that announces what its own record does not name yet."""
+        decided = message.certificate
+        if not (self.machine and self.record_file and decided):
+            return None
+        recorded = self.record_file.read()
+        if decided.ballot.convener != self.machine.me or recorded is None:
+            return None
+        if recorded.tip.digest != message.manifest.parent:
+            return None
+        return self.spot_on(recorded.tip, decided.ballot.convener)
 
 
-def _of_news(emulation: Emulation, message: Commit) -> Spot | None:
-    """Where a convener is that announces what its own record does not name yet."""
-    driver, decided = emulation.driver, message.certificate
-    if driver is None or decided is None or decided.ballot.convener != driver.node.peer_id:
-        return None
-    recorded = driver.record_file.read()
-    if recorded is None or recorded.tip.digest != message.manifest.parent:
-        return None
-    return emulation.spot_on(recorded.tip, decided.ballot.convener)
-
-
-def _replace(owner: Any, name: str, replacement: Callable[..., Any] | Any) -> None:
-    assert hasattr(owner, name), f"{owner} has no {name} any more"
-    setattr(owner, name, replacement)
-
-
-def emulate(folder: Path, peer: int) -> None:
-    """Makes this process part of a drill."""
+def emulate(folder: Path, peer: int) -> Emulation:
+    """What makes a peer part of a drill; this process has the wall clock that the drill says."""
     emulation = Emulation(ControlFolder(folder), peer)
-    _replace(time, "time", emulation.clock)
-    arm_trainer(emulation)
-    arm_network(emulation)
-    arm_effects(emulation)
+    time.time = emulation.clock
     emulation.follow()
+    return emulation
 
 
 if __name__ == "__main__":
-    emulate(Path(os.environ[FOLDER_VARIABLE]), int(os.environ[INDEX_VARIABLE]))
-    main()
+    main(obj=emulate(Path(os.environ[FOLDER_VARIABLE]), int(os.environ[INDEX_VARIABLE])))

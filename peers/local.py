@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from peers.option_values import read_text, require_folder
+from peers.option_values import file_of, require_folder
 from peers.options import Options, option, options, program
-from peers.run_text import corpus_of
 from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
@@ -27,7 +26,10 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
+from swarm.run_files import read_text
 
+EVERY_S = 15.0
+"""So often something is said, even if no round ends."""
 LOCAL = "127.0.0.1"
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
@@ -51,6 +53,8 @@ class Progress:
     """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When something was said last, be it only how far a peer is."""
 
     def __call__(self, swarm: LocalSwarm) -> None:
         """Looks at the peers' histories.
@@ -74,6 +78,9 @@ class Progress:
             if event["digest"] not in self.losses_said:
                 self.losses_said.add(event["digest"])
                 self._say(f"round {event['round']}: held-out loss {event['val_loss']:.4f}")
+        if time.monotonic() - self.heard_s > EVERY_S:
+            self.heard_s = time.monotonic()
+            click.echo(how_far(histories), err=True)
         if time.monotonic() - self.last_s > STALL_S:
             raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
 
@@ -89,19 +96,34 @@ class Progress:
         )
 
     def _say(self, line: str) -> None:
-        self.last_s = time.monotonic()
+        self.last_s = self.heard_s = time.monotonic()
         click.echo(line, err=self.as_json)
 
 
+def how_far(histories: Sequence[Sequence[Event]]) -> str:
+    """What the peers do between two rounds: the first one that has said so, and how many more."""
+    for index, events in enumerate(histories):
+        if events and events[-1]["event"] == "progress":
+            more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
+            return f"peer {index}: {events[-1]['text']}{more}"
+    return f"{len(histories)} peers start or end a round"
+
+
 @program("swarm-local")
-@options("run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json", "log_format")
+@options(
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json",
+    "log_format", "log_level",
+)  # fmt: skip
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
 @option("--page", is_flag=True, help="Serves swarm-monitor's page, and prints its address.")
 @option(
-    "--faults", type=click.Path(path_type=Path), help="What goes wrong and when: a plan in TOML."
+    "--faults",
+    type=click.Path(path_type=Path),
+    callback=file_of("faults"),
+    help="What goes wrong and when: a plan in TOML, or a name such as demo.",
 )
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(
@@ -115,7 +137,7 @@ def main(
 ) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
-    The last line with --json is one JSON object; its fields are described in README.md.
+    The last line with --json is one JSON object; its fields are described in peers/README.md.
     """
     run = options.run_config()
     assert options.run is not None, "run_config would have refused"
@@ -123,6 +145,8 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
+    from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+
     corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
@@ -132,7 +156,7 @@ def main(
             folder,
             options.run,
             run.run.peers,
-            options=["--linger", "86400", *_set(for_all)],
+            options=["--linger", "86400", *_level(options), *_set(for_all)],
             founder_options=_set(options.run_settings()),
         )
         with _network(link) as swarm.links:
@@ -173,6 +197,10 @@ def peer_settings(options: Options) -> tuple[str, ...]:
 
 def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
+
+
+def _level(options: Options) -> list[str]:
+    return ["--log-level", options.log_level] if options.log_level else []
 
 
 def _say(line: str) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,23 +18,15 @@ from rich.live import Live
 
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
-from swarm.monitor.history import with_history
 from swarm.monitor.metrics import glossary
 from swarm.monitor.schema import as_json
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.monitor.snapshot import Snapshot
 from swarm.monitor.terminal import render, waiting
-from swarm.network.blobs import BlobStore
-from swarm.network.finding import Announced
-from swarm.network.observer import Observer, Seen
-from swarm.protocol.manifest import Manifest
 from swarm.protocol.printable import printable
-from swarm.protocol.records import RunState
 
-START_S = 8.0
-LOOK_S = 4.0
-"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
-TIP_S = 2.5
 REFRESH_S = 2.0
+FILE_WIDTH = 160
+"""Characters a line in a file or pipe."""
 
 
 class Source(Protocol):
@@ -47,88 +39,8 @@ class Source(Protocol):
         """The newest snapshot; a `SwarmError` when there is none now."""
 
 
-class History(Protocol):
-    """What outlives a restart, see `peers.monitor_files`."""
-
-    def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known before the first look."""
-
-    def keep(self, snapshot: Snapshot) -> None:
-        """Keeps what is new."""
-
-
-@dataclass
-class Watch:
-    """Looks at one run again and again; remembers what records forget."""
-
-    observer: Observer
-    store: BlobStore
-    """Where the observer's manifests go; emptied, since one a round adds up."""
-    wanted: str | None
-    history: History | None = None
-    announced: Announced | None = None
-    tip: Manifest | None = None
-    before: Snapshot | None = None
-
-    def look(self) -> Snapshot:
-        """The swarm now.
-
-        Raises:
-            NobodyReachable: no run is announced, or none of its peers is present.
-        """
-        if self.announced is None or self.announced.record.state is RunState.GATHERING:
-            self.announced = self.observer.find(self.wanted, LOOK_S)
-        run = self.announced.record.run
-        seen = self.observer.look(run, LOOK_S)
-        if self._is_stale(seen):
-            self._renew_tip(seen)
-        shown = None if self.announced.record.state is RunState.GATHERING else run
-        snapshot = snapshot_of(
-            Sighting(
-                shown,
-                self.announced.record.name,
-                seen.peers,
-                seen.merges,
-                seen.validations,
-                self.tip,
-                seen.published,
-                seen.at,
-                self.announced.record.wait_for_peers,
-            )
-        )
-        if snapshot is None:
-            self.announced = None
-            raise NobodyReachable(f"no peer of {run} is present")
-        known = self.before
-        if known is None and self.history:
-            known = self.history.before(snapshot)
-        self.before = with_history(snapshot, known)
-        if self.history:
-            self.history.keep(self.before)
-        return self.before
-
-    def _is_stale(self, seen: Seen) -> bool:
-        """Whether any peer has a tip other than the one known here."""
-        digest = self.tip.digest if self.tip else None
-        return any(record.manifest_digest != digest for record in seen.peers.values())
-
-    def _renew_tip(self, seen: Seen) -> None:
-        """Without an answer the one known before is shown; peers' own rows are always new."""
-        assert self.announced is not None
-        if self.announced.record.state is RunState.GATHERING:
-            return
-        try:
-            tip = self.observer.tip(self.announced, seen.peers, TIP_S)
-        except NobodyReachable:
-            return
-        finally:
-            self.store.collect(())
-        if self.tip is None or tip.code > self.tip.code:
-            self.tip = tip
-
-
 @program("swarm-monitor")
-@options("initial_peers", "tip", "as_json", "log_format")
+@options("initial_peers", "tip", "as_json", "log_format", "log_level")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
 @option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
 @option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
@@ -204,7 +116,12 @@ def _source(
 
         kept = HistoryFile(history)
     # What one look misses the next one sees; lines on stderr would tear the view.
-    logging.getLogger().setLevel(logging.ERROR)
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)
+    from swarm.network.blobs import BlobStore  # with the next: not for --help
+    from swarm.network.observer import Observer  # loads hivemind and torch
+    from swarm.peer.looking import START_S, Watch  # loads hivemind and torch
+
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
@@ -219,6 +136,8 @@ def _show(source: Source, in_json: bool) -> None:
         click.echo(json.dumps(as_json(snapshot)))
         return
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH  # nobody's screen cuts it
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
 
 from swarm.errors import ConfigError
+from swarm.run_files import Kind, find_file, read_text
 
 
 class Setting(click.types.StringParamType):
@@ -46,6 +46,15 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     return found[1]
 
 
+def file_of(kind: Kind) -> Callable[[click.Context, click.Parameter, Path | None], Path | None]:
+    """What finds the file of this kind that a flag names: by its path, or by its name alone."""
+
+    def found(_: click.Context, __: click.Parameter, given: Path | None) -> Path | None:
+        return find_file(given, kind) if given else None
+
+    return found
+
+
 def require_folder(out: Path) -> None:
     """Makes sure, before any work, that an export can be written.
 
@@ -56,20 +65,3 @@ def require_folder(out: Path) -> None:
     why = f"{place} is a file" if not place.is_dir() else f"{place} is not writable"
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(f"cannot export to {out}: {why}", hint="name another folder")
-
-
-def read_text(path: Path) -> str:
-    """The text of a file that a person named.
-
-    Raises:
-        ConfigError: it cannot be read; names it and what lies beside it under a similar name.
-    """
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {path.parent / close[0]}?" if close else ""
-        raise ConfigError(f"{path}: {error.strerror}", hint=hint) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file") from error

@@ -9,19 +9,22 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from peers.local_faults import named_fault
-from peers.option_values import Setting, head_digest, read_text, split_addresses
-from peers.program_log import LOG_FORMATS, configure_logging
-from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
+from peers.option_values import Setting, file_of, head_digest, split_addresses
+from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
+from peers.toml_text import toml_value
+from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
+from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
+from swarm.run_files import read_text
+from swarm.version import __version__
 
 TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
 """Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
@@ -76,7 +79,9 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
         "help_option_names": ["-h", "--help"],
         "show_default": True,
     }
-    return click.command(name, cls=Program, context_settings=settings)
+    command = click.command(name, cls=Program, context_settings=settings)
+    version = click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
+    return lambda function: command(version(function))
 
 
 def _one_value_each(args: Iterable[str]) -> Iterable[str]:
@@ -99,151 +104,161 @@ def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Calla
     return click.option(*names, envvar=twin, show_envvar=True, **attributes)
 
 
-def _addresses(flag: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return option(flag, metavar="ADDRESS...", multiple=True, callback=split_addresses, help=text)
+def _flag(flag: str, text: str, *, sets: str = "", **attributes: Any) -> Any:
+    """A field of `Options`, which a flag and its environment twin fill.
+
+    Args:
+        flag: as on the command line.
+        text: of the help page.
+        sets: setting of a configuration that it replaces, as `section.field`.
+        attributes: of the click option; `default` is the field's too.
+    """
+    default = attributes.get("default", () if attributes.get("multiple") else None)
+    declared = {"flag": flag, "sets": sets, "attributes": {"help": text, **attributes}}
+    return field(default=default, metadata=declared)
 
 
-def _path(flag: str, text: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return option(flag, type=click.Path(path_type=Path), help=text, **more)
+def _addresses(flag: str, text: str, *, sets: str) -> Any:
+    several = {"metavar": "ADDRESS...", "multiple": True, "callback": split_addresses}
+    return _flag(flag, text, sets=sets, **several)
+
+
+def _path(flag: str, text: str, **more: Any) -> Any:
+    return _flag(flag, text, type=click.Path(path_type=Path), **more)
 
 
 _POSITIVE = click.IntRange(min=1)
-OPTIONS = {
-    "run": _path("--run", "Run configuration, as configs/runs/demo.toml."),
-    "config": _path("--config", "Configuration of this machine, as configs/peers/laptop.toml."),
-    "state_dir": _path(
-        "--state-dir", "Where this peer keeps its state.", default=Path("~/.swarm/default")
-    ),
-    "rounds": option("--rounds", type=_POSITIVE, help="The same as --set run.rounds=N."),
-    "peers": option("--peers", type=_POSITIVE, help="Number of peers."),
-    "settings": option(
-        "--set", dest="settings", type=Setting(), multiple=True, help="Changes one setting."
-    ),
-    "as_json": option("--json", dest="as_json", is_flag=True, help="One JSON object, last."),
-    "print_config": option(
-        "--print-config", is_flag=True, help="Prints the settings in effect, and exits."
-    ),
-    "log_format": option(
-        "--log-format",
-        type=click.Choice(LOG_FORMATS),
-        default="auto",
-        help="auto: colours on a terminal, plain lines off it.",
-    ),
-    "initial_peers": _addresses(
-        "--initial-peers", "Addresses of peers; several, or @FILE with one a line."
-    ),
-    "host_maddrs": _addresses("--host-maddrs", "Addresses to listen on."),
-    "announce_maddrs": _addresses(
-        "--announce-maddrs", "Addresses that others shall dial, if not those listened on."
-    ),
-    "identity_path": option("--identity-path", help="Key file; by default in the state folder."),
-    "client_mode": option(
-        "--client-mode/--no-client-mode", default=None, help="Only dial out, do not listen."
-    ),
-    "relay": option(
-        "--relay/--no-relay",
-        default=None,
-        help="Pass messages on between peers that cannot dial each other (default: yes).",
-    ),
-    "run_id": option("--run-id", help="Which run to join, where several are announced."),
-    "tip": option(
-        "--tip",
-        metavar="HEIGHT:DIGEST",
-        callback=head_digest,
-        help="Believes what follows from this manifest, which somebody you trust has named, "
-        "instead of what follows from the run's first.",
-    ),
-    "invitation": option(
-        "--invitation",
-        metavar="TEXT",
-        help="What an anchor's swarm-invite printed: with it this peer votes at once.",
-    ),
-    "name": option("--name", help="For people only."),
-    "capacity": option("--capacity", type=float, help="Relative share of experts to own."),
-    "wait_for_peers": option(
-        "--wait-for-peers", type=int, help="A founder starts when so many are there."
-    ),
-    "linger": option("--linger", type=float, help="Seconds to serve after the end."),
-    "leave_timeout": option(
-        "--leave-timeout",
-        type=float,
-        help="Seconds that finishing the round and handing over may take after Ctrl+C.  "
-        "[default: 120]",
-    ),
-    "device": option("--device", help="auto, cpu or cuda."),
-    "engine": option(
-        "--engine",
-        type=click.Choice(["auto", "resident", "streaming"]),
-        default=None,
-        help="What holds the model; auto takes the fastest that fits.",
-    ),
-    "gpu": option("--gpu", metavar="SIZE", help="Plans for such a GPU: 24GB; 0 for none."),
-    "host": option("--host", metavar="SIZE", help="Plans for so much memory: 64GB."),
-    "disk": option("--disk", metavar="SIZE", help="Plans for so much free disk: 500GB."),
-    "threads": option("--threads", type=int, help="CPU threads of the model; measured by default."),
-    "corpus": option(
-        "--corpus",
-        metavar="FOLDER",
-        help="Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
-        "run's text came from before, or the Python standard library.",
-    ),
-}
-"""All common options, by the name of their field in `Options`."""
-
-_SETTING_OF = {
-    "initial_peers": ("network", "initial_peers"),
-    "host_maddrs": ("network", "host_maddrs"),
-    "announce_maddrs": ("network", "announce_maddrs"),
-    "identity_path": ("network", "identity_path"),
-    "client_mode": ("network", "client_mode"),
-    "relay": ("network", "relay"),
-    "name": ("peer", "name"),
-    "capacity": ("peer", "capacity"),
-    "wait_for_peers": ("peer", "wait_for_peers"),
-    "linger": ("peer", "linger_s"),
-    "leave_timeout": ("peer", "leave_timeout_s"),
-    "device": ("compute", "device"),
-    "threads": ("compute", "threads"),
-    "engine": ("compute", "engine"),
-    "corpus": ("corpus", "folder"),
-}
-"""Field of `Options` -> the setting of `PeerConfig` that its flag replaces."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was given on the command line or in the environment; None or () where nothing was."""
+    """What was given on the command line or in the environment; None or () where nothing was.
 
-    run: Path | None = None
-    config: Path | None = None
-    state_dir: Path = Path("~/.swarm/default")
-    rounds: int | None = None
-    peers: int | None = None
-    settings: tuple[str, ...] = ()
-    as_json: bool = False
-    print_config: bool = False
-    log_format: str = "auto"
-    initial_peers: tuple[str, ...] = ()
-    host_maddrs: tuple[str, ...] = ()
-    announce_maddrs: tuple[str, ...] = ()
-    identity_path: str | None = None
-    client_mode: bool | None = None
-    relay: bool | None = None
-    run_id: str | None = None
-    tip: str | None = None
-    invitation: str | None = None
-    name: str | None = None
-    capacity: float | None = None
-    wait_for_peers: int | None = None
-    linger: float | None = None
-    leave_timeout: float | None = None
-    device: str | None = None
-    threads: int | None = None
-    engine: str | None = None
-    gpu: str | None = None
-    host: str | None = None
-    disk: str | None = None
-    corpus: str | None = None
+    A flag is declared here and nowhere else; programs name the fields that they take.
+    """
+
+    run: Path | None = _path(
+        "--run", "A run file, or a name such as demo.", callback=file_of("runs")
+    )
+    config: Path | None = _path(
+        "--config",
+        "Configuration of this machine: a file, or a name such as laptop.",
+        callback=file_of("peers"),
+    )
+    state_dir: Path = _path(
+        "--state-dir", "Where this peer keeps its state.", default=Path("~/.swarm/default")
+    )
+    rounds: int | None = _flag(
+        "--rounds", "The same as --set run.rounds=N.", sets="run.rounds", type=_POSITIVE
+    )
+    peers: int | None = _flag("--peers", "Number of peers.", sets="run.peers", type=_POSITIVE)
+    settings: tuple[str, ...] = _flag(
+        "--set", "Changes one setting.", type=Setting(), multiple=True
+    )
+    as_json: bool = _flag("--json", "One JSON object, last.", is_flag=True, default=False)
+    print_config: bool = _flag(
+        "--print-config", "Prints the settings in effect, and exits.", is_flag=True, default=False
+    )
+    log_format: str = _flag(
+        "--log-format",
+        "auto: colours on a terminal, plain lines off it.",
+        type=click.Choice(LOG_FORMATS),
+        default="auto",
+    )
+    log_level: str | None = _flag(
+        "--log-level", "The least that is said.", type=click.Choice(LOG_LEVELS), default=None
+    )
+    initial_peers: tuple[str, ...] = _addresses(
+        "--initial-peers",
+        "Addresses of peers; several, or @FILE with one a line.",
+        sets="network.initial_peers",
+    )
+    host_maddrs: tuple[str, ...] = _addresses(
+        "--host-maddrs", "Addresses to listen on.", sets="network.host_maddrs"
+    )
+    announce_maddrs: tuple[str, ...] = _addresses(
+        "--announce-maddrs",
+        "Addresses that others shall dial, if not those listened on.",
+        sets="network.announce_maddrs",
+    )
+    identity_path: str | None = _flag(
+        "--identity-path",
+        "Key file; by default in the state folder.",
+        sets="network.identity_path",
+    )
+    client_mode: bool | None = _flag(
+        "--client-mode/--no-client-mode",
+        "Only dial out, do not listen.",
+        sets="network.client_mode",
+        default=None,
+    )
+    relay: bool | None = _flag(
+        "--relay/--no-relay",
+        "Pass messages on between peers that cannot dial each other (default: yes).",
+        sets="network.relay",
+        default=None,
+    )
+    run_id: str | None = _flag("--run-id", "Which run to join, where several are announced.")
+    new_run: bool = _flag(
+        "--new-run",
+        "Founds the run of --run even where the peers of --initial-peers are in another.",
+        is_flag=True,
+        default=False,
+    )
+    tip: str | None = _flag(
+        "--tip",
+        "Believes what follows from this manifest, which somebody you trust has named, "
+        "instead of what follows from the run's first.",
+        metavar="HEIGHT:DIGEST",
+        callback=head_digest,
+    )
+    invitation: str | None = _flag(
+        "--invitation",
+        "What an anchor's swarm-invite printed: with it this peer votes at once.",
+        metavar="TEXT",
+    )
+    name: str | None = _flag("--name", "For people only.", sets="peer.name")
+    capacity: float | None = _flag(
+        "--capacity", "Relative share of experts to own.", sets="peer.capacity", type=float
+    )
+    wait_for_peers: int | None = _flag(
+        "--wait-for-peers",
+        "A founder starts when so many are there.",
+        sets="peer.wait_for_peers",
+        type=int,
+    )
+    linger: float | None = _flag(
+        "--linger", "Seconds to serve after the end.", sets="peer.linger_s", type=float
+    )
+    leave_timeout: float | None = _flag(
+        "--leave-timeout",
+        "Seconds that finishing the round and handing over may take after Ctrl+C.  [default: 120]",
+        sets="peer.leave_timeout_s",
+        type=float,
+    )
+    device: str | None = _flag("--device", "auto, cpu or cuda.", sets="compute.device")
+    threads: int | None = _flag(
+        "--threads",
+        "CPU threads of the model; measured by default.",
+        sets="compute.threads",
+        type=int,
+    )
+    engine: str | None = _flag(
+        "--engine",
+        "What holds the model; auto takes the fastest that fits.",
+        sets="compute.engine",
+        type=click.Choice(["auto", "resident", "streaming"]),
+    )
+    gpu: str | None = _flag("--gpu", "Plans for such a GPU: 24GB; 0 for none.", metavar="SIZE")
+    host: str | None = _flag("--host", "Plans for so much memory: 64GB.", metavar="SIZE")
+    disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")
+    corpus: str | None = _flag(
+        "--corpus",
+        "Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
+        "run's text came from before, or the Python standard library.",
+        sets="corpus.folder",
+        metavar="FOLDER",
+    )
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
@@ -253,8 +268,7 @@ class Options:
         Raises:
             ConfigError: a --set names a section of neither configuration.
         """
-        places = {"rounds": ("run", "rounds"), "peers": ("run", "peers")}
-        return self._overrides(RunConfig, places)
+        return self._overrides(RunConfig)
 
     def peer_settings(self) -> tuple[str, ...]:
         """Overrides of the peer configuration: --set of its sections and the flags for it.
@@ -262,7 +276,7 @@ class Options:
         Raises:
             ConfigError: a --set names a section of neither configuration.
         """
-        return self._overrides(PeerConfig, _SETTING_OF)
+        return self._overrides(PeerConfig)
 
     def asked_of_run(self) -> dict[str, Any]:
         """`section.field` -> value of every override: what a joiner's run must agree with."""
@@ -276,7 +290,7 @@ class Options:
             ConfigError: --run is missing, the file is, or a setting is wrong.
         """
         if self.run is None:
-            raise ConfigError("--run is missing", hint="for example --run configs/runs/demo.toml")
+            raise ConfigError("--run is missing", hint="for example --run demo")
         text = read_text(self.run)
         return parse_config(RunConfig, text, source=str(self.run), overrides=self.run_settings())
 
@@ -287,26 +301,38 @@ class Options:
             ConfigError: the file is missing or a setting is wrong.
         """
         text = read_text(self.config) if self.config else ""
-        source = str(self.config) if self.config else "command line"
+        source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
-    def _overrides(
-        self, kind: type[RunConfig | PeerConfig], places: Mapping[str, tuple[str, str]]
-    ) -> tuple[str, ...]:
+    def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
         """Later ones win: the environment's flags, then --set, then the command line's flags."""
         flags: dict[bool, list[str]] = {True: [], False: []}
-        for field, (section, key) in places.items():
-            value = getattr(self, field)
+        for name in flags_of(kind):
+            value = getattr(self, name)
             if value not in (None, ()):
-                from_environment = field in self.from_environment
-                flags[from_environment].append(f"{section}.{key}={_toml(value)}")
+                setting = f"{_DECLARED[name]['sets']}={toml_value(value)}"
+                flags[name in self.from_environment].append(setting)
         settings = _of_sections(self.settings, kind)
         if "settings" in self.from_environment:
             return (*settings, *flags[True], *flags[False])
         return (*flags[True], *settings, *flags[False])
 
 
-def options(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+_DECLARED = {each.name: each.metadata for each in fields(Options) if each.metadata}
+OPTIONS = {
+    name: option(declared["flag"], dest=name, **declared["attributes"])
+    for name, declared in _DECLARED.items()
+}
+"""All common options, by the name of their field in `Options`."""
+
+
+def flags_of(kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
+    """Fields of `Options` that replace a setting of this configuration."""
+    sections = {name: declared["sets"].partition(".")[0] for name, declared in _DECLARED.items()}
+    return tuple(name for name, section in sections.items() if section in kind.model_fields)
+
+
+def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a program these common options, as one `Options` in its first argument.
 
     Logging is set up before the program runs.
@@ -318,32 +344,18 @@ def options(*fields: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             source_of = click.get_current_context().get_parameter_source
             environment = click.core.ParameterSource.ENVIRONMENT
             common = Options(
-                **{field: values.pop(field) for field in fields},
-                from_environment=frozenset(f for f in fields if source_of(f) is environment),
+                **{name: values.pop(name) for name in names},
+                from_environment=frozenset(n for n in names if source_of(n) is environment),
             )
-            configure_logging(common.log_format)
+            configure_logging(common.log_format, common.log_level or "info")
             return function(common, **values)
 
         decorated: Callable[..., Any] = collected
-        for field in reversed(fields):
-            decorated = OPTIONS[field](decorated)
+        for name in reversed(names):
+            decorated = OPTIONS[name](decorated)
         return decorated
 
     return decorate
-
-
-def as_toml(*configs: RunConfig | PeerConfig) -> str:
-    """Configurations as TOML that reads back as the same; defaults included."""
-    lines: list[str] = []
-    for config in configs:
-        for name, section in config.model_dump().items():
-            several = section if isinstance(section, tuple) else (section,)
-            header = f"[[{name}]]" if isinstance(section, tuple) else f"[{name}]"
-            for values in several:
-                lines += ["", header]
-                kept = {key: value for key, value in values.items() if value is not None}
-                lines += [f"{key} = {_toml(value)}" for key, value in kept.items()]
-    return "\n".join(lines).strip()
 
 
 def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) -> list[str]:
@@ -360,14 +372,3 @@ def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) ->
         if section in kind.model_fields:
             kept.append(setting)
     return kept
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, str):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{quoted}"'
-    return repr(value)

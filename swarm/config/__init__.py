@@ -1,10 +1,17 @@
-"""What a person decides: `RunConfig` (every peer of a run agrees) and `PeerConfig` (this machine).
+"""Decisions of people: `RunConfig` (all peers of a run agree), `PeerConfig` (this machine).
 
 Both are frozen values. Nothing here reads a file, the environment or a global: programs in
 `peers/` collect text and overrides and hand them in.
 """
 
-from swarm.config.parse import parse_config, parse_override, valid_keys, validate_config
+from swarm.config.model import ModelConfig
+from swarm.config.parse import (
+    COMMAND_LINE,
+    parse_config,
+    parse_override,
+    valid_keys,
+    validate_config,
+)
 from swarm.config.peer import (
     ComputeSection,
     CorpusSection,
@@ -16,7 +23,6 @@ from swarm.config.run import (
     DataConfig,
     LossConfig,
     MergingConfig,
-    ModelConfig,
     OptimizerConfig,
     OwnershipConfig,
     Phase,
@@ -30,6 +36,7 @@ from swarm.config.run import (
 from swarm.config.section import Codec, RunName
 
 __all__ = [
+    "COMMAND_LINE",
     "Codec",
     "ComputeSection",
     "CorpusSection",

@@ -1,7 +1,7 @@
 """How large a run may be: checked before anything is computed from its configuration.
 
-A configuration comes from strangers, and what follows from it (the list of all tensors and parts)
-takes time and memory in proportion to products of its numbers. The bounds leave room for a mixture
+A configuration comes from strangers, and what it makes a peer do (list all tensors and parts) takes
+time and memory in proportion to products of its numbers. The bounds leave room for a mixture
 of experts of 10 trillion parameters.
 """
 

@@ -1,4 +1,4 @@
-"""What concerns one machine only."""
+"""The settings of one machine."""
 
 from __future__ import annotations
 
@@ -65,9 +65,13 @@ class NetworkSection(Section):
     """How this peer is reached."""
 
     initial_peers: tuple[str, ...] = ()
+    """Addresses of peers to begin with, each with `/p2p/ID` at its end."""
     host_maddrs: tuple[Listening, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Where this peer listens; port 0 takes a free one and keeps it for later starts."""
     announce_maddrs: tuple[Announced, ...] = ()
+    """Addresses that others shall dial, if this peer does not listen there itself."""
     identity_path: str | None = None
+    """File of this peer's key; by default in the state directory."""
     client_mode: bool = False
     """Only dials out: for machines that others cannot dial."""
     relay: bool = True
@@ -76,9 +80,10 @@ class NetworkSection(Section):
 
 
 class ComputeSection(Section):
-    """What this machine computes with."""
+    """Device, engine and types with which this machine computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one."""
     threads: NonNegative = 0
     """CPU threads for the model; 0 measures at the start which number suits the machine."""
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -91,10 +96,10 @@ class ComputeSection(Section):
     moments: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """AdamW's moments; auto takes smaller ones only where nothing fits with fp32."""
     recompute: Literal["auto", "none", "layer", "routing"] = "auto"
-    """What the resident engine computes again for backward: nothing, layers, or layers with their
+    """The resident engine computes this again for backward: nothing, layers, or layers with their
     routing kept."""
     boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
-    """Where the streaming engine keeps the inputs of layers until backward."""
+    """Place where the streaming engine keeps the inputs of layers until backward."""
     map_frozen: bool = True
     """Whether frozen experts may lie in memory-mapped files where nothing else fits."""
     device_memory_gb: Annotated[float, Field(ge=0)] = 0.0

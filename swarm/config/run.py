@@ -1,4 +1,4 @@
-"""What all peers of a run agree on."""
+"""The settings that all peers of a run share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from blake3 import blake3
 from pydantic import Field, model_validator
 
 from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
+from swarm.config.model import ModelConfig
 from swarm.config.section import (
     Codec,
     NonNegative,
@@ -25,7 +26,9 @@ class RunSection(Section):
     """Identity and length of the run."""
 
     name: RunName
+    """The run id begins with it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights, the order of the text, and noise of the routing."""
     rounds: Positive
     """Training rounds until the run is finished."""
     peers: Annotated[int, Field(gt=0, le=2**16)] = 4
@@ -34,80 +37,15 @@ class RunSection(Section):
     """open: strangers may join, and earn a vote by work. invited: only with an invitation."""
 
 
-class ModelConfig(Section):
-    """A Qwen3-MoE / OLMoE decoder, with Hugging Face's field names."""
-
-    vocab_size: Annotated[int, Field(gt=0, le=2**20)] = 260
-    hidden_size: Annotated[int, Field(gt=0, le=2**17)]
-    num_hidden_layers: Annotated[int, Field(gt=0, le=2**12)]
-    num_attention_heads: Annotated[int, Field(gt=0, le=2**12)]
-    num_key_value_heads: Annotated[int, Field(gt=0, le=2**12)]
-    head_dim: Annotated[int, Field(gt=0, le=2**13)] | None = None
-    """Defaults to hidden_size / num_attention_heads."""
-    num_experts: Annotated[int, Field(gt=0, le=2**11)]
-    num_experts_per_tok: Annotated[int, Field(gt=0, le=2**11)]
-    moe_intermediate_size: Annotated[int, Field(gt=0, le=2**17)]
-    norm_topk_prob: bool = False
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become weights. "sigmoid" (DeepSeek-V3) has a bias per expert that
-    only decides who is chosen, and exports as dots.llm1."""
-    noisy_top_k: bool = False
-    """Learned noise on the router's logits in training (Shazeer), not evaluated, not exported."""
-    qk_norm: Literal["head", "projection"] = "head"
-    """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE."""
-    rope_theta: PositiveReal = 10_000.0
-    rms_norm_eps: PositiveReal = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: PositiveReal = 0.02
-
-    @property
-    def dim_per_head(self) -> int:
-        """Size of one attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: {self.hidden_size} is not a multiple of num_attention_heads "
-                f"{self.num_attention_heads}; set head_dim or change one of them"
-            )
-        if self.dim_per_head % 2:
-            raise ValueError(f"head_dim: {self.dim_per_head} is odd; rotary embeddings need pairs")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} exceeds "
-                f"num_experts {self.num_experts}"
-            )
-        if self.num_experts_per_tok == 1 and self.norm_topk_prob:
-            raise ValueError(
-                "norm_topk_prob: with num_experts_per_tok = 1 the renormalised weight is always 1 "
-                "and the router gets no gradient; set it to false"
-            )
-        if self.qk_norm == "projection" and self.scoring_func == "sigmoid":
-            raise ValueError(
-                "scoring_func: sigmoid needs qk_norm = head, since no architecture of Transformers "
-                "has QK-norm over the projection, a selection bias and norm_topk_prob to choose"
-            )
-        if self.qk_norm == "projection" and self.head_dim not in (
-            None,
-            self.hidden_size // self.num_attention_heads,
-        ):
-            raise ValueError("head_dim: OLMoE (qk_norm projection) has hidden_size / heads only")
-        return self
-
-
 class DataConfig(Section):
     """Where tokens come from and how they are cut."""
 
     mode: Literal["common", "own"] = "common"
+    """common: all peers have the same text, which the manifests deal out. own: each has its own."""
     tokenizer: Literal["byte"] = "byte"
+    """byte: a token is a byte of UTF-8, and two specials follow."""
     sequence_length: Positive
+    """Tokens of a training sequence."""
     validation_tokens: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
     """Held-out tokens that go into manifest 0 and on which every `val_loss` is measured."""
 
@@ -120,6 +58,7 @@ class TrainConfig(Section):
     micro_batch_sequences: Positive
     """Sequences per forward pass; also the group over which load balancing is computed."""
     compute: Literal["fp32", "bf16"] = "bf16"
+    """Type of matrix products; masters are fp32 in any case."""
     frozen: Codec = "bf16"
     """How a peer stores the experts that it does not own."""
 
@@ -127,15 +66,21 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule, both over the run's cumulative steps."""
 
-    lr: PositiveReal
+    lr: Annotated[float, Field(gt=0, le=1)]
+    """Learning rate after the warm-up; AdamW moves a weight by about so much a step."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of the first and second moments; the first, squared, is below the second."""
     eps: PositiveReal = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled, times the learning rate."""
     clip_norm: PositiveReal = 1.0
+    """Gradients whose norm is larger are scaled down to it."""
     clip: Literal["global", "unit"] = "global"
     """global: by the norm of all gradients. unit: embedding, each layer and head by themselves, so
     that a streaming engine can update a layer while the layers below go backward."""
     warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises."""
     warmup_from: Share = 0.1
     """Warm-up starts at this share of `lr`."""
     final_share: Share = 0.1
@@ -148,21 +93,25 @@ class LossConfig(Section):
     """Weights of the terms that are added to the cross-entropy."""
 
     balance: Literal["per_layer", "global"] = "per_layer"
+    """Whether loads are balanced in each layer, or over all layers together (K times the scale)."""
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the load-balancing loss."""
     router_z_weight: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the squared log-partition of the router (ST-MoE)."""
     output_z_weight: Annotated[float, Field(ge=0)] = 1e-5
+    """Weight of the squared log-partition of the output layer."""
     similarity_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Of the similarity (CKA) of experts that get the same tokens (SimSMoE); 0 switches it off."""
+    """Weight of the similarity (CKA) of experts that get the same tokens (SimSMoE); 0: off."""
     similarity_threshold: Share = 0.5
     """Pairs of experts that are less similar than this are left alone."""
 
 
 class RoutingConfig(Section):
-    """What leads tokens to experts in training alone: no evaluation and no export knows of it."""
+    """How tokens are led to experts in training alone: no evaluation and no export knows of it."""
 
     capacity_factor: PositiveReal | None = None
-    """An expert takes this times its even share of a micro-batch, the rest is dropped; None drops
-    nothing."""
+    """An expert takes this times its even share of a micro-batch, and the rest is dropped; without
+    it nothing is dropped."""
     bias_update_rate: Share = 0.0
     """Loss-free balancing (DeepSeek): the selection bias moves by so much a step."""
     own_expert_bias: Annotated[float, Field(ge=0)] = 0.0
@@ -179,27 +128,25 @@ class RoundConfig(Section):
     """When a round is due and how long its phases may take."""
 
     local_steps: Positive
-    """H: steps between rounds, after the last of `phases`. With `seconds`, only what a peer is
-    taken to do whose pace is not known yet."""
+    """H: steps between rounds, after the last of `phases`. With `seconds`, a peer whose
+    pace is not known yet is taken to do so many."""
     seconds: Seconds | None = None
-    """Each peer takes as many steps as fit this time, and counts by its tokens; None: every peer
-    takes `local_steps`, which is the exact mode."""
+    """Each peer takes as many steps as fit this time, and counts by its tokens. Without it every
+    peer takes `local_steps`, which is the exact mode."""
     experts_every: Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
     roster_after_s: Seconds = 6.0
-    """D1: a roster may close without the missing peers once a quorum has offered."""
+    """D1: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
-    """Silence after which a lost majority is given up; by default max(600, 10 rounds)."""
+    """Silence after which a lost majority is given up; by default 600 s, or what a fetch of the
+    whole model may take if that is longer."""
 
 
 class OwnershipConfig(Section):
-    """Who trains an expert."""
+    """How many peers train an expert."""
 
     owners_per_expert: Annotated[int, Field(gt=0, le=2**16)] = 1
     """R: 1 is SPES; the number of peers makes it FedAvg."""
-    backup_every_rounds: NonNegative = 0
-    """The peer that would adopt an expert gets a copy of its moments every so many rounds; 0: off.
-    An expert with several owners needs none."""
 
 
 class MergingConfig(Section):
@@ -208,15 +155,20 @@ class MergingConfig(Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
     """alpha0; 0 switches merging off."""
     top_k: Positive = 4
+    """Donors of an expert: those most similar to it."""
     decay_steps: Positive = 12_500
+    """alpha falls to 0 over so many steps of the run."""
     interval_steps: Positive = 500
+    """Steps of the run between merges; a multiple of the local steps."""
 
 
 class WireConfig(Section):
     """How tensors become bytes; fp32 everywhere is the exact mode."""
 
     shared: Codec = "fp32"
+    """Type of shared tensors; norms and routers are fp32 in any case."""
     experts: Codec = "bf16"
+    """Type of experts; their owner keeps an fp32 master."""
     part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
     """Largest size of one part of the shared tensors."""
 
@@ -225,8 +177,11 @@ class Phase(Section):
     """Settings that hold until the run has seen so many tokens."""
 
     until_tokens: Positive
+    """Tokens of all peers at which the phase ends; they rise from phase to phase."""
     local_steps: Positive
+    """As `round.local_steps`."""
     batch_tokens: Positive
+    """As `train.batch_tokens`."""
 
 
 class RunConfig(Section):
@@ -248,6 +203,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_size()
+        self._check_owners()
         self._check_betas()
         self._check_batches()
         self._check_merging()
@@ -282,6 +238,13 @@ class RunConfig(Section):
                 f"of {self.data.sequence_length} tokens"
             )
         return self
+
+    def _check_owners(self) -> None:
+        if self.ownership.owners_per_expert > self.run.peers:
+            raise ValueError(
+                f"ownership.owners_per_expert: {self.ownership.owners_per_expert} owners are more "
+                f"than run.peers {self.run.peers}; the same number is FedAvg, 1 is SPES"
+            )
 
     def _check_betas(self) -> None:
         first, second = self.optimizer.betas

@@ -1,4 +1,4 @@
-"""What all settings share: frozen groups of values, and the kinds of values."""
+"""The base of all settings: frozen groups of values, and the kinds of values."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _OMITTED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
 _OF_THE_MACHINE = re.compile(r"_sysconfigdata.*|config-.*/.*|(site|user)customize\.py")
-"""What an installation writes, with its own paths in it."""
+"""A file that an installation writes, with its own paths in it."""
 _HELD_OUT_ONE_IN = 50
 
 
@@ -41,10 +41,10 @@ class Corpus:
     """A sorted list of files.
 
     Attributes:
-        name: what people call it; nothing depends on it.
+        name: for people; nothing depends on it.
         root: the folder that holds the files, absolute.
         files: paths relative to `root`, with forward slashes, sorted.
-        unlisted: what is of a kind that is read, but is no file, with the reason.
+        unlisted: paths of a kind that is read, but no files, each with the reason.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Corpus:
         """The documents that are not blank, in order; see `swarm.data.documents`.
 
         Args:
-            skipped: takes up what is not read, `unlisted` included.
+            skipped: takes up all that is not read, `unlisted` included.
 
         Raises:
             DataError: a file could be read at first, and then no more.
@@ -180,7 +180,7 @@ def _printable(name: str) -> str:
 def _list_files(
     root: Path, suffixes: tuple[str, ...], omitted: frozenset[str] = frozenset()
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Files of these kinds, and what else there is that they might have been, both sorted."""
+    """Files of these kinds, and other paths of these kinds, both sorted."""
     files: list[str] = []
     unlisted: list[tuple[str, str]] = []
 

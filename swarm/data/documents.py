@@ -1,4 +1,4 @@
-"""The documents of one file: what is text, and where large texts are cut.
+"""The documents of one file: which bytes are text, and where large texts are cut.
 
 Everything here is a function of the file's bytes alone, so that equal files give equal documents
 on every machine, and works through buffers of bounded size.
@@ -26,7 +26,7 @@ _BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
 
 @dataclass
 class Skipped:
-    """What of a corpus is not read: how many files and lines, and the first few with the reason."""
+    """The part of a corpus that is not read: counts, and the first few with the reason."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def file_documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes] |
     Args:
         path: of a regular file.
         name: what `skipped` calls it.
-        skipped: takes up what is not read.
+        skipped: takes up all that is not read.
 
     Returns:
         None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.

@@ -1,6 +1,6 @@
-"""Batches of what a peer reads in a round, and the held-out tokens of a corpus.
+"""Batches of the samples that a peer reads in a round, and the held-out tokens of a corpus.
 
-A batch is a function of the run's seed, of what the peer was dealt, of the local step and of the
+A batch is a function of the run's seed, of the peer's deal, of the local step and of the
 corpus. Legend: B sequences, T tokens that a sequence predicts.
 """
 

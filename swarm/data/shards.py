@@ -43,7 +43,7 @@ Tokens = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a corpus was found to hold.
+    """The contents of a corpus.
 
     Attributes:
         digest: BLAKE3 of all training tokens in order, little-endian, however they are cut into
@@ -82,7 +82,7 @@ class Shards:
         return [max(0, len(array) - 1) // sequence_length for array in self.arrays]
 
     def summary(self) -> str:
-        """Files, documents, tokens, split and what was skipped, in a line."""
+        """Files, documents, tokens, split and all that was skipped, in a line."""
         found = self.contents
         skipped = f"; {found.skipped} skipped" if found.skipped else ""
         if found.skipped_first:
@@ -97,7 +97,7 @@ class Shards:
 
 
 class _Torn(Exception):
-    """A cache that is not what its header says."""
+    """A cache that contradicts its header."""
 
 
 def open_shards(corpus: Corpus, cache: Path, *, shard_tokens: int = _SHARD_TOKENS) -> Shards:
@@ -152,8 +152,12 @@ def _open(folder: Path) -> Shards:
 
 def _map(path: Path, dtype: np.dtype[Any], num_tokens: int, digest: str) -> Tokens:
     size_bytes = path.stat().st_size
-    if size_bytes != num_tokens * dtype.itemsize:
-        raise _Torn(f"{path.name} has {size_bytes} bytes instead of {num_tokens} tokens")
+    expected_bytes = num_tokens * dtype.itemsize
+    if size_bytes != expected_bytes:
+        raise _Torn(
+            f"{path.name} has {size_bytes} bytes instead of {expected_bytes}, which are "
+            f"{num_tokens} tokens of {dtype.itemsize} bytes"
+        )
     if blake3().update_mmap(path).hexdigest() != digest:
         raise _Torn(f"the content of {path.name} was changed")
     return np.memmap(path, dtype=dtype, mode="r")
@@ -222,7 +226,7 @@ class _Reading:
         )  # fmt: skip
 
     def contents(self) -> Contents:
-        """What was found, once the pass is through."""
+        """The contents, once the pass is through."""
         return Contents(
             self.digest.hexdigest(),
             self._files,

@@ -3,8 +3,8 @@
 A text is cut into windows of T + 1 tokens at a stride of T. Samples are numbered from 0 on, and a
 lap has as many as there are windows: sample n is window `permute(n mod W)`, with a key of the run's
 seed and the lap n // W. So a lap reads every window once, in an order that looks random, and the
-next lap draws it anew. Who reads which samples is decided elsewhere: for a common text by the
-manifest (`swarm.protocol.dealing`), for a text of one's own by the peer alone.
+next lap draws it anew. The manifest decides which peer reads which samples of a
+common text (`swarm.protocol.dealing`); a peer reads a text of its own from its beginning.
 
 Source: M. Luby and C. Rackoff, SIAM J. Comput. 17 (1988), for a permutation made of four Feistel
 rounds.

@@ -63,9 +63,12 @@ class At(Section):
     """When a fault happens: in a round, some seconds after the start, or again and again."""
 
     round: Positive | None = None
+    """The round, counted from 1."""
     phase: Phase | None = None
-    """Of that round or the first later one that has it; None means as soon as the round begins."""
+    """Phase of that round, or of the first later one that has it; without it the fault comes as
+    soon as the round begins."""
     after_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds after all peers have started."""
     every_s: PositiveReal | None = None
     """Mean interval; the intervals are drawn from an exponential distribution."""
     times: Positive | None = None
@@ -104,7 +107,7 @@ class Kill(_OfOnePeer):
 
     kind: Literal["kill"]
     for_s: Seconds | None = None
-    """Started again on its state after so long; None leaves it dead."""
+    """Started again on its state after so long; without it, it stays dead."""
 
 
 class Restart(_OfOnePeer):
@@ -156,7 +159,7 @@ class Cut(_Fault):
     kind: Literal["cut"]
     peer: Victim
     to: NonNegative | Literal["random"] | None = None
-    """None: all others."""
+    """Number of the other peer; without it all others."""
     one_way: bool = False
     """Only what `peer` sends is lost."""
     for_s: Seconds | None = None
@@ -192,6 +195,7 @@ class FaultPlan(Section):
     """Everything that goes wrong."""
 
     seed: NonNegative = 0
+    """Decides all that is drawn at random."""
     max_down: Positive | None = None
     """Random faults wait while so many peers are away or not back; default: a minority."""
     in_order: bool = False

@@ -185,7 +185,7 @@ def _rows(x_BHTC: Tensor, groups: int, block: slice) -> Tensor:
 
 
 def _write_rows(rows_XRC: Tensor, out_BHTC: Tensor, groups: int, block: slice) -> None:
-    """Puts what `_rows` would read there."""
+    """Overwrites the values that `_rows` would read."""
     target = out_BHTC.unflatten(1, (groups, -1))[:, :, :, block]
     target.copy_(rows_XRC.view(target.shape))
 

@@ -1,4 +1,4 @@
-"""What a run costs: parameters, bytes of memory, disk and wire, operations. Pure arithmetic.
+"""The cost of a run: parameters, bytes of memory, disk and wire, operations. Pure arithmetic.
 
 N peers, R owners per expert, E experts, K experts per token.
 """
@@ -15,7 +15,7 @@ ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
 TRAINED_BYTES = 16
 """fp32 master, gradient and two moments of AdamW, per trained parameter."""
 PRIVATE_BYTES = 12
-"""The same without the gradient: what a checkpoint keeps per trained parameter."""
+"""The same without the gradient, as a checkpoint keeps it per trained parameter."""
 MOMENTS_BYTES = 8
 """Two moments in fp32, as they travel."""
 
@@ -109,18 +109,6 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     return (shared + max(experts, 0)) / num_peers
 
 
-def backup_bytes_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
-    """Bytes of moments that a peer sends to its backups, mean over peers and rounds.
-
-    8 bytes per parameter of its experts every `ownership.backup_every_rounds` rounds, in fp32;
-    nothing where an expert has several owners. Received are as many. They are in no other figure.
-    """
-    every = run.ownership.backup_every_rounds
-    if not every or num_peers == 1 or run.ownership.owners_per_expert > 1:
-        return 0.0
-    return MOMENTS_BYTES * parameters(run.model).experts / num_peers / every
-
-
 def handover_bytes(run: RunConfig, num_peers: int) -> int:
     """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
 
@@ -133,22 +121,17 @@ def handover_bytes(run: RunConfig, num_peers: int) -> int:
 def disk_bytes(run: RunConfig, num_peers: int) -> int:
     """Most that a state directory takes up, without the corpus and the event log.
 
-    Blobs of the newest manifest, of the one before and of an accepted one; what the peer offers;
+    Blobs of the newest manifest, of the one before and of an accepted one; those on offer;
     three private states (masters and moments), since the newest and the one before are kept while
-    the next one is written, or an engine's state with its frozen experts while it steps down; and
-    with backups on the copies of its own moments and of another's,
-    each until the new ones have replaced them.
+    the next one is written, or an engine's state with its frozen experts while it steps down.
     """
     counted = parameters(run.model)
     shared, experts = shared_wire_bytes(run), expert_wire_bytes(run)
     offered = shared + experts * owned_per_peer(run, num_peers) // counted.num_experts
-    copies = 0
-    if backup_bytes_per_peer_per_round(run, num_peers):
-        copies = 4 * MOMENTS_BYTES * counted.per_expert * owned_per_peer(run, num_peers)
     trained = trained_per_peer(run, num_peers)
     private = 3 * PRIVATE_BYTES * trained
     frozen = ELEMENT_BYTES[run.train.frozen] * (counted.total - trained)
-    return 3 * (shared + experts) + offered + private + frozen + copies
+    return 3 * (shared + experts) + offered + private + frozen
 
 
 def forward_flops_per_token(run: RunConfig) -> int:
@@ -167,7 +150,7 @@ def step_flops_per_token(run: RunConfig, num_peers: int) -> float:
     """Operations of forward and backward per token.
 
     Gradients of activations cost as much as the forward pass (attention twice: its products have
-    two operands each), gradients of weights as much as the products of what is trained. Frozen
+    two operands each), gradients of weights as much as the products of trained weights. Frozen
     experts have none; tokens are taken to spread evenly over the experts.
     """
     return step_flops_with(run, owned_per_peer(run, num_peers))
@@ -196,7 +179,7 @@ def _met_experts(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs a peer; each figure is the function of its name, without the process."""
+    """A run's cost for a peer; each figure is the function of that name, without the process."""
 
     parameters_total: int
     parameters_shared: int
@@ -206,7 +189,6 @@ class Cost:
     full_state_bytes: int
     disk_bytes: int
     bytes_sent_per_peer_per_round: float
-    backup_bytes_per_peer_per_round: float
     handover_bytes: int
     step_flops_per_token: float
 
@@ -223,7 +205,6 @@ def cost_of(run: RunConfig, num_peers: int) -> Cost:
         full_state_bytes=full_state_bytes(run.model),
         disk_bytes=disk_bytes(run, num_peers),
         bytes_sent_per_peer_per_round=bytes_sent_per_peer_per_round(run, num_peers),
-        backup_bytes_per_peer_per_round=backup_bytes_per_peer_per_round(run, num_peers),
         handover_bytes=handover_bytes(run, num_peers),
         step_flops_per_token=step_flops_per_token(run, num_peers),
     )

@@ -58,8 +58,8 @@ class Int8Stack:
     """Matrices stored as int8 with one scale per output row.
 
     The scale is |largest| / 127, rounded to the eight bits of a bf16: the largest element then
-    always becomes 127, so quantising what was read back changes no bit, and the product of a
-    code and its scale is exact in fp32.
+    always becomes 127, so quantising values that were read back changes no bit, and the product of
+    a code and its scale is exact in fp32.
 
     Attributes:
         codes: int8 [E, O, I].

@@ -1,6 +1,6 @@
 """A model as the files that Transformers loads: config.json and safetensors.
 
-Tensors keep the names that they have everywhere else, so exporting is writing what is there.
+Tensors keep the names that they have everywhere else, so an export writes them as they are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from swarm import durable
 from swarm.config import RunConfig
-from swarm.errors import CorruptState
-from swarm.experts import expert_shapes, exported, shared_shapes
+from swarm.errors import ConfigError, CorruptState
+from swarm.experts import all_shapes, expert_shapes, exported, shared_shapes
+from swarm.model.initialise import initial_tensors
 
 MAX_SHARD_BYTES = 8 * 10**8
 """A shard is in memory twice while it is written: as tensors and as bytes."""
@@ -132,14 +133,14 @@ def save_model(
 ) -> list[Path]:
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
-    Every file is written beside its place, flushed to disk and renamed, what names the others
-    last. Files of an earlier export into the same folder are removed.
+    Every file is written beside its place, flushed to disk and renamed, the one that names
+    the others last. Files of an earlier export into the same folder are removed.
 
     Args:
         folder: made when missing.
         run: the configuration that the tensors belong to.
-        named: every tensor of the model once, in any order, kept one shard at a time. What is of
-            training alone is left out.
+        named: every tensor of the model once, in any order, kept one shard at a time. Tensors of
+            training alone are left out.
         eos_token_id: the tokenizer's end-of-text id.
         max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
 
@@ -227,13 +228,42 @@ def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of an exported model, file by file, sorted by name within each.
 
     Raises:
-        CorruptState: a file is missing or not what its name says.
+        CorruptState: a file is missing or contradicts its name.
     """
     for file in _files(folder):
         try:
             yield from _tensors_of(folder / file)
         except (OSError, SafetensorError) as error:
             raise CorruptState(f"{folder / file}: {error}") from error
+
+
+def load_weights(folder: Path, run: RunConfig) -> dict[str, Tensor]:
+    """Every tensor of a run's model from an export of one like it, by Hugging Face name.
+
+    What is of training alone, and so in no export, has its initial value.
+
+    Args:
+        folder: what `save_model` wrote, or files of Transformers with the same names.
+        run: whose model the export must fit.
+
+    Raises:
+        CorruptState: a file is missing or damaged.
+        ConfigError: the export is of another model; names the first difference.
+    """
+    shapes, named = all_shapes(run.model), dict(load_named(folder))
+    for name in {name for name, _ in _shared_experts(run)}:
+        named.pop(name, None)
+    own = [name for name in shapes if name not in named and not exported(name)]
+    named |= initial_tensors(run, own)
+    for name in sorted(named.keys() | shapes.keys()):
+        have = tuple(named[name].shape) if name in named else "no such tensor"
+        wanted = tuple(shapes[name]) if name in shapes else "no such tensor"
+        if have != wanted:
+            raise ConfigError(
+                f"{folder} is no export of {run.run.name}'s model: {name} is {have}, not {wanted}",
+                hint="load it with the run file that it was trained with",
+            )
+    return named
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -234,7 +234,7 @@ def combine(
         output: of `output_losses`.
         routings: of all layers.
         loss: weights of the terms.
-        count_weight_E: what an expert's tokens count in the balancing loss; None for 1.
+        count_weight_E: weight of an expert's tokens in the balancing loss; None for 1.
     """
     tokens_LE = expert_tokens(routings)
     counted_LE = tokens_LE if count_weight_E is None else tokens_LE * count_weight_E

@@ -36,7 +36,7 @@ def similarities(gates: Sequence[Callable[[int, int], Tensor]], num_elements: in
     A projection of zeros is similar to nothing (0).
 
     Args:
-        gates: of each expert, what gives its elements [start, stop).
+        gates: of each expert, a function that gives its elements [start, stop).
         num_elements: of each gate projection.
 
     Cost: 2 * E^2 * X operations in fp64 and, at the peak, E * COLUMNS * (16 + what an element has
@@ -96,8 +96,8 @@ def merged_part(part: Slice, read: Read, donors: Donors, alpha: float) -> Tensor
     order, and so carries the same bits whatever the run's length and the number of threads:
     own + alpha * (sum of (donor - own) / K).
 
-    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak and what `read` gives.
-    About 19 ms for a matrix of 2048 x 2048 with 4 donors.
+    Cost: reads K + 1 runs, one at a time; 16 bytes an element at the peak, beside those that
+    `read` gives. About 19 ms for a matrix of 2048 x 2048 with 4 donors.
     """
     place = place_of(part.name)
     assert place is not None, f"{part.name} is of no expert"

@@ -24,7 +24,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Routing(NamedTuple):
-    """What a router decided.
+    """The decision of a router.
 
     Attributes:
         logits_NE: fp32, without noise.
@@ -138,7 +138,7 @@ class Router(nn.Module):
         return scores_NE.gather(-1, expert_NK), expert_NK
 
     def _dropping(self, routing: Routing, guidance: Guidance) -> Routing:
-        """Drops what exceeds the capacity; what is left is not weighted up (as in GShard)."""
+        """Drops choices above the capacity; those left are not weighted up (as in GShard)."""
         if guidance.capacity_factor is None:
             return routing
         num_tokens, num_experts = routing.logits_NE.shape
@@ -264,7 +264,7 @@ def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 class SparseMLP(nn.Module):
-    """Router and experts: what stands where a dense transformer has one feed-forward net."""
+    """Router and experts, in the place of a dense transformer's feed-forward net."""
 
     def __init__(
         self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
@@ -279,7 +279,7 @@ class SparseMLP(nn.Module):
         recall: Recall | None = None,
         guidance: Guidance | None = None,
     ) -> tuple[Tensor, Routing]:
-        """Returns fp32 [B, T, D] and what the router decided."""
+        """Returns fp32 [B, T, D] and the router's decision."""
         x_ND = x_BTD.flatten(0, 1)
         routing = self.gate(x_ND, recall, guidance, self.experts.owned_experts)
         if guidance and (guidance.probe or guidance.draw_apart):

@@ -1,4 +1,4 @@
-"""What a training step adds to routing, and the arithmetic of it. No weights here.
+"""The influence of a training step on routing, and the arithmetic of it. No weights here.
 
 Shapes: N tokens, E experts, K experts of a token, L layers.
 """
@@ -18,7 +18,7 @@ _SEED_STEP = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class Guidance:
-    """What leads the tokens of one training step besides the weights; evaluation has none.
+    """The influences on the tokens of one training step besides the weights; evaluation has none.
 
     Attributes:
         noise_seed: of the noise of routers that have some. Explicit, so that a step that is
@@ -43,7 +43,7 @@ class Guidance:
         return dataclasses.replace(self, noise_seed=seed)
 
     def own_bias(self, owned: Sequence[int], logits_NE: Tensor) -> Tensor | None:
-        """What each expert's logit gets in the choice, [E], or None for nothing."""
+        """An addition to each expert's logit in the choice, [E], or None for nothing."""
         if not self.own_expert_bias:
             return None
         bias_E = torch.zeros_like(logits_NE[0])
@@ -51,7 +51,7 @@ class Guidance:
         return bias_E
 
     def count_weights(self, owned: Sequence[int], like_NE: Tensor) -> Tensor | None:
-        """What each expert's tokens count in the balancing loss, [E], or None for 1.
+        """Weight of each expert's tokens in the balancing loss, [E], or None for 1.
 
         Source: zjr2000/SPES at 2cbcd96, `decayed_load_balance_loss`.
         """
@@ -98,7 +98,7 @@ def within_capacity(expert_NK: Tensor, num_experts: int, capacity: int) -> Tenso
 
 
 def bias_update(tokens_LE: Tensor, rate: float) -> Tensor:
-    """What loss-free balancing adds to the selection biases after a step, fp32 [L, E].
+    """The step of loss-free balancing on the selection biases, fp32 [L, E].
 
     rate * sign(mean load - own load), per layer, from the tokens that chose each expert.
     Source: Wang et al. (arXiv 2408.15664, algorithm 1).

@@ -15,7 +15,7 @@ from torch import Tensor
 
 GROUPED_ROWS = 2**17
 """Rows of one grouped product, at most, unless one expert has more: enough to fill a GPU, while
-what exists of them besides (seven buffers) stays a few GB however long a sequence is."""
+their seven buffers stay a few GB however long a sequence is."""
 
 
 @dataclass(frozen=True)

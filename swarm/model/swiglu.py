@@ -44,7 +44,7 @@ class Stack(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What an expert layer computes with besides its inputs and owned matrices.
+    """All that an expert layer computes with besides its inputs and owned matrices.
 
     Attributes:
         plan: rows sorted by expert.
@@ -76,7 +76,7 @@ def mix_experts(
     Args:
         x_ND: the tokens.
         weight_NK: fp32 weight of each of a token's experts. Pairs that the plan leaves out must
-            have a constant 0: what comes back as its gradient means nothing.
+            have a constant 0: the gradient that comes back for it means nothing.
         owned: fp32 masters of the owned experts, gate and up [E, I, D], down [E, D, I]. Only
             these and the two arguments before get gradients; an expert without tokens gets zeros.
         setting: the plan, the frozen experts and the compute type.

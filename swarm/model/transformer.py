@@ -24,7 +24,7 @@ from swarm.model.routing import Guidance, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
-"""What backward computes again: nothing; each layer; each layer except its routing."""
+"""Backward computes again: nothing; each layer; each layer except its routing."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module):
         recall: Recall | None = None,
         guidance: Guidance | None = None,
     ) -> tuple[Tensor, Routing]:
-        """Returns the next residual stream, fp32 [B, T, D], and what the router decided.
+        """Returns the next residual stream, fp32 [B, T, D], and the router's decision.
 
         With `recall` the routing is kept there the first time and taken from there afterwards.
         `guidance` is that of the layer in a training step.
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         owned: the experts that this peer trains, in every layer.
         frozen: storage of the others.
         compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
-        recompute: what is not kept for backward but computed again.
+        recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
     """
 

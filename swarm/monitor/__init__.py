@@ -1,1 +1,1 @@
-"""What a person sees: a projection of records, and how it is drawn."""
+"""The view of a person on a run: a projection of records, and how it is drawn."""

@@ -1,4 +1,4 @@
-"""What the monitor shows, each figure defined once: its unit, when it counts, what it is not."""
+"""Figures of the monitor, each defined once: its unit, when it counts, what it is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Metric:
         title: as shown above a column or before a value.
         unit: of the value.
         counts: what it is and when it changes.
-        is_not: what it is easily taken for.
+        is_not: a figure that it is easily taken for.
     """
 
     title: str
@@ -71,13 +71,13 @@ RECEIVED = Metric(
     "received",
     "bytes",
     "blob bytes that have reached a peer since it started, refused ones included",
-    "not equal to what others sent it when transfers were cut off",
+    "not equal to the bytes that others sent it when transfers were cut off",
 )
 MOMENTS = Metric(
     "moments",
     "bytes",
-    "bytes of experts' Adam moments that a peer has sent to backups and new owners",
-    "not part of what is sent for the rounds",
+    "bytes of experts' Adam moments that a peer has sent to new owners",
+    "not part of the bytes sent for the rounds",
 )
 ZERO_MOMENTS = Metric(
     "zero moments",
@@ -133,7 +133,7 @@ COVERAGE = Metric(
     "percent of a lap",
     "windows of the common text whose training is in a manifest, each once before any is read "
     "again; rises with every round",
-    "not what members read now or left open, which is shown beside it",
+    "not the windows that members read now or left open, which are shown beside it",
 )
 HEALTH = Metric(
     "health",

@@ -6,8 +6,7 @@ never parsed as markup.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,7 @@ from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.printable import printable
+from swarm.protocol.printable import PEER_ID, printable, ranges
 from swarm.protocol.records import PeerState
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
@@ -27,10 +26,10 @@ AGREEMENT_STYLES = {
     Agreement.DIFFERENT: "bold white on red",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
-"""A libp2p peer id in base58."""
 MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
+MIN_ROUNDS = 20
+"""Of the loss curve, where there are as many."""
 UNKNOWN_OWNER = "?"
 """An owner of the newest manifest whose own record is not there (any more)."""
 
@@ -119,7 +118,7 @@ def _cells(row: PeerRow, keys: Keys, wide: bool, digits: int) -> list[Text]:
 
 
 def _state(row: PeerRow) -> str:
-    """What it does, or of a trainee how many of ten rounds have counted it."""
+    """Its state, or of a trainee how many of ten rounds have counted it."""
     state = row.record.state
     is_usual = state in (PeerState.TRAINING, PeerState.AVERAGING)
     return (
@@ -136,7 +135,7 @@ def _name(name: str, width: int) -> str:
 
 
 def experts_map(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Who trains which expert and in which round it last changed; ranges where that is too big."""
+    """Owners of each expert, and the round of its last change; ranges where that is too big."""
     cells = [
         (
             Text(str(row.expert), style="dim"),
@@ -177,15 +176,21 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 
 
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
-    """The held-out loss by round, with its newest value in the title."""
+    """The held-out loss by round, with its newest value in the title.
+
+    Of a long run only the newer half: beside its first rounds all later ones are a flat line.
+    """
     if not losses:
         title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")
         return [title, *(Text("") for _ in range(height - 1))]
-    newest_round, newest = losses[-1]
+    losses = losses[-max(MIN_ROUNDS, len(losses) // 2) :]
+    (oldest_round, _), (newest_round, newest) = losses[0], losses[-1]
+    rounds = f", rounds {oldest_round}-{newest_round}"
+    whole = f" {metrics.VAL_LOSS.unit}{rounds}"
     title = Text.assemble(
         (f"{metrics.VAL_LOSS.title}  ", "dim"),
         (f"{newest:.3f}", "bold"),
-        (f" {metrics.VAL_LOSS.unit}, round {newest_round}", "dim"),
+        (whole if len(whole) + 22 <= width else rounds, "dim"),
     )
     curve = braille([(float(x), y) for x, y in losses], width - 7, height - 1)
     values = [loss for _, loss in losses]
@@ -236,7 +241,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def _coverage_line(coverage: Coverage) -> Text:
-    """Shares of a lap; what nobody has been dealt yet is what remains."""
+    """Shares of a lap; the rest has been dealt to nobody yet."""
     line = Text.assemble(
         (f"{metrics.COVERAGE.title}  ", "dim"),
         f"{100 * coverage.share:.1f}% of lap {coverage.laps + 1}",
@@ -290,7 +295,21 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
         Text.assemble(("why ", "dim"), _who(who), *_with_keys(reason, keys))
         for reason, who in said.items()
     ]
-    return [cut(line, width) for line in lines[:max_lines]]
+    return _wrapped(lines[:max_lines], width, max_lines)
+
+
+def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:
+    """Lines cut to a width; those for which there is room go on below."""
+    shown, room = [], max_lines - len(lines)
+    for line in lines:
+        while room and line.cell_len > width:
+            end = line.plain.rfind(" ", width // 2, width)
+            end = end if end > 0 else width
+            shown.append(line[:end])
+            line = Text("    ").append_text(line[end:])
+            room -= 1
+        shown.append(cut(line, width))
+    return shown
 
 
 def _with_keys(reason: str, keys: Keys) -> list[Text]:
@@ -312,17 +331,6 @@ def _who(who: Sequence[Text]) -> Text:
 def digest_width(width: int) -> int:
     """How many digits of a digest are shown."""
     return 16 if width >= 120 else 8
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short: `0-3,7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def amount(value: float) -> str:

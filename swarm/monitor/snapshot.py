@@ -1,4 +1,4 @@
-"""What the swarm looks like now: a pure projection of records, and of the newest manifest.
+"""The swarm as it looks now: a pure projection of records, and of the newest manifest.
 
 A peer's row is its own record and nothing else, so its generation, round and digest belong
 together. Owners and versions of experts come from the manifest, where one could be fetched. Members
@@ -34,7 +34,7 @@ class Sighting:
 
     Attributes:
         run: its id; None while its founder gathers peers, when it has none yet.
-        name: what people call it.
+        name: the one that people call it by.
         peers: presence records that have not expired, by the peer that signed them.
         merges: merge announcements, likewise.
         validations: held-out losses, likewise.
@@ -78,7 +78,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class ExpertRow:
-    """Who trains an expert, and the round in which its value last changed (None: unknown)."""
+    """Owners of an expert, and the round in which its value last changed (None: unknown)."""
 
     expert: int
     owners: tuple[PeerId, ...]
@@ -115,7 +115,7 @@ class Coverage:
     counted: int
     """Read, and in a manifest."""
     dealt: int
-    """What the members read now."""
+    """Windows that the members read now."""
     open: int
     """Dealt before and not counted; it is dealt next."""
 
@@ -278,7 +278,7 @@ def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object
 
 
 def _tip_of(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[str, int, int, Digest]:
-    """Generation, height, round and digest: the manifest's, else what most peers say."""
+    """Generation, height, round and digest: the manifest's, else those of most peers."""
     if tip:
         return tip.generation, tip.height, tip.round, tip.digest
     said = [(row.manifest_digest, row.height, row.generation, row.round) for row in rows]
@@ -323,7 +323,7 @@ def _version(tip: Manifest, expert: int) -> int | None:
 
 
 def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
-    """One merge per (generation, round, merged), with the donors of all who announced it."""
+    """One merge per (generation, round, merged), with the donors of all peers that announced it."""
     found: dict[tuple[str, int, int], Merge] = {}
     for peer in sorted(records):
         record = records[peer]
@@ -335,7 +335,7 @@ def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
 
 
 def _losses(validations: Mapping[PeerId, ValidationRecord]) -> tuple[tuple[int, float], ...]:
-    """(round, loss); a later round's publisher overrides what was said of a round before."""
+    """(round, loss); a later round's publisher overrides the losses of rounds before."""
     found: dict[int, float] = {}
     for _, record in sorted(validations.items(), key=lambda item: (item[1].round, item[0])):
         found |= dict(record.recent) | {record.round: record.val_loss}

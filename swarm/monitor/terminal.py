@@ -17,7 +17,7 @@ TALL = 32
 def render(snapshot: Snapshot, *, width: int, height: int) -> RenderableType:
     """The whole screen: at most `height` lines of `width` characters.
 
-    What does not fit is left out from the bottom of each part: peers beyond the last line are
+    Lines that do not fit are left out from the bottom of each part: peers beyond the last line are
     counted, experts become ranges, older merges and reasons go.
     """
     keys = panels.keys_of(snapshot.peers)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from swarm.codecs import Content, check_moments
 from swarm.errors import BadBlob, HostileInput, NetworkDown, Unreachable
@@ -14,23 +13,22 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import content_of
 from swarm.network.fetch import Downloads, Want
 from swarm.network.node import Node
-from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, PeerId
-from swarm.protocol.moments import (
+from swarm.protocol.handover import (
     Moments,
-    Question,
     decode_answer,
     encode_question,
     layout_of_size,
     transfer_limit_s,
 )
+from swarm.protocol.layout import Layout
+from swarm.protocol.manifest import Digest, PeerId
 
 logger = logging.getLogger(__name__)
 
 MOMENTS_QUESTION = b"moments "
 ASK_S = 3.0
 MAX_FAILURES = 3
-"""A peer from which a blob did not come so often is not waited for."""
+"""A giver from which a blob did not come so often is not waited for."""
 
 
 class MomentsClient:
@@ -42,8 +40,8 @@ class MomentsClient:
         self.prefix = MOMENTS_QUESTION + run.encode() + b" "
         self._node, self._downloads, self._store, self._layout = node, downloads, store, layout
 
-    async def fetch(self, moments: Moments, sources: Sequence[PeerId]) -> bool:
-        """Whether a blob of others is here, checked and pinned once."""
+    async def fetch(self, moments: Moments, giver: PeerId) -> bool:
+        """Whether a blob of another peer is here, checked and pinned once."""
         layout = layout_of_size(self._layout, moments.expert, moments.num_bytes)
         if layout is None:
             self._node.traffic.refuse("moments_size")
@@ -52,20 +50,18 @@ class MomentsClient:
         store.pin([moments.digest])
         if store.has(moments.digest) and not _is_sound(layout, content_of(store, moments.digest)):
             self._node.traffic.refuse("moments_values")
-        elif await self._download(moments, layout, sources):
+        elif await self._download(moments, layout, giver):
             self._node.traffic.moments_bytes_received += moments.num_bytes
             return True
         store.unpin([moments.digest])
         logger.info("moments of expert %d did not come", moments.expert)
         return False
 
-    async def _download(
-        self, moments: Moments, layout: UnitLayout, sources: Sequence[PeerId]
-    ) -> bool:
-        """Brings a blob here; gives up when it is refused, late, or every source failed thrice."""
+    async def _download(self, moments: Moments, layout: UnitLayout, giver: PeerId) -> bool:
+        """Brings a blob here; gives up when it is refused, late, or failed thrice."""
         loop = asyncio.get_running_loop()
         is_hopeless = asyncio.Event()
-        failures: Counter[PeerId] = Counter()
+        failures = 0
 
         def check(_: Digest, content: Content) -> None:
             try:
@@ -74,13 +70,16 @@ class MomentsClient:
                 loop.call_soon_threadsafe(is_hopeless.set)
                 raise
 
-        def failed(_: Digest, peer: PeerId, __: str) -> None:
-            failures[peer] += 1
-            if all(failures[source] >= MAX_FAILURES for source in sources):
+        def failed(_: Digest, __: PeerId, ___: str) -> None:
+            nonlocal failures
+            failures += 1
+            if failures >= MAX_FAILURES:
                 is_hopeless.set()
 
-        want = Want(moments.digest, moments.num_bytes, tuple(sources))
-        fetching = loop.create_task(self._downloads.fetch([want], check=check, on_failure=failed))
+        want = Want(moments.digest, moments.num_bytes, (giver,))
+        fetching = loop.create_task(
+            self._downloads.fetch([want], check=check, on_blob=_ignore, on_failure=failed)
+        )
         gives_up = loop.create_task(is_hopeless.wait())
         limit_s = transfer_limit_s(moments.num_bytes)
         try:
@@ -93,17 +92,22 @@ class MomentsClient:
                 task.cancel()
             await asyncio.gather(fetching, gives_up, return_exceptions=True)
 
-    async def ask_all(
-        self, peers: Iterable[PeerId], question: Question
-    ) -> dict[PeerId, tuple[Moments, ...]]:
+    async def ask_all(self, peers: Iterable[PeerId]) -> dict[PeerId, tuple[Moments, ...]]:
         """The answers of those that answer."""
         asked = list(peers)
-        answers = await asyncio.gather(*(self.ask(peer, question) for peer in asked))
+        answers = await asyncio.gather(*(self.ask(peer) for peer in asked))
         return {p: a for p, a in zip(asked, answers, strict=True) if a is not None}
 
-    async def ask(self, peer: PeerId, question: Question) -> tuple[Moments, ...] | None:
-        """Which moments a peer has; None if it does not answer within `ASK_S`, or not in order."""
-        payload = self.prefix + encode_question(question)
+    async def ask(
+        self, peer: PeerId, settled: Collection[Digest] = ()
+    ) -> tuple[Moments, ...] | None:
+        """What a peer hands over to this one; None if it does not answer in time, or not in order.
+
+        Args:
+            peer: an owner before.
+            settled: blobs of it that are here by now, or are needed no more.
+        """
+        payload = self.prefix + encode_question(settled)
         try:
             answer = await self._node.request(peer, payload, ASK_S)
             return decode_answer(answer) if answer else None
@@ -121,3 +125,7 @@ def _is_sound(layout: UnitLayout, content: Content) -> bool:
     except BadBlob:
         return False
     return True
+
+
+def _ignore(_: Digest) -> None:
+    """A single blob is waited for, so its arrival is no news."""

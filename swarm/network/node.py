@@ -201,7 +201,7 @@ class Node:
     # ------------------------------------------------ talking to one peer
 
     async def post(self, peer_id: str, payload: bytes, timeout_s: float = 5.0) -> None:
-        """Delivers one control message (at most 64 KB); returns when it has been handled.
+        """Delivers one control message (at most 256 KiB); returns when it has been handled.
 
         A peer that cannot be dialled is reached through one that both have dialled.
 
@@ -212,7 +212,7 @@ class Node:
         await self._ways.post(peer_id, payload, timeout_s)
 
     async def request(self, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
-        """Asks a small question (at most 64 KB) and returns the answer (at most 1 MB).
+        """Asks a small question (at most 256 KiB) and returns the answer (at most 1 MB).
 
         Raises:
             Unreachable: no answer in time, or the other side refused it.

@@ -15,9 +15,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from swarm.errors import CorruptState, OutOfMemory, StateError, lacks_memory
+from swarm.errors import CorruptState, OutOfMemory, StateError, SwarmError, lacks_memory
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,19 @@ class Pause:
 def is_memory(error: BaseException) -> bool:
     """Whether memory was short; a thread's stack is memory too."""
     return lacks_memory(error) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+
+
+def raise_typed(error: BaseException, who: str) -> NoReturn:
+    """Raises what stopped a part of the peer as an error that has an exit code.
+
+    Raises:
+        SwarmError: always; `OutOfMemory` where memory was short.
+    """
+    if isinstance(error, SwarmError):
+        raise error
+    if is_memory(error):
+        raise OutOfMemory(f"no memory is left for {who}") from error
+    raise SwarmError(f"{who} stopped: {error!r}") from error
 
 
 def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:

@@ -2,7 +2,8 @@
 
 One actor in the node's loop takes events from a queue, hands each to the machine and carries
 out the returned effects in order. Long work runs beside it and comes back as an event. The
-trainer's thread meets the driver in three places only: `store_value`, `offer`, `wait_for_tip`.
+trainer's thread meets the driver only as `swarm.peer.rounds.Rounds`, from which nothing leads to
+the machine, its record or the queue.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from swarm.codecs import Content, mean_of
 from swarm.config import RoundConfig
-from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError, SwarmError
+from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
 from swarm.network.draft import Draft
@@ -27,12 +27,13 @@ from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
 from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
-from swarm.network.patience import is_memory, patiently_async
+from swarm.network.patience import patiently_async, raise_typed
 from swarm.network.record_file import RecordFile
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
 from swarm.network.upkeep import collect, lease_to_stranger, missing_of, sync_manifest
+from swarm.network.watching import UNWATCHED, RoundObserver
 from swarm.protocol.claims import who_takes_part
 from swarm.protocol.deadlines import production_timers
 from swarm.protocol.events import (
@@ -68,6 +69,7 @@ from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, ReducedUnit
 from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.training import Applied
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +80,6 @@ SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK, Topic.ADMISSION)
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]
 """The merged experts of a due tip, computed from its agreed values as they are asked for."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One tip that this peer moved to, with when and why."""
-
-    manifest: Manifest
-    at_s: float
-    reason: str
 
 
 class RoundDriver:
@@ -102,10 +95,11 @@ class RoundDriver:
         layout: Layout,
         settings: RoundConfig,
         merger: Merger,
+        observer: RoundObserver = UNWATCHED,
     ) -> None:
-        self.node, self.store, self.machine = node, store, machine
+        self.node, self.store, self.machine, self.observer = node, store, machine, observer
         self.record_file, self.layout, self.merger = record_file, layout, merger
-        self.settings, self._expected_at = settings, 0.0
+        self.settings, self.rules, self._expected_at = settings, machine.rules, 0.0
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
@@ -121,7 +115,9 @@ class RoundDriver:
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
         self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
-        self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
+        self._parent = machine.record.parent  # of the tip that is recorded
+        start = Applied(machine.tip, time.monotonic(), "start", self._parent)
+        self._applied: list[Applied] = [start]
         self._left: str | None = None
         self._failure: BaseException | None = None
         store.on_lost = self._lost
@@ -131,7 +127,12 @@ class RoundDriver:
     @property
     def tip(self) -> Manifest:
         """The newest manifest that this peer has applied."""
-        return self._applied[-1].manifest
+        return self.newest.manifest
+
+    @property
+    def newest(self) -> Applied:
+        """The same, with its parent and when it was applied, by `time.monotonic`."""
+        return self._applied[-1]
 
     @property
     def last_reason(self) -> str:
@@ -157,6 +158,7 @@ class RoundDriver:
 
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
+        self.observer.before_offer()
         self._send_in(Offered(offer))
 
     def expect(self, tip: Digest, remaining_s: float) -> None:
@@ -175,6 +177,7 @@ class RoundDriver:
 
     def leave(self) -> None:
         """Asks to leave the run; `left` is set once the others know."""
+        self.observer.before_leave()
         self._send_in(LeaveAsked())
 
     def wait_for_tip(self, after: Digest, timeout_s: float) -> list[Applied]:
@@ -200,12 +203,8 @@ class RoundDriver:
                 return self._applied[-1:]
 
     def _raise_failure(self) -> None:
-        if isinstance(self._failure, SwarmError):
-            raise self._failure
-        if self._failure and is_memory(self._failure):
-            raise OutOfMemory("no memory is left for rounds") from self._failure
         if self._failure:
-            raise SwarmError(f"the round driver stopped: {self._failure!r}") from self._failure
+            raise_typed(self._failure, "the round driver")
         if not self.node.alive:
             raise NetworkDown(f"{self.node.failure}", hint="start this peer again")
 
@@ -216,6 +215,7 @@ class RoundDriver:
 
     def start(self) -> None:
         """Starts the actor in the node's loop; returns at once."""
+        self.observer.on_rounds(self.machine, self.record_file)
         asyncio.run_coroutine_threadsafe(self._start(), self.node.loop)
 
     async def _start(self) -> None:
@@ -234,6 +234,7 @@ class RoundDriver:
         await self._carry_out(self.machine.start(passed_s()))
         while True:
             event = await self._inbox.get()
+            self.observer.before_event(event)
             effects = self.machine.handle(event, passed_s())
             if isinstance(event, Stored):
                 # The machine knows of it now, and decides how long it is kept.
@@ -259,7 +260,7 @@ class RoundDriver:
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            await self._actions[type(effect)](self, effect)
+            await self.observer.carry_out(effect, lambda it: self._actions[type(it)](self, it))
 
     async def _patiently(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs something in another thread; a disk that is full, say, is waited for."""
@@ -269,6 +270,7 @@ class RoundDriver:
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
         self.node.ledger.admit(*who_takes_part(effect.record))
+        self._parent = effect.record.parent
 
     async def _rewrite_chain(self, effect: RewriteChain) -> None:
         await self._patiently("chain of heads", self.record_file.chain.rewrite, effect.links)
@@ -347,7 +349,7 @@ class RoundDriver:
     async def _apply(self, effect: Apply) -> None:
         self._adapt_timers()
         with self._tip_changed:
-            applied = Applied(effect.manifest, time.monotonic(), self.last_reason)
+            applied = Applied(effect.manifest, time.monotonic(), self.last_reason, self._parent)
             self._applied = [*self._applied[-7:], applied]
             self._tip_changed.notify_all()
 
@@ -391,8 +393,6 @@ class RoundDriver:
         Left: _leave,
         Reason: _reason,
     }
-
-    # ------------------------------------------------ for others
 
     def asked_for(self, peer: PeerId, digest: Digest) -> None:
         """A peer asks for a blob, which strangers are lent with all of its manifest [GC]."""

@@ -53,7 +53,7 @@ class BlobServer:
                 that others wait for it.
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
-            is_moments: whether it is a backup or hand-over of moments, whose bytes count apart.
+            is_moments: whether it is moments that are handed over, whose bytes count apart.
         """
         self._is_control = is_control or (lambda _: False)
         self._is_moments = is_moments or (lambda _: False)

@@ -1,18 +1,14 @@
-"""How a peer leaves: the first signal finishes its round and hands over, the second just ends."""
+"""How a peer leaves: it finishes its round and hands over, within a time."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import sys
 import threading
 import time
 from math import inf
-from types import FrameType
 
 from swarm.network.round_driver import RoundDriver
-from swarm.peer.moments import MomentsKeeper
+from swarm.peer.expert_moments import ExpertMoments
 from swarm.protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -23,28 +19,21 @@ COURTESY_S = 30.0
 
 
 class Stop:
-    """Ctrl+C and SIGTERM: the first leaves cleanly within a time-out, the second at once."""
+    """The wish that a peer leaves, from any thread or a signal handler, and its time-out."""
 
     def __init__(self, leave_timeout_s: float) -> None:
         self.leave_timeout_s = leave_timeout_s
         self._asked = threading.Event()
         self._asked_s = inf
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            sys.stderr.write("leaving at once\n")
-            os._exit(130)
-        self._asked_s = time.monotonic()
-        self._asked.set()
-        sys.stderr.write(
-            f"leaving: this round and the hand-over may take {self.leave_timeout_s:.0f} s; "
-            "once more to leave at once\n"
-        )
+    def ask(self) -> None:
+        """The peer leaves as soon as its round is over, or the time is; asking again is nothing."""
+        if not self._asked.is_set():
+            self._asked_s = time.monotonic()
+            self._asked.set()
 
     def __call__(self) -> bool:
-        """Whether the person asked to stop."""
+        """Whether the peer was asked to stop."""
         return self._asked.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -57,31 +46,30 @@ class Stop:
         return max(self._asked_s + self.leave_timeout_s - time.monotonic(), 0.0)
 
 
-def leave(driver: RoundDriver, keeper: MomentsKeeper, adopted: Manifest, stop: Stop) -> str:
+def leave(driver: RoundDriver, moments: ExpertMoments, adopted: Manifest, stop: Stop) -> str:
     """Says good-bye and hands over; returns what became of it, in a sentence.
 
-    The masters are agreed values already, or go with the moments. Whoever owns the experts by the
-    manifest without this peer, or would adopt them until there is one, is told of them and fetches.
+    The masters are agreed values already, or go with the moments. Owners by the manifest without
+    this peer ask for them and fetch.
 
     Args:
         driver: of the rounds.
-        keeper: has the moments.
+        moments: of the experts.
         adopted: the manifest that the engine is at.
         stop: bounds all of it.
     """
     driver.leave()
-    began_s, offered_at = time.monotonic(), None
+    began_s, is_handing_over = time.monotonic(), False
     while stop.remaining_s > 0:
-        tip = driver.tip
-        if offered_at is None or (tip.digest != offered_at and keeper.model.me not in tip.members):
-            if adopted.digest != tip.digest or keeper.model.me in tip.members:
-                keeper.leave(adopted, tip)
-            offered_at = tip.digest
-        keeper.hand_over(stop.remaining_s)
         may_go = driver.left is not None or time.monotonic() - began_s > COURTESY_S
-        if may_go and keeper.all_handed_over():
+        tip = driver.tip  # read after `left`, so that it is the one without this peer
+        if not is_handing_over and moments.model.me not in tip.members:
+            is_handing_over = True
+            moments.leave(adopted, tip)
+        moments.hand_over()
+        if may_go and moments.all_handed_over():
             break
         driver.wait_for_tip(tip.digest, POLL_S)
         time.sleep(POLL_S if driver.left else 0)  # it no longer waits once this peer has left
     why = driver.left or "the others did not answer in time"
-    return f"{why}; {keeper.summary()}"
+    return f"{why}; {moments.summary()}"

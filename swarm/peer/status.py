@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from swarm import __version__
 from swarm.config import RunConfig
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
+from swarm.peer.step_progress import StepProgress
+from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
+from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
-from swarm.protocol.moments import Moments
 from swarm.protocol.records import (
     MAX_SHARES,
     PeerRecord,
@@ -33,6 +35,7 @@ from swarm.protocol.records import (
 )
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
+from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +44,6 @@ MAX_RECENT = 200
 MAX_COUNTED = 4096
 """Rounds that a partition may last until its tokens are no longer counted as lost."""
 MAX_NORMS = 64
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What one applied manifest did for this peer."""
-
-    manifest: Manifest
-    stats: LocalStats | None
-    """None when this peer trained nothing for it."""
-    counted: bool
-    """Whether this peer's shared tensors are in the mean."""
-    wait_s: float
-    """From the offer until the manifest was applied."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -72,10 +61,18 @@ class Traffic:
 class PeerStatus:
     """Everything about this peer that others may see."""
 
-    def __init__(self, node: Node, run: RunConfig, *, name: str, capacity: float) -> None:
-        self.node, self.run = node, run
+    def __init__(
+        self,
+        node: Node,
+        run: RunConfig,
+        *,
+        name: str,
+        capacity: float,
+        directory: RunDirectory | None = None,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> None:
+        self.node, self.run, self.directory, self.observer = node, run, directory, observer
         self.name, self.capacity = name, capacity
-        self.directory: RunDirectory | None = None
         self.changed = threading.Event()
         """Set when a record should be published before the next heartbeat."""
         self.reason_of: Callable[[], str] = str
@@ -86,6 +83,8 @@ class PeerStatus:
         self.tokens_per_s = 0.0
         self.zero_moments = 0
         self.moments_reason = ""
+        self.progress = StepProgress(lambda text: self._event("progress", text=text))
+        """Of the local steps under way."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
         self._state = PeerState.STARTING
@@ -145,6 +144,13 @@ class PeerStatus:
         self._state, self._since_s = state, time.monotonic()
         self.phases.begin(state.value)
         self.changed.set()
+        self.observer.on_state(state)
+
+    def waits(self, why: str) -> None:
+        """The peer has waited for a while."""
+        said = because(why)
+        logger.info("waiting state=%s%s", self._state.value, said)
+        self._event("progress", text=f"waiting: {self._state.value}{said}")
 
     def since_begin_s(self) -> float:
         """Seconds since the last `begin`."""
@@ -155,8 +161,13 @@ class PeerStatus:
         self._steps_done += 1
         self.grad_spikes += stats.spike
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
+        self.progress.stepped(stats)
+        self.tokens_per_s = self.progress.tokens_per_s or 0.0
+        if self._loss is None:  # of the first round, which may take long
+            self._loss = self.progress.loss
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
+        self.observer.on_step(step, stats)
 
     def end_steps(self, stats: LocalStats) -> None:
         """The local steps of a round are done, or were ended by a newer tip."""
@@ -165,8 +176,8 @@ class PeerStatus:
         self._loss = stats.cross_entropy
         if stats.routing:
             found = asdict(stats.routing)
-            told = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
-            self._routing = RoutingFigures(**found | {"shares": told})
+            kept = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
+            self._routing = RoutingFigures(**found | {"shares": kept})
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -176,10 +187,10 @@ class PeerStatus:
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens
-        logger.warning("tokens_lost=%d reason=%r", tokens, why)
+        logger.warning("tokens_lost=%d%s", tokens, because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
-        """Moments of an expert are here for its next owners, or for who would adopt it."""
+        """Moments of an expert are out for its next owners."""
         self._event("moments_given", **asdict(moments), to=list(peers))
 
     def took_moments(self, expert: int, moments: Moments | None, reason: str) -> None:
@@ -207,6 +218,7 @@ class PeerStatus:
         logger.info("round=%d val_loss=%.4f nats/token", manifest.round, val_loss)
         self._event("validation", round=manifest.round, digest=manifest.digest, val_loss=val_loss)
         self.changed.set()
+        self.observer.on_validation(manifest.round, val_loss)
 
     def applied(self, report: RoundReport) -> None:
         """A manifest was applied: the round's log line and event."""
@@ -218,27 +230,27 @@ class PeerStatus:
         owned = self.owned_experts()
         logger.info(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
-            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d%s",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
             ",".join(map(str, owned)) or "none",
             f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
             self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
-            report.reason,
+            because(report.reason),
         )  # fmt: skip
-        for reason in manifest.reasons:
-            logger.info("round=%d %s", manifest.round, reason)
+        for line in told(manifest.reasons):
+            logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
         phases = self.phases.take()
         if manifest.kind is Kind.QUORUM:
-            told = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
+            took = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
             self._last_round = RoundFigures(
                 manifest.round,
                 report.counted,
                 round(seconds, 3),
-                told,
+                took,
                 self._round_traffic.blobs_sent,
                 self._round_traffic.blobs_received,
             )
@@ -262,6 +274,7 @@ class PeerStatus:
             phases=phases,
         )  # fmt: skip
         self.changed.set()
+        self.observer.on_round(report)
 
     def _follow_chain(self, report: RoundReport) -> None:
         """What was counted on a chain that lost is lost after all."""

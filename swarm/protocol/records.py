@@ -188,7 +188,7 @@ class PeerRecord:
     version: Word
     """Of its software."""
     moments_bytes_sent: Count
-    """Backups and hand-overs of moments, which are not in `blob_bytes_sent`."""
+    """Hand-overs of moments, which are not in `blob_bytes_sent`."""
     moments_bytes_received: Count
     zero_moments: Count
     """Experts that it took up without moments, since it started."""

@@ -1,6 +1,6 @@
 """Messages and offers as bytes.
 
-A message is one JSON object of at most 64 kB. Whatever grows with the swarm never travels inside
+A message is one JSON object of at most 64 KiB. Nothing that grows with the swarm travels inside
 it: offers, manifests, proofs and the list of a roster follow as blobs that the receiver fetches
 first, and the message names their digests and sizes. What else it lists has a bound, so it is small
 however many peers there are, and a repeated one costs nothing.

@@ -1,1 +1,1 @@
-"""Local steps on one peer: what it owns is trained, everything else is frozen. No network."""
+"""Local steps on one peer: it trains what it owns, everything else is frozen. No network."""

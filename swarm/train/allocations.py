@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_iter
 class LiveBytes(TorchDispatchMode):
     """While it is entered, counts storages that operations of this thread make, and their peak.
 
-    Source: the idea of torch.distributed._tools.mem_tracker. What a single operation needs within
-    itself is not seen, nor what other threads make: the pieces that the host updates, some 8 MB.
+    Source: the idea of torch.distributed._tools.mem_tracker. The memory within a
+    single operation is not seen, nor that of other threads: the pieces that the host updates, some
+    8 MB.
 
     Attributes:
         now: bytes alive.
@@ -33,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation and counts what it returns."""
+        """Runs an operation and counts the tensors that it returns."""
         out = func(*args, **(kwargs or {}))
         for each in tree_iter(out):
             if isinstance(each, Tensor):

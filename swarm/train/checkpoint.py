@@ -1,12 +1,12 @@
-"""A peer's private state on disk: what it needs, besides a manifest, to go on bit for bit.
+"""A peer's private state on disk: all it needs, besides a manifest, to go on bit for bit.
 
 The file is a safetensors file with the tensors, then one JSON object with all else, the length of
 that (8 bytes) and the BLAKE3 digest of everything before (32). It is written beside its place,
 fsynced and renamed; the one before stays as `NAME.previous`. Nothing in it is executed, and nothing
 is read before the digest of the whole file was checked.
 
-What is offered stands at the end, so that tensors are hashed and written, each in a thread of its
-own, while the offered values are still encoded and stored.
+The offered digests stand at the end, so that tensors are hashed and written, each in a thread of
+its own, while the offered values are still encoded and stored.
 
 safetensors itself would hold a second copy of the state in memory, some 40 GB for the 7B model;
 writing its format is the short part.
@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,9 @@ class PrivateState:
         tokens: their tokens, and
         seconds: how long they took.
         data_position: samples of the peer's own text that it has trained on, these included.
-        offered: unit -> digest of what was offered.
+        offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
-        searches: which moments are looked for to be added to these, as the peer put it.
     """
 
     engine: EngineState
@@ -85,27 +84,6 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
-    searches: str = ""
-
-    def require(self, run_id: str, *, tips: Collection[str | None], tip_round: int) -> None:
-        """Refuses a state that may not be trained on.
-
-        Args:
-            run_id: of the run that is resumed.
-            tips: digests of the tip and of manifests that a peer goes on from in the same way.
-            tip_round: of the tip.
-
-        Raises:
-            CorruptState: it is of another run, or names such a tip and does not fit it.
-        """
-        if self.run_id != run_id:
-            raise CorruptState(f"the private state belongs to the run {self.run_id}, not {run_id}")
-        fits = self.round == tip_round + 1 and self.steps > 0 and self.tokens > 0
-        if self.base_tip in tips and not fits:
-            raise CorruptState(
-                f"the private state (round {self.round}, {self.steps} steps, {self.tokens} "
-                f"tokens) cannot follow the manifest that it names (round {tip_round})"
-            )
 
 
 @dataclass(frozen=True)
@@ -119,12 +97,12 @@ class Loaded:
 class Saving:
     """A private state that is being written: its tensors are hashed and written by two threads.
 
-    The tensors must not change until it was finished. A context manager: what was not finished when
-    the context ends is given up, and the threads have ended.
+    The tensors must not change until it was finished. A context manager: a file that was not
+    finished when the context ends is given up, and the threads have ended.
     """
 
     def __init__(self, path: Path, engine: EngineState, rng: Mapping[str, Tensor]) -> None:
-        """Begins to write; what goes wrong is raised by `finish`."""
+        """Begins to write; `finish` raises the errors of writing."""
         self.path = path
         self.is_open = True
         """Whether it can be finished: once, whatever comes of it."""
@@ -148,7 +126,7 @@ class Saving:
             self._written.result().close()
 
     def finish(self, state: PrivateState) -> None:
-        """Adds what is no tensor and puts the file into its place, durable.
+        """Adds all that is no tensor and puts the file into its place, durable.
 
         Raises:
             OSError: the disk refused, now or while the tensors were written.
@@ -207,7 +185,7 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
 
     Args:
         path: where it belongs.
-        state: what is saved.
+        state: the state to save.
         begun: the saving of just its tensors, if that was begun; tried once.
 
     Raises:
@@ -297,14 +275,14 @@ def read_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets torch's random generators to what `read_rng` found."""
+    """Sets torch's random generators to the states that `read_rng` found."""
     torch.set_rng_state(states["cpu"].clone())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def _trailer(state: PrivateState) -> Iterator[bytes]:
-    """What stands behind the tensors, without the digest."""
+    """The end of the file, behind the tensors, without the digest."""
     engine = state.engine
     meta = {
         field.name: getattr(state, field.name)

@@ -1,4 +1,4 @@
-"""Engines: what runs the local steps of a peer. One interface, whatever holds the weights.
+"""Engines run the local steps of a peer: one interface, wherever the weights are.
 
 Legend: B sequences, T tokens that a sequence predicts.
 """
@@ -30,10 +30,10 @@ TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one local step found; losses are means over its micro-batches, before the update.
+    """Findings of one local step; losses are means over its micro-batches, before the update.
 
     Attributes:
-        loss: what was minimised: cross-entropy plus the terms below times their weights.
+        loss: the minimised sum: cross-entropy plus the terms below times their weights.
         cross_entropy: nats per token.
         balance: load-balancing loss before its weight.
         router_z: router z-loss before its weight.
@@ -63,7 +63,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine must keep to go on with the same bits; frozen experts are not part of it.
+    """All that an engine must keep to go on with the same bits; frozen experts are not part of it.
 
     Attributes:
         tensors: "master." and "exp_avg." and "exp_avg_sq." before Hugging Face names; masters
@@ -208,7 +208,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what works beside the caller and gives memory back; nothing may follow."""
+        """Ends all work beside the caller and gives memory back; nothing may follow."""
         ...
 
 

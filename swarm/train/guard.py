@@ -1,4 +1,4 @@
-"""What an engine decides about a step before it changes anything: clip it, scale it, skip it."""
+"""Decisions of an engine about a step before it changes anything: clip it, scale it, skip it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def total_norm(norms: Mapping[str, Tensor]) -> Tensor:
 
 
 def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
-    """What each parameter's gradient is multiplied by.
+    """The factor of each parameter's gradient.
 
     global: by clip_norm over the norm of all gradients, where that is more than 1.
     unit: the same for each unit (embedding, layer, head) by itself against
@@ -60,7 +60,7 @@ def clip_factors(norms: Mapping[str, Tensor], settings: OptimizerConfig) -> dict
 
 
 def unit_factor(norms: Mapping[str, Tensor], settings: OptimizerConfig, num_units: int) -> Tensor:
-    """What the gradients of one of so many units are multiplied by."""
+    """The factor of the gradients of one of so many units."""
     return _factor(total_norm(norms), settings.clip_norm / math.sqrt(num_units))
 
 
@@ -71,7 +71,7 @@ def _factor(norm: Tensor, limit: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by so that small fp16 gradients do not vanish.
+    """The factor of the loss with which small fp16 gradients do not vanish.
 
     Halves on overflow, doubles after 2000 steps without one; always a power of two, so that
     dividing by it is exact. 1 for the other types.
@@ -95,11 +95,11 @@ class LossScale:
 
 
 UNSCALED = LossScale()
-"""What all types but fp16 use."""
+"""The one of all types but fp16."""
 
 
 class Guard:
-    """Counts what was skipped and ends training that diverges.
+    """Counts skipped steps and ends training that diverges.
 
     Attributes:
         scale: of the loss, for the next step.

@@ -11,8 +11,8 @@ from swarm.config import RunConfig
 from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
+from swarm.train.adam_moments import MomentsFormat
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
-from swarm.train.moments import MomentsFormat
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.round_memory import HostPeaks, host_peaks
 
@@ -25,7 +25,7 @@ PASS_TOKENS = 32_768
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has, and how fast it is taken to be.
+    """The memory of a machine, and how fast it is taken to be.
 
     Attributes:
         device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.
@@ -49,18 +49,18 @@ class Machine:
 
     @property
     def usable_device(self) -> float:
-        """Without the context of CUDA and what an allocator loses between pieces."""
+        """Without the context of CUDA and the gaps that an allocator leaves between pieces."""
         return 0.94 * self.device_bytes - 0.7 * GIGABYTE
 
     @property
     def usable_host(self) -> float:
-        """Without the system and what else runs on the machine."""
+        """Without the system and other programs on the machine."""
         return self.host_bytes - max(1.0 * GIGABYTE, 0.05 * self.host_bytes)
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the person leaves to the planner ("auto", "run") and what not.
+    """Choices of the person, of which "auto" and "run" are left to the planner.
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
@@ -80,10 +80,10 @@ class EnginePlan:
     """An engine for a machine.
 
     Attributes:
-        options: what was chosen.
-        below: what to step down to, in this order, should memory run out all the same.
-        need: what it is predicted to need for a step.
-        peaks: what the whole process is predicted to hold in host memory, phase by phase.
+        options: the choice.
+        below: engines to step down to, in this order, should memory run out all the same.
+        need: its predicted need for a step.
+        peaks: predicted host memory of the whole process, phase by phase.
         fits: whether that is there.
         step_s: predicted seconds of a step.
         reason: why this one, in a sentence.
@@ -155,7 +155,7 @@ def _rungs(
 
 
 def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
-    """Whether a machine has what an engine and the rounds need; a state directory comes besides."""
+    """Whether a machine can hold an engine and the rounds; a state directory comes besides."""
     on_gpu = machine.device != "cpu"
     if need.disk > machine.disk_bytes or peaks.highest > machine.usable_host:
         return False

@@ -16,7 +16,7 @@ from swarm.train.schedule import guidance_at, learning_rate, schedule_step
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer is to train on in a round.
+    """The work of a peer in a round.
 
     Attributes:
         peer: its id.
@@ -35,7 +35,7 @@ class Task:
 
 @dataclass(frozen=True)
 class LocalStats:
-    """What a peer's local steps of one round amounted to.
+    """The sum of a peer's local steps of one round.
 
     Attributes:
         steps: steps done, skipped ones included.
@@ -71,7 +71,7 @@ def train_local_steps(
     """Trains an engine for one round.
 
     Args:
-        engine: what is trained.
+        engine: the model to train.
         loader: of the text that the task's samples are from.
         run: gives the schedule.
         task: samples, and where in the run they are.

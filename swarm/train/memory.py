@@ -1,4 +1,4 @@
-"""What an engine needs, in bytes, before it is made. Pure arithmetic on the sizes of a run.
+"""The need of an engine, in bytes, before it is made. Pure arithmetic on the sizes of a run.
 
 Letters as in the code: N tokens of a micro-batch, D hidden size, V vocabulary, L layers, E experts,
 K experts of a token, I inner size of an expert, H query heads, G key heads, C size of a head.
@@ -19,7 +19,7 @@ from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
 from swarm.model.swiglu import PAD_ROWS_BF16
 from swarm.model.transformer import DTYPES
-from swarm.train.moments import MOMENT_BYTES
+from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.options import Boundaries, EngineKind, EngineOptions
 from swarm.train.streaming.units import is_cast
 
@@ -55,7 +55,7 @@ class Sizes:
 
     Attributes:
         layer_shared: of a layer, trained by everybody.
-        layer_cast: of these, what travels in the compute type.
+        layer_cast: those of them that travel in the compute type.
         layer_owned: of a layer's experts, the owned ones.
         table: embedding or head.
         trained: all that is trained.
@@ -114,7 +114,7 @@ def owned_layer_bytes(model: ModelConfig, num_owned: int) -> int:
 
 
 def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
-    """What exists beside the weights while a micro-batch is evaluated, in fp32, without a graph.
+    """Bytes beside the weights while a micro-batch is evaluated, in fp32, without a graph.
 
     Activations of one layer, a slice of logits, and one expert's matrices as they are converted.
     """
@@ -183,7 +183,7 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
 
 
 class _Micro:
-    """Activations of one micro-batch, from what the autograd functions of the model keep."""
+    """Activations of one micro-batch, as the autograd functions of the model keep them."""
 
     def __init__(self, run: RunConfig, options: EngineOptions) -> None:
         self.run, self.model, self.options = run, run.model, options
@@ -201,7 +201,7 @@ class _Micro:
         return self.tokens * (4 * 4 * model.num_experts + model.num_experts_per_tok * (4 + 4 * 8))
 
     def kept(self) -> float:
-        """What the graph of one layer keeps for its backward."""
+        """Bytes that the graph of one layer keeps for its backward."""
         model, c = self.model, self.compute
         hidden, head = model.hidden_size, model.dim_per_head
         queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
@@ -231,7 +231,7 @@ class _Micro:
         return self.compute * sizes.layer_cast if self.compute < 4 else 0.0
 
     def backward(self, sizes: Sizes, frozen_layer: float) -> float:
-        """What exists beside all that while one layer goes backward."""
+        """Bytes beside all that while one layer goes backward."""
         model, c = self.model, self.compute
         rows = self.rows()
         # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
@@ -244,7 +244,7 @@ class _Micro:
         return products + gathered + matrices + 4 * sizes.layer_owned
 
     def head(self, table: int) -> float:
-        """What exists while the loss and its gradient are formed."""
+        """Bytes while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
         # Beside the logits a CPU has a product before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0

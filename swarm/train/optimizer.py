@@ -1,4 +1,4 @@
-"""Fused AdamW over what a peer owns, with moments that follow experts through ownership."""
+"""Fused AdamW over the tensors that a peer owns, with moments that follow experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from swarm.config import OptimizerConfig
 from swarm.errors import CorruptState
 from swarm.experts import stacked_tensors
-from swarm.train.moments import (
+from swarm.train.adam_moments import (
     KINDS,
     SCALE,
     Moments,
@@ -49,7 +49,7 @@ class OwnedAdamW:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained, in the order of the parameters' names."""
+        """The trained parameters, in the order of their names."""
         return list(self._parameters.values())
 
     @property
@@ -148,7 +148,7 @@ class OwnedAdamW:
         return self.by_tensor(self._parameters)
 
     def by_tensor(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views of what is laid out as the parameters; see `masters`."""
+        """Views of a buffer that is laid out as the parameters; see `masters`."""
         views: dict[str, Tensor] = {}
         for name in self._parameters:
             rows = stacked_tensors(name, self._owned)
@@ -171,7 +171,7 @@ class OwnedAdamW:
         return found
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites those moments that are here; `values` is what `read_moments` gives."""
+        """Overwrites those moments that are here; `values` is as `read_moments` gives them."""
         for name, (moments, row, shape) in self._rows().items():
             if f"{KINDS[0]}.{name}" in values:
                 mean, square = (

@@ -10,7 +10,7 @@ from typing import Literal
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
-from swarm.train.moments import MomentsFormat
+from swarm.train.adam_moments import MomentsFormat
 
 
 class EngineKind(Enum):
@@ -30,14 +30,14 @@ class Boundaries(Enum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a person or the planner chose for this machine.
+    """The choice of a person or the planner for this machine.
 
     Attributes:
         device: "cpu" or "cuda".
         compute: type of all matrix products.
         frozen: storage of the experts that this peer does not own.
         moments: storage of AdamW's moments.
-        recompute: what backward computes again; the streaming engine always recomputes layers,
+        recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.
         kind: which engine.
         resident_layers: the streaming engine keeps the weights of so many of the first layers on
@@ -69,7 +69,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, run: RunConfig, *, device: str = "cpu") -> EngineOptions:
-        """What the run says, everything else at its default."""
+        """The run's settings, everything else at its default."""
         return cls(device=device, compute=run.train.compute, frozen=run.train.frozen)
 
     def but(
@@ -79,7 +79,7 @@ class EngineOptions:
         frozen: Literal["run"] | FrozenFormat = "run",
         moments: MomentsFormat = "fp32",
     ) -> EngineOptions:
-        """The same with this machine's own precision; "run" keeps what the run says."""
+        """The same with this machine's own precision; "run" keeps the run's."""
         return replace(
             self,
             compute=self.compute if compute == "run" else compute,

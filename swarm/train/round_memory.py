@@ -1,8 +1,8 @@
-"""What a peer's process holds in host memory, phase by phase, in bytes. Pure arithmetic.
+"""The host memory of a peer's process, phase by phase, in bytes. Pure arithmetic.
 
 Every phase of a round works in chunks: values go from the engine to packs on the disk and back a
 few MiB at a time, so a phase needs little beside the engine. Its peak is therefore that of the
-engine at rest, and of what is listed here; only a step and an evaluation need more.
+engine at rest, and of the parts listed here; only a step and an evaluation need more.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from swarm.train.options import EngineKind, EngineOptions
 PROCESS_BYTES = 0.39e9
 """Interpreter, libraries and network of a peer; the libp2p daemon is a process of its own."""
 CUDA_BYTES = 2.5e9
-"""What CUDA's libraries and context take of host memory besides; not measured by this project."""
+"""Host memory of CUDA's libraries and context besides; not measured by this project."""
 SLACK_BYTES = 0.08e9
-"""What allocators keep of chunks that are gone."""
+"""Bytes that allocators keep of chunks that are gone."""
 KEPT_MATRICES = 10
 """Expert matrices in fp32 that a CPU's process holds once it has computed, whatever the number of
 experts: measured by `scripts/bench_real_size.py`, with matrices of 0.4 and of 47 MB."""
-# What codecs, merge, network, private state and export hold; tests compare with their constants.
+# Held by codecs, merge, network, private state and export; tests compare with their constants.
 CHUNK_ELEMENTS = 2**20
 MERGE_COLUMNS = 2**16
 PIECE_BYTES = 4 * 2**20

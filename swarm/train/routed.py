@@ -15,7 +15,7 @@ from swarm.model.losses import Losses
 
 
 class Routed:
-    """Adds up what the losses of the micro-batches say about routing.
+    """Adds up the figures on routing that the losses of the micro-batches give.
 
     Attributes:
         tokens_LE: tokens that chose each expert.
@@ -35,7 +35,7 @@ class Routed:
 
     @classmethod
     def total(cls, parts: Sequence[Routed]) -> Routed:
-        """What several parts of a step add up to."""
+        """The sum of several parts of a step."""
         whole = cls(parts[0].tokens_LE.device)
         for part in parts:
             whole.tokens_LE = whole.tokens_LE + part.tokens_LE

@@ -51,7 +51,7 @@ def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
 def guidance_at(
     step: int, run: RunConfig, peer: str, sample: int, *, probe: bool = False
 ) -> Guidance:
-    """What leads the routing of the step that follows `step` steps of the run.
+    """The guidance of the routing in the step that follows `step` steps of the run.
 
     Args:
         step: the run's cumulative steps so far.

@@ -38,7 +38,7 @@ def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
 class SteppingEngine:
     """An engine that is exchanged for the next one below when memory runs out; see `Engine`.
 
-    What was asked is then asked again: a step that did not fit has changed nothing, and the next
+    The question is then asked again: a step that did not fit has changed nothing, and the next
     engine makes it from the same values. The ways down lead over a file and lose no bit of
     masters; moments are rounded where the next engine keeps them in a smaller format.
     """
@@ -56,7 +56,7 @@ class SteppingEngine:
             run: the model.
             options: of the first engine.
             below: of those that may follow, in order.
-            folder: on whose disk there is room for a state on its way down; None for the system's
+            folder: its disk has room for a state on its way down; None for the system's
                 folder for temporary files.
 
         Raises:
@@ -241,7 +241,7 @@ class SteppingEngine:
 
 
 def _memory_error(error: BaseException) -> str:
-    """What a memory error says in one line; raises any other error again."""
+    """The text of a memory error in one line; raises any other error again."""
     if not lacks_memory(error):
         raise error
     return str(error).partition("\n")[0] or type(error).__name__

@@ -14,7 +14,7 @@ from torch import Tensor
 from swarm.errors import CorruptState, StateError
 
 CHUNK_BYTES = 16 * 2**20
-"""Written at once; what lies on a GPU comes to the host in such pieces."""
+"""Written at once; tensors on a GPU come to the host in such pieces."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TensorFile(Mapping[str, Tensor]):
         """An empty file without a name, which is gone when this object is.
 
         Args:
-            folder: on whose disk; None for the system's folder for temporary files.
+            folder: the file lies on its disk; None for the system's folder for temporary files.
 
         Raises:
             StateError: it cannot be made.

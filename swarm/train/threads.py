@@ -1,7 +1,7 @@
 """How many CPU threads a peer computes with: from measured steps, and when to measure again. Pure.
 
 Threads of one peer take cores from its neighbours on the same machine, so that more of them must be
-clearly worth it, and where one thread already has to share its core, one is what a peer takes.
+clearly worth it, and where one thread already has to share its core, a peer takes one.
 """
 
 from __future__ import annotations

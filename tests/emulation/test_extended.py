@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS, EXTENDED_MUTANTS
 from swarm.emulation.simulator.faults import CALM_TIMERS, draw
+from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S
 from swarm.emulation.simulator.schedule import build, play, run_schedule
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
@@ -43,12 +43,9 @@ CAUGHT = {
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
     "transfer_limit_fixed": "L:1",
     "timers_not_adapted": "J:8",
-    "backup_ignored": "K:13",
-    "only_owners_asked": "L:38",
-    "hand_over_not_awaited": "K:14",
-    "first_answer_taken": "K:2",
-    "search_forgotten": "K:82",
-    "waits_for_moments": "K:1",
+    "hand_over_not_awaited": "K:2",
+    "older_moments_taken": "K:4",
+    "waits_for_moments": "K:0",
     "weights_ignored": "N:0",
     "whole_deals_count": "N:0",
     "holes_forgotten": "N:0",

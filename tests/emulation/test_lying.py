@@ -13,6 +13,7 @@ CAUGHT_BY_SCHEDULE = {
     "anybody_signs": "P:2",
     "any_proof": "P:2",
     "any_attempt": "P:23",
+    "gaps_stay": "Q:1",
     "returns_at_once": "P:31000026",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
@@ -30,8 +31,8 @@ def test_honest_peers_agree_and_go_on_beside_a_liar(seed: int) -> None:
 @pytest.mark.slow
 def test_a_peer_comes_back_along_certificates_after_the_whole_membership_changed_thrice() -> None:
     """It was away for some 400 of these rounds; a reform would mean that it gave up."""
-    outcome = run_schedule("Q", 0)
-    assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:0"
+    outcome = run_schedule("Q", 1)
+    assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:1"
     assert outcome.rounds > 400
     assert outcome.reforms == 0
 
@@ -49,7 +50,7 @@ def test_a_rule_that_is_removed_is_missed(name: str) -> None:
     assert outcome.violation, f"{mutant.rule}: nothing broke"
 
 
-@pytest.mark.parametrize("name", CAUGHT_BY_SCHEDULE)
+@pytest.mark.parametrize("name", sorted(CAUGHT_BY_SCHEDULE.keys() - {"gaps_stay"}))  # it is above
 def test_the_same_schedule_holds_with_the_rule(name: str) -> None:
     fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
     outcome = run_schedule(fault_class, int(seed), mix=LYING_MUTANTS[name].mix)

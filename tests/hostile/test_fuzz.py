@@ -46,17 +46,16 @@ from swarm.protocol.gaps import (
 )
 from swarm.protocol.gaps import decode_question as decode_heads_question
 from swarm.protocol.gaps import encode_question as encode_heads_question
-from swarm.protocol.invitation import as_text, from_text
-from swarm.protocol.layout import layout_of
-from swarm.protocol.messages import Ballot, Header, Propose
-from swarm.protocol.moments import (
+from swarm.protocol.handover import (
     Moments,
-    Question,
     decode_answer,
     decode_question,
     encode_answer,
     encode_question,
 )
+from swarm.protocol.invitation import as_text, from_text
+from swarm.protocol.layout import layout_of
+from swarm.protocol.messages import Ballot, Header, Propose
 from swarm.protocol.offers import decode_offer
 from swarm.protocol.printable import printable
 from swarm.protocol.records import (
@@ -307,9 +306,7 @@ DECODERS: dict[str, Decoder] = {
         (identity().peer_id.encode() + identity().sign(b"other data"),),
     ),
     "bulk": Decoder(read_bulk, (), (Ask("0" * 64, 1, 2, True).encode(), Head(1, 2, 3).encode())),
-    "moments_question": Decoder(
-        decode_question, HOSTILE, (encode_question(Question(True, ("0" * 64,))),)
-    ),
+    "moments_question": Decoder(decode_question, HOSTILE, (encode_question(("0" * 64,)),)),
     "moments_answer": Decoder(
         decode_answer, HOSTILE, (encode_answer([Moments(1, 2, "0" * 64, 3)]),)
     ),

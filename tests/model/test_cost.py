@@ -8,7 +8,6 @@ import pytest
 from swarm.config import RunConfig, validate_config
 from swarm.model.cost import (
     ELEMENT_BYTES,
-    backup_bytes_per_peer_per_round,
     bytes_sent_per_peer_per_round,
     cost_of,
     disk_bytes,
@@ -161,26 +160,6 @@ def test_disk_holds_three_manifests_an_offer_three_private_states_and_a_step_dow
     private = 12 * (counted.shared + 4 * counted.per_expert)
     frozen = ELEMENT_BYTES[run.train.frozen] * 12 * counted.per_expert
     assert disk_bytes(run, 4) == 3 * 4 * counted.total + offer + 3 * private + frozen
-
-
-def with_backup(run: RunConfig, **ownership: int) -> RunConfig:
-    changed = run.ownership.model_copy(update={"backup_every_rounds": 2, **ownership})
-    return run.model_copy(update={"ownership": changed})
-
-
-def test_a_backup_is_eight_bytes_for_each_parameter_of_the_own_experts() -> None:
-    run = with_backup(spes("1b"))
-    counted = parameters(run.model)
-    assert backup_bytes_per_peer_per_round(run, 4) == 8 * 4 * counted.per_expert / 2
-    copies = 4 * 8 * 4 * counted.per_expert  # own and another's, the old ones until replaced
-    assert disk_bytes(run, 4) - disk_bytes(spes("1b"), 4) == copies
-
-
-def test_no_backup_is_sent_without_need_or_receiver() -> None:
-    run = spes("1b")
-    assert backup_bytes_per_peer_per_round(run, 4) == 0
-    assert backup_bytes_per_peer_per_round(with_backup(run), 1) == 0
-    assert backup_bytes_per_peer_per_round(with_backup(run, owners_per_expert=2), 4) == 0
 
 
 def test_a_hand_over_has_masters_where_the_wire_rounds_them() -> None:

@@ -31,7 +31,7 @@ from tests.network.conftest import Peers
 from tests.network.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_gaps import without
-from tests.protocol.test_moments import next_round
+from tests.protocol.test_handover import next_round
 
 WAIT_S = 60.0
 RULES = make_rules()

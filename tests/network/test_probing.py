@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from swarm import __version__
 from swarm.config import NetworkSection
 from swarm.errors import Unreachable
 from swarm.network import probing
@@ -23,6 +22,7 @@ from swarm.network.probing import (
     measure_mbit,
     rate_mbit,
 )
+from swarm.version import __version__
 from tests.network.conftest import Peers
 from tests.network.test_node import free_port
 

@@ -32,7 +32,7 @@ from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import encode
 from tests.network.test_inbound import Desk
 from tests.protocol.round_pump import found, make_rules
-from tests.protocol.test_moments import next_round
+from tests.protocol.test_handover import next_round
 
 RIGHT = b"r" * 64
 WRONG = b"w" * 64

@@ -28,6 +28,7 @@ from swarm.network.node import Node
 from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
+from swarm.network.watching import UNWATCHED, CarryOut, RoundObserver
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import (
@@ -169,7 +170,7 @@ class FakeMachine:
 class Bench:
     """A driver with everything around it."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: RoundObserver = UNWATCHED) -> None:
         self.log: list[str] = []
         self.node = FakeNode(self.log)
         self.store = BlobStore()
@@ -184,6 +185,7 @@ class Bench:
             layout=LAYOUT,
             settings=RoundConfig(local_steps=1),
             merger=lambda tip: self.merged,
+            observer=observer,
         )
 
     def start(self, *effects: Effect) -> None:
@@ -213,6 +215,51 @@ def applying(*manifests: Manifest) -> list[Effect]:
 
 
 # ---------------------------------------------------------------- effects
+
+
+class Holding(RoundObserver):
+    """Holds the first message back until something was made durable; writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.held: list[Effect] = []
+
+    def on_rounds(self, machine: RoundMachine, record_file: RecordFile) -> None:
+        self.heard.append("rounds")
+
+    def before_event(self, event: Event) -> None:
+        self.heard.append(type(event).__name__)
+
+    def before_offer(self) -> None:
+        self.heard.append("offer")
+
+    def before_leave(self) -> None:
+        self.heard.append("leave")
+
+    async def carry_out(self, effect: Effect, act: CarryOut) -> None:
+        if isinstance(effect, Send) and effect.destination == "B" and not self.held:
+            self.held.append(effect)
+            return
+        await act(effect)
+        if isinstance(effect, Persist):
+            await act(self.held[0])
+
+
+def test_an_observer_hears_of_everything_and_may_hold_an_effect_back() -> None:
+    observer = Holding()
+    bench = Bench(observer)
+    try:
+        bench.start(hello("B"), hello("C"), Persist(Record(TIP, None, None)))
+        assert wait_until(lambda: len(bench.log) == 3)
+        assert bench.log == ["post C", "persist 0", "post B"]
+        bench.driver.offer(make_offer(make_rules(), "A", TIP))
+        bench.machine.wait_for(Offered)
+        bench.driver.leave()
+        bench.machine.wait_for(LeaveAsked)
+    finally:
+        bench.stop()
+    told = [heard for heard in observer.heard if heard not in ("Tick", "Stored")]
+    assert told == ["rounds", "offer", "Offered", "leave", "LeaveAsked"]
 
 
 def test_nothing_is_sent_before_what_stands_before_it_is_durable(bench: Bench) -> None:
@@ -409,6 +456,22 @@ def test_waiting_gives_every_manifest_applied_since(bench: Bench) -> None:
     assert [a.manifest for a in bench.driver.wait_for_tip(TIP.digest, WAIT_S)] == [first, second]
     assert [a.manifest for a in bench.driver.wait_for_tip(first.digest, WAIT_S)] == [second]
     assert bench.driver.wait_for_tip(second.digest, 0.05) == []
+
+
+def test_each_tip_comes_with_the_parent_that_the_record_named_beside_it(bench: Bench) -> None:
+    """The machine is ahead of its effects: by then its own record may name another tip."""
+    first = manifest(1)
+    second = manifest(2, first)
+    effects = [
+        [Persist(Record(tip, None, parent)), *applying(tip)]
+        for tip, parent in ((first, TIP), (second, first))
+    ]
+    bench.machine.answers[Offered] = lambda _: [*effects[0], *effects[1]]
+    bench.start()
+    bench.driver.offer(make_offer(make_rules(), "A", TIP))
+    assert wait_until(lambda: bench.driver.newest.manifest == second)
+    applied = bench.driver.wait_for_tip(TIP.digest, WAIT_S)
+    assert [(a.manifest, a.parent) for a in applied] == [(first, TIP), (second, first)]
 
 
 def test_who_waits_since_long_ago_gets_the_newest_only(bench: Bench) -> None:

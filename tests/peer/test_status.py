@@ -12,8 +12,9 @@ import pytest
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
+from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
-from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus, RoundReport
+from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import (
     PeerRecord,
@@ -22,6 +23,7 @@ from swarm.protocol.records import (
     decode_record,
     encode_record,
 )
+from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.train.routing_stats import RoutingStats
 from tests.protocol.round_pump import found, make_rules
@@ -42,6 +44,14 @@ STATS = LocalStats(
 )
 
 
+def step(**changes: Any) -> StepStats:
+    stats = StepStats(
+        loss=2.5, cross_entropy=2.0, balance=0.0, router_z=0.0, output_z=0.0, grad_norm=1.0,
+        tokens=64, expert_tokens=((1,),), skipped=False,
+    )  # fmt: skip
+    return replace(stats, **changes)
+
+
 def successor(tip: Manifest) -> Manifest:
     number = tip.round + 1
     return replace(
@@ -60,9 +70,8 @@ def node() -> SimpleNamespace:
 
 @pytest.fixture
 def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
-    made = PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0)
-    made.directory = RunDirectory(tmp_path)
-    return made
+    here = RunDirectory(tmp_path)
+    return PeerStatus(cast(Node, node), tiny_run(), name="me", capacity=2.0, directory=here)
 
 
 def watch(status: PeerStatus, **refused: int) -> None:
@@ -108,7 +117,7 @@ def test_steps_under_way_count_from_the_tip(status: PeerStatus) -> None:
     watch(status)
     one = successor(TIP)
     status.applied(report(one))
-    status.on_step(4, cast(Any, SimpleNamespace(skipped=False, grad_norm=1.0, spike=False)))
+    status.on_step(4, step())
     assert status.record().step == one.step + 1
     status.applied(report(successor(one)))
     assert status.record().step == successor(one).step
@@ -235,8 +244,7 @@ def test_the_last_training_round_is_in_the_record_and_a_merge_does_not_hide_it(
 def test_gradient_spikes_and_the_median_norm_are_published(status: PeerStatus) -> None:
     watch(status)
     for norm in [1.0] * 10 + [30.0, 1.0, float("nan"), 2.0]:
-        found = SimpleNamespace(skipped=norm != norm, grad_norm=norm, spike=norm == 30.0)
-        status.on_step(1, cast(Any, found))
+        status.on_step(1, step(skipped=norm != norm, grad_norm=norm, spike=norm == 30.0))
     record = status.record()
     assert (record.grad_spikes, record.grad_norm) == (1, 1.0)
     assert decode_record(PeerRecord, encode_record(record)) == record
@@ -286,3 +294,41 @@ def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> 
     assert status.tokens_lost == 2 * STATS.tokens
     status.applied(report(replace(one, height=6, round=6), None))
     assert status.tokens_lost == 2 * STATS.tokens
+
+
+def test_a_first_round_that_takes_long_has_figures_before_its_end(status: PeerStatus) -> None:
+    """Or the monitor says 0 tokens/s for minutes."""
+    watch(status)
+    assert status.record().tokens_per_s == 0.0
+    status.begin(PeerState.TRAINING)
+    status.progress.begin(1, 8)
+    status.progress.planned(0, 50)
+    status.on_step(1, step(cross_entropy=4.5))
+    record = status.record()
+    assert record.tokens_per_s > 0.0
+    assert record.loss == 4.5
+
+
+def test_a_peer_that_waits_says_for_what_also_in_its_history(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.begin(PeerState.AVERAGING)
+    status.waits("")
+    status.waits("3 of 4 have offered")
+    assert caplog.messages == [
+        "waiting state=averaging",
+        "waiting state=averaging reason='3 of 4 have offered'",
+    ]
+    said = [event["text"] for event in events(status) if event["event"] == "progress"]
+    assert said[1] == "waiting: averaging reason='3 of 4 have offered'"
+
+
+def test_a_round_without_a_reason_does_not_show_an_empty_one(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.applied(replace(report(successor(TIP)), reason=""))
+    assert "reason" not in caplog.text

@@ -1,9 +1,10 @@
-"""swarm-peer inside a drill: what it replaces is there, and what a peer is at a moment."""
+"""swarm-peer inside a drill: where it is caught, and what it is at that moment."""
 
-import subprocess
-import sys
+import asyncio
+import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,12 @@ import pytest
 
 from peers.emulated import NO_ROUND, Emulation
 from swarm.emulation.controls import ControlFolder, Controls, Trap
-
-ROOT = Path(__file__).parents[2]
+from swarm.network.record_file import RecordFile
+from swarm.peer.state_directory import RunDirectory
+from swarm.protocol.events import Effect, Fetch, Persist, Purpose, Record, Send
+from swarm.protocol.manifest import Kind
+from swarm.protocol.messages import Ballot, Certificate, Commit, Header
+from tests.protocol.round_pump import found, make_rules
 
 
 @pytest.fixture
@@ -29,17 +34,9 @@ def tip(**values: Any) -> Any:
 
 
 def join_run(emulation: Emulation, manifest: Any, convener: str = "other") -> None:
-    machine = SimpleNamespace(tip=manifest, campaign=SimpleNamespace(convener=convener))
-    driver: Any = SimpleNamespace(machine=machine, node=SimpleNamespace(peer_id="me"))
-    emulation.driver = driver
-
-
-def test_everything_that_is_replaced_is_there(tmp_path: Path) -> None:
-    """In a process of its own: it changes the program for good."""
-    ControlFolder(tmp_path).create()
-    code = "import sys; from pathlib import Path; from peers.emulated import emulate; "
-    code += "emulate(Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60, check=True)
+    campaign = SimpleNamespace(convener=convener)
+    machine: Any = SimpleNamespace(me="me", tip=manifest, campaign=campaign)
+    emulation.machine = machine
 
 
 def test_a_stranger_is_on_no_round_and_meant_by_traps_of_any(emulation: Emulation) -> None:
@@ -64,13 +61,16 @@ def test_roles_follow_tip_convener_and_roster(emulation: Emulation) -> None:
     assert "contributor" not in emulation.spot().roles
 
 
-def test_the_clock_is_skewed_but_not_for_the_history(emulation: Emulation) -> None:
-    emulation.real_time = lambda: 1000.0
-    emulation.controls = Controls(skew_s=60.0)
-    assert emulation.clock() == 1060.0
-    with emulation.true_time():
-        assert emulation.clock() == 1000.0
-    assert emulation.clock() == 1060.0
+def test_the_clock_is_skewed_but_not_for_the_history(
+    emulation: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulation.controls = Controls(skew_s=86400.0)
+    began_s = time.time()
+    monkeypatch.setattr(time, "time", emulation.clock)
+    assert time.time() >= began_s + 86400
+    history = RunDirectory(tmp_path)
+    history.append_event("applied")
+    assert began_s - 1 <= json.loads(history.events_path.read_text())["time"] < began_s + 60
 
 
 def test_a_local_step_takes_as_long_as_it_is_told(emulation: Emulation) -> None:
@@ -78,3 +78,76 @@ def test_a_local_step_takes_as_long_as_it_is_told(emulation: Emulation) -> None:
     began_s = emulation.step_began_s = time.monotonic()
     emulation.stretch_step()
     assert emulation.step_began_s - began_s >= 0.1
+
+
+class Trapped(Emulation):
+    """Writes down where it would stand still."""
+
+    def __init__(self, folder: ControlFolder) -> None:
+        super().__init__(folder, peer=0)
+        self.stood: list[str] = []
+
+    def at(self, phase: str, spot: Any = None) -> None:
+        self.stood.append(phase)
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Trapped:
+    folder = ControlFolder(tmp_path)
+    folder.create()
+    return Trapped(folder)
+
+
+def carry_out(emulation: Emulation, *effects: Effect) -> list[Effect]:
+    """What is done, in order."""
+    done: list[Effect] = []
+
+    async def act(effect: Effect) -> None:
+        if isinstance(effect, Persist) and emulation.record_file:
+            emulation.record_file.write(effect.record)
+        done.append(effect)
+
+    async def all_of_them() -> None:
+        for effect in effects:
+            await emulation.carry_out(effect, act)
+
+    asyncio.run(all_of_them())
+    return done
+
+
+def test_a_convener_is_caught_between_its_decision_and_its_commit(
+    trapped: Trapped, tmp_path: Path
+) -> None:
+    """What it announces waits until it is on its disk, if somebody is to be caught there."""
+    founded = found(make_rules(), ["me", "other"])
+    file = RecordFile(tmp_path / "record")
+    file.write(Record(founded, None, None))
+    join_run(trapped, founded, convener="me")
+    assert trapped.machine is not None
+    trapped.on_rounds(trapped.machine, file)
+    news = replace(founded, run="run", kind=Kind.QUORUM, height=1, round=1, parent=founded.digest)
+    decided = Certificate(Ballot(0, "me"), {})
+    commit = Send(
+        "other",
+        Header(news.code, news.digest, news.generation),
+        Commit(news, decided, founded),
+    )
+    persist = Persist(Record(news, decided, founded))
+    assert carry_out(trapped, commit) == [commit], "nobody is to be caught"
+    trapped.folder.arm(Trap("t", "commit", round=1, role="convener"))
+    assert carry_out(trapped, commit, persist) == [persist, commit]
+    assert trapped.stood == ["commit", "apply"]
+
+
+def test_only_a_stranger_is_caught_at_its_first_blob(trapped: Trapped) -> None:
+    trapped.on_fetched(1, 2)
+    assert trapped.stood == []
+    trapped.on_joining()
+    trapped.on_fetched(1, 2)
+    assert trapped.stood == ["fetch"]
+
+
+def test_a_fetch_is_under_way_when_its_peer_is_caught(trapped: Trapped) -> None:
+    fetch = Fetch(Purpose.PROPOSAL, ())
+    assert carry_out(trapped, fetch) == [fetch]
+    assert trapped.stood == ["fetch"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from peers.export import Found, export, main, named_tensors
+from peers.export import main
+from peers.exporting import export
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.errors import CorruptState, StateError
@@ -18,6 +19,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.record_file import RecordFile
+from swarm.peer.agreed_model import AgreedModel, named_tensors
 from swarm.peer.live_model import initial_contents
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
@@ -51,13 +53,13 @@ def fill_store(store: BlobStore, run: RunConfig, layout: Layout) -> Manifest:
 
 
 @pytest.fixture
-def found(run: RunConfig, layout: Layout) -> Found:
+def found(run: RunConfig, layout: Layout) -> AgreedModel:
     store = BlobStore()
-    return Found(run, fill_store(store, run, layout), store)
+    return AgreedModel(run, fill_store(store, run, layout), store)
 
 
 def test_every_tensor_comes_once_with_its_agreed_value(
-    found: Found, run: RunConfig, layout: Layout
+    found: AgreedModel, run: RunConfig, layout: Layout
 ) -> None:
     named = list(named_tensors(layout, found.manifest, found.store))
     assert sorted(name for name, _ in named) == sorted(layout.shapes)
@@ -69,7 +71,7 @@ def test_every_tensor_comes_once_with_its_agreed_value(
 
 
 def test_few_tensors_wait_for_their_other_parts(
-    found: Found, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    found: AgreedModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first tensor is cut into several parts; it leaves as soon as its last part is read, so
     # that no more than one part's tensors are ever in memory.
@@ -85,7 +87,7 @@ def test_few_tensors_wait_for_their_other_parts(
     assert len(reads) == len(layout.by_name[first]) > 2
 
 
-def test_a_missing_blob_is_named(found: Found, layout: Layout) -> None:
+def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:
     gone = found.manifest.entries["expert.3"].digest
     found.store.collect({d for d in found.store.digests() if d != gone})
     with pytest.raises(CorruptState, match=r"expert\.3 in round 0 is missing"):
@@ -93,7 +95,11 @@ def test_a_missing_blob_is_named(found: Found, layout: Layout) -> None:
 
 
 def test_an_export_holds_model_configuration_and_tokenizer(
-    found: Found, run: RunConfig, layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found: AgreedModel,
+    run: RunConfig,
+    layout: Layout,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     export(found, tmp_path / "out")
     folder = tmp_path / "out"

@@ -31,7 +31,7 @@ from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.schemas import MAX_LINKS
 from swarm.protocol.trust import Chain, proof_problem
 from tests.protocol.round_pump import found, make_rules
-from tests.protocol.test_moments import next_round
+from tests.protocol.test_handover import next_round
 from tests.protocol.test_trust import SIGNED, chain_of, head, reform, signed
 
 WRONG = b"w" * 64

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
-from swarm.protocol.messages import Link, Offer
-from swarm.protocol.moments import Moments, Search
+from swarm.protocol.messages import Link
+from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
 
 SURVIVAL = 0.3
@@ -28,15 +28,8 @@ class Progress(NamedTuple):
 class PrivateState:
     """What a peer keeps for itself [P6], replaced atomically."""
 
-    tip: Digest
-    """Manifest that the local steps started from."""
+    work: SavedWork
     progress: Mapping[int, Progress]
-    offer: Offer | None
-    """The finished offer, or None when the local steps were still to be done."""
-    lacking: frozenset[int] = frozenset()
-    """Experts that started with zero moments, which others may have."""
-    searches: tuple[Search, ...] = ()
-    """For these."""
 
 
 class Disk:
@@ -46,6 +39,8 @@ class Disk:
         self, record: Record, durable: Iterable[Digest], chain: Iterable[Link] = ()
     ) -> None:
         self.record = record
+        self.tip_s = 0.0
+        """When the record got its tip."""
         self.links = tuple(chain) or Chain.of(record).links
         """Heads behind the tip."""
         self.earlier: Record | None = None
@@ -53,8 +48,6 @@ class Disk:
         self.is_lost = False
         """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
-        self.shelf: dict[int, Moments] = {}
-        """Expert -> moments that are kept for others."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -82,9 +75,12 @@ class Disk:
         """Everything is gone."""
         self.is_lost = True
         self.private = self.earlier = None
-        self.shelf.clear()
         self.durable.clear()
         self.volatile.clear()
+
+    def rewrite(self, links: tuple[Link, ...]) -> None:
+        """Keeps another chain of heads."""
+        self.links = links
 
     def crash(self, random: Random) -> None:
         """Loses most of what was not synced."""

@@ -6,7 +6,7 @@
 | G | 8 to 12 peers, anything on anybody |
 | H | machines sleep, wall clocks jump, most links work in one direction only |
 | J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
-| K | moments: backups, hand-overs and who asks whom, while owners die, leave and join |
+| K | moments that are handed over, while owners die, leave and join |
 | L | all of this at once |
 | M | a minority hears nobody, or is heard by nobody; the majority must go on |
 | N | rounds last a given time, in which peers do 1 to 16 steps; anything on anybody |
@@ -46,8 +46,8 @@ class ExtendedMix(Mix):
     """Chance that a sync fails for good on the peers that faults may befall."""
     round_seconds: float | None = None
     """How long local steps take; None: every peer takes the same number."""
-    backup_every: tuple[int, ...] = ()
-    """Rounds between backups of moments, 0 for none; empty: moments are not modelled."""
+    copy_s: tuple[float, ...] = ()
+    """How long an owner takes to put moments out; empty: moments are not modelled."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """What draws scenarios of this class."""
@@ -112,7 +112,7 @@ EXTENDED: dict[str, ExtendedMix] = {
         kinds={"die": 2.0, "leave": 3.0, "crash": 3.0, "pause": 1.0, "cut": 1.0, "split": 1.0},
         loss=0.1,
         merging=0.2,
-        backup_every=(0, 1, 1, 2, 3),
+        copy_s=(0.0, 0.3, 1.0, 3.0, 9.0),
     ),
     "L": ExtendedMix(
         peers=(3, 9),
@@ -139,7 +139,7 @@ EXTENDED: dict[str, ExtendedMix] = {
         unit_mbytes=(1.1, 5.0),
         local_steps_s=(14.0, 20.0),
         has_adapted_timers=True,
-        backup_every=(0, 1, 2),
+        copy_s=(0.0, 1.0, 9.0),
     ),
     "M": ExtendedMix(
         peers=(3, 9),
@@ -200,9 +200,7 @@ class ExtendedDraw(Draw):
             characters=characters,
             has_slow_links=self.mix.unit_mbytes is not None,
             has_adapted_timers=self.mix.has_adapted_timers,
-            backup_every=self.random.choice(self.mix.backup_every)
-            if self.mix.backup_every
-            else None,
+            copy_s=self.random.choice(self.mix.copy_s) if self.mix.copy_s else None,
         )
         return replace(scenario, setup=setup)
 

@@ -83,8 +83,8 @@ class _AwayDraw(ExtendedDraw):
         """Groups of three follow each other; the last of all peers is there from the first change.
 
         It goes away with the second group still in charge, so those of the first were never a
-        quorum of what it knows last. Who joins has all heads: who joined along a proof with gaps
-        cannot prove its tip to a peer whose own tip is in one of them.
+        quorum of what it knows last. A peer that joins comes along a proof with gaps, and could
+        not prove its tip to a peer whose own tip is in one of them; it fills them from others.
         """
         mix, random = self.mix, self.random
         groups = [self.peers[start : start + 3] for start in range(0, 3 * (mix.changes + 2), 3)]
@@ -97,10 +97,10 @@ class _AwayDraw(ExtendedDraw):
         for number, group in enumerate(groups[1:], 1):
             begins = mix.change_s * (number - 1) + 10.0
             for peer in group:
-                self._plan(begins + random.uniform(0.0, 5.0), World.join_shown, peer)
+                self._plan(begins + random.uniform(0.0, 5.0), World.join_proved, peer)
             for place, peer in enumerate(groups[number - 1]):
                 self._plan(begins + 20.0 + 12.0 * place, World.leave, peer)
-        self._plan(12.0, World.join_shown, away)
+        self._plan(12.0, World.join_proved, away)
         self._plan(90.0, World.crash, away)
         returns = last + random.uniform(5.0, 10.0)
         for _ in range(4):
@@ -108,7 +108,10 @@ class _AwayDraw(ExtendedDraw):
         self._plan(returns, World.reboot, away)
         script = tuple(sorted(self.script, key=lambda line: line[0]))
         weather = Weather(delay_s=0.03)
-        return replace(scenario, script=script, heal_s=self.heal_s, weather=weather, rough={})
+        setup = replace(scenario.setup, asks_for_heads=True)
+        return replace(
+            scenario, setup=setup, script=script, heal_s=self.heal_s, weather=weather, rough={}
+        )
 
     def _character(self, peer: PeerId) -> Character:
         seconds = self.random.uniform(*self.mix.step_s)

@@ -8,16 +8,17 @@ from random import Random
 from typing import Any
 
 from swarm.emulation.simulator.arithmetic import average, merge
-from swarm.emulation.simulator.cast import Character, Snare
+from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
+from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.fetching import Fetcher, Get
-from swarm.emulation.simulator.keeper import Keeper
+from swarm.emulation.simulator.heads import HeadSearch
 from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
-from swarm.emulation.simulator.trainer import Trainer, taken_up
+from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
@@ -37,6 +38,7 @@ from swarm.protocol.events import (
     Reason,
     Received,
     Reduce,
+    RewriteChain,
     Send,
     Sync,
     Synced,
@@ -80,12 +82,11 @@ class Node(Ports):
         self.machine: RoundMachine
         self.trainer: Trainer
         self.fetcher: Fetcher
-        self.keeper: Keeper
-        self._has_moments = world.setup.backup_every is not None
+        self.exchange: Exchange
+        self.has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
-        self._serials = 0
         self._heard: dict[PeerId, float] = {}
         self._is_listening = False
         self._last_tick = 0.0
@@ -111,7 +112,8 @@ class Node(Ports):
                 self._duration(self.character.merge_s), self._merged, effect.tip
             ),
             Apply: self._apply,
-            Keep: lambda effect: self.disk.keep(effect.digests),
+            RewriteChain: lambda effect: self.disk.rewrite(effect.links),
+            Keep: lambda effect: self.disk.keep({*effect.digests, *self.trainer.model.offered}),
             Left: self._leave,
             Reason: lambda _: None,
         }
@@ -131,7 +133,8 @@ class Node(Ports):
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
-        self.keeper = world.cast.keeper(self, world.setup.backup_every or 0)
+        giving, taking = world.cast.giving(), world.cast.taking()
+        self.exchange = Exchange(self, giving, taking, world.setup.copy_s or 0.0)
         self.machine = world.cast.machine(
             self.me,
             self.character.capacity,
@@ -145,34 +148,19 @@ class Node(Ports):
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
-        self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
+        self.trainer = world.cast.trainer(self, world.task, world.cast.training)
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
-            self._restore()
-            self.trainer.resume()
+            self.trainer.start()
+            if world.setup.asks_for_heads:
+                HeadSearch(self)
             self.after(world.random.random() * world.timers.tick_s, self._tick)
-
-    def _restore(self) -> None:
-        record, private = self.disk.record, self.disk.private
-        adoption = self.trainer.restore()
-        if self._has_moments:
-            if private is not None:
-                self.keeper.resume(private.searches, record.tip)
-            if adoption is not None:
-                before = record.parent or record.tip
-                self.keeper.adopted(taken_up(adoption, record.tip), before, record.tip)
-            forgotten = self.trainer.lacking - self.keeper.sought()
-            if forgotten:
-                why = f"experts {sorted(forgotten)} keep moments of zero"
-                raise Violation("N5", f"{self.me} starts again: {why}")
-        if adoption is not None:
-            self.trainer.save_if_rebased(adoption)
 
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            timers = self.world.conduct.timers(self._pace, timers)
+            timers = self.world.cast.timers(self._pace.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:
@@ -205,16 +193,13 @@ class Node(Ports):
     def ask_to_leave(self) -> None:
         """The person presses Ctrl+C."""
         if self.is_up and not self.has_left:
-            if self._has_moments:
-                self.keeper.leave(self.disk.record.tip)
             self.tell(LeaveAsked())
 
     def clock_s(self) -> float:
         """What this peer's machine takes for the time."""
         passed_s = self.character.clock_s + self.world.now
-        return self.world.conduct.clock_s(
-            passed_s, awake_s=passed_s - self.slept_s, wall_s=self.world.now + self.wall_ahead_s
-        )
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.cast.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
 
     # ------------------------------------------------------------ what fetcher and trainer use
 
@@ -222,22 +207,21 @@ class Node(Ports):
         """Hands an event to the machine and carries its effects out."""
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
-            self._is_listening = self.machine._is_listening
+            self._is_listening = self.machine.is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
-                if self._has_moments:
-                    self.keeper.offered(self.disk.record.tip)
             self._execute(self._handle(event))
 
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s, gap_s = machine._boot_at, machine.timers.patience_s, now - self._event_s
+        before, patience_s = machine.listened_at, machine.timers.patience_s
+        gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
-        if (machine._boot_at != before) != (gap_s > patience_s):
+        if (machine.listened_at != before) != (gap_s > patience_s):
             why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
-            raise Violation("B2", f"{why}: listens {machine._boot_at != before}")
+            raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
         return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -306,6 +290,8 @@ class Node(Ports):
         before, self.disk.record = self.disk.record, effect.record
         self.disk.links += effect.links
         self.disk.earlier = before
+        if before.tip.digest != effect.record.tip.digest:
+            self.disk.tip_s = self.world.now
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
@@ -319,9 +305,9 @@ class Node(Ports):
         self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
     def _fetch(self, effect: Fetch) -> None:
-        pursuit = self.machine._catch_up
-        if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
-            digest = pursuit.manifest.digest
+        pursued = self.machine.pursued
+        if effect.purpose is Purpose.CATCH_UP and pursued is not None:
+            digest = pursued.digest
             if self._caught_up in ((digest, 0), (digest, self._lists)):
                 raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
             self._caught_up = (digest, 0)
@@ -369,22 +355,11 @@ class Node(Ports):
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
         self.use(self.world.timers)
-        self._adopt(effect.manifest, effect.previous)
-        self.world.applied(self.me)
-
-    def _adopt(self, manifest: Manifest, previous: Digest) -> None:
-        before = self.trainer.tip
-        if self._has_moments:
-            self.keeper.before_adopt(before, manifest)
-        adoption = self.trainer.apply(manifest, previous)
-        owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
-        if self.trainer.progress.keys() != owned:
-            raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
-        if self._has_moments:
-            self.keeper.adopted(taken_up(adoption, manifest), before, manifest)
-        self.trainer.save_if_rebased(adoption)
+        self.trainer.apply(effect.manifest, record.parent)
         if self.trainer.is_idle:
-            raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")
+            why = f"neither trains nor offers after {short(effect.manifest)}"
+            raise Violation("N1", f"{self.me} {why}")
+        self.world.applied(self.me)
 
     def _leave(self, effect: Left) -> None:
         self.lingers_until = self.world.now + LINGER_S

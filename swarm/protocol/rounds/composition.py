@@ -121,8 +121,7 @@ def owners_after(
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,
         num_experts=rules.num_experts,
-        # Ties break alike in all rounds: so who would adopt an expert is known before, and a
-        # backup of its moments lies with the right peer.
+        # Ties break alike in all rounds, so that one that is tried again moves the same experts.
         seed=tip.founding.nonce,
     )
 

@@ -1,1 +1,1 @@
-"""An engine whose device holds only what it is computing; everything else is host memory."""
+"""An engine whose device holds only the part that it computes; all else is in host memory."""

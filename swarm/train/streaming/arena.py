@@ -15,7 +15,7 @@ from swarm.errors import StateError
 from swarm.experts import Shape
 
 ALIGNMENT = 256
-"""Bytes; what a grouped product and a copy engine like."""
+"""Bytes; grouped products and copy engines are fast at such places."""
 
 
 @dataclass(frozen=True)

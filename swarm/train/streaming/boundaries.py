@@ -49,7 +49,7 @@ class BoundaryStore:
             return
         host = self._kept[key]
         target = torch.empty_like(host, device=self._bus.device)
-        # The memory may have just been used by what computes.
+        # A computation may have just used the memory.
         mark = self._bus.mark()
         self._back[key] = (target, self._bus.fetch(target, host, mark, self._left[key]))
         self._bus.keep(target)
@@ -65,7 +65,7 @@ class BoundaryStore:
         return target.float()
 
     def clear(self) -> None:
-        """Drops what a step that failed has left."""
+        """Drops the leftovers of a step that failed."""
         self._kept.clear()
         self._back.clear()
 

@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation, and what they wait for."""
+"""Copies between host and device beside the computation, and their waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bus:
     """Two lanes of copies, in and out, on streams of their own.
 
     Attributes:
-        device: what computes.
+        device: the one that computes.
         bytes_in: copied to the device so far.
         bytes_out: copied from it so far.
     """
@@ -37,13 +37,13 @@ class Bus:
         self._out = torch.cuda.Stream(device) if cuda else None
 
     def mark(self) -> Mark:
-        """What the device has been given to compute so far."""
+        """A mark behind all that the device has been given to compute so far."""
         if self._in is None:
             return Mark()
         return Mark(torch.cuda.current_stream(self.device).record_event())
 
     def wait(self, mark: Mark) -> None:
-        """Lets what is computed from now on wait for a mark."""
+        """Lets all later computation wait for a mark."""
         if mark.event is not None:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
 

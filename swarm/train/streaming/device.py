@@ -28,7 +28,7 @@ class DeviceSide:
     Args:
         run: the model.
         options: device, compute type, how many layers stay.
-        store: what units are fetched from.
+        store: the source of units.
         masters: fetches fp32 masters and has no gradients, to evaluate.
     """
 
@@ -41,7 +41,7 @@ class DeviceSide:
         self.build()
 
     def build(self) -> None:
-        """Takes device memory for what is owned now."""
+        """Takes device memory for the experts owned now."""
         store, options = self._store, self._options
         layers = self._run.model.num_hidden_layers
         self._accumulators: list[Accumulator] = []
@@ -138,7 +138,7 @@ class DeviceSide:
         self._places.prefetch(f"layer.{layer}")
 
     def take_layer(self, layer: int) -> Place:
-        """A layer that is ready for what is computed from now on."""
+        """A layer that is ready for all later computation."""
         place = self._places.take(f"layer.{layer}")
         if self._store.biases:
             assert place.layer is not None
@@ -158,7 +158,7 @@ class DeviceSide:
         self._places.release(place)
 
     def next_accumulator(self, layer: int, before: Departure | None) -> Accumulator:
-        """Where the gradients of a layer are added up, to what earlier passes have found."""
+        """The place where the gradients of a layer are added to those of earlier passes."""
         accumulator = self._accumulators[layer % 2]
         accumulator.begin(self._store.units[f"layer.{layer}"].packing, before)
         return accumulator
@@ -179,7 +179,7 @@ class DeviceSide:
             self._places.prefetch("embedding")
 
     def take_head(self) -> tuple[RMSNorm, Tensor]:
-        """The last norm and the head's fp32 matrix [V, D], ready for what is computed now."""
+        """The last norm and the head's fp32 matrix [V, D], ready for all later computation."""
         self._places.take("head")
         if self._store.tied:
             self._places.take("embedding")

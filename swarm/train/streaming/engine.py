@@ -24,9 +24,9 @@ from swarm.experts import Slice
 from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
 from swarm.model.routing import Guidance
+from swarm.train.adam_moments import Update
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
-from swarm.train.moments import Update
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore
@@ -274,7 +274,7 @@ class StreamingEngine:
 
     @torch.no_grad()
     def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
-        """See `Engine`; fp32 masters pass instead of what usually travels."""
+        """See `Engine`; fp32 masters pass instead of the usual type."""
         self._drain()
         options = dataclasses.replace(self._options, resident_layers=0)
         device = DeviceSide(self._run, options, self._store, masters=True)
@@ -317,7 +317,7 @@ class StreamingEngine:
         return device.fetch_rows(rows_BTD)
 
     def _drain(self) -> None:
-        """Waits until the host has updated everything; raises what its threads raised."""
+        """Waits until the host has updated everything; raises the errors of its threads."""
         self._store.wait()
 
 

@@ -101,7 +101,7 @@ class Buffers:
     def depart(self, name: str, gradients: Accumulator) -> Departure:
         """Sends a unit's gradients off.
 
-        Waits for a buffer that nobody uses, and raises what the update before has raised.
+        Waits for a buffer that nobody uses, and raises the error of the update before.
         """
         buffer = self._own.get(name)
         if buffer is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarm.train.moments import Piece, Update
+from swarm.train.adam_moments import Piece, Update
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Mark
 from swarm.train.streaming.units import HostUnit
@@ -46,7 +46,7 @@ class Departure:
     """Gradients of one unit on their way to the host.
 
     Attributes:
-        unit: whose they are.
+        unit: the one that they belong to.
         place_in_forward: of the unit.
         buffer: where they will be.
         norms: fp32 norm of each by name, on the host.
@@ -61,7 +61,7 @@ class Departure:
 
 
 Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
-"""From the norms of a unit's gradients to what each is multiplied by; None skips the unit."""
+"""From the norms of a unit's gradients to the factor of each; None skips the unit."""
 
 
 @dataclass(order=True)
@@ -77,8 +77,8 @@ class HostOptimizer:
     """Updates units on threads of the CPU while the device computes.
 
     Of the units that wait, the one that the forward pass needs first goes first, so that the next
-    step can begin while units further up are still updated. Whatever an update raises is raised
-    again by `HostUnit.wait`, and by whoever fetches the unit.
+    step can begin while units further up are still updated. An error of an update is raised
+    again by `HostUnit.wait`, and where the unit is fetched.
 
     Attributes:
         failed: whether an update did, so that some masters are half updated.
@@ -109,7 +109,7 @@ class HostOptimizer:
             self._changed.notify()
 
     def close(self) -> None:
-        """Finishes what was submitted and ends the threads."""
+        """Finishes all submitted work and ends the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""Places on the device in which units stand while they compute, and what fetches units there."""
+"""Places on the device in which units stand while they compute; how units are fetched there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from swarm.train.streaming.units import FrozenUnit, HostUnit, frozen_packing, st
 
 @dataclass(frozen=True)
 class Source:
-    """What one place is filled from: a unit and, for a layer, its frozen experts."""
+    """The source of one place: a unit and, for a layer, its frozen experts."""
 
     unit: HostUnit
     frozen: FrozenUnit | None
     masters: bool = False
-    """Whether fp32 masters are fetched instead of what usually travels."""
+    """Whether fp32 masters are fetched instead of the usual type."""
 
     @property
     def trained(self) -> Tensor:
@@ -39,7 +39,7 @@ class Place:
         parameters: views of the trained part, by the parameters' names within the unit.
         layer: the decoder layer that computes with them; None for the head.
         holds: unit and versions that are here or on their way.
-        free: when the device has finished with what is here.
+        free: when the device has finished with its contents.
     """
 
     def __init__(self, trained: Packing, frozen: Packing | None, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class Places:
         return sum(place.num_bytes for place in [*self._own.values(), *self._shared])
 
     def prefetch(self, name: str) -> Place:
-        """Sets a unit on its way to the device, if what is there is not the newest of it."""
+        """Sets a unit on its way to the device, if its newest values are not there yet."""
         place = self._own.get(name) or self._choose(name)
         source = self._sources[name]
         frozen_version = source.frozen.version if source.frozen else 0
@@ -152,7 +152,7 @@ class Places:
         return place
 
     def take(self, name: str) -> Place:
-        """A unit, ready for what is computed from now on; raises what fetching it raised."""
+        """A unit, ready for all later computation; raises the error of fetching it."""
         place = self.prefetch(name)
         assert place.arriving is not None
         self._bus.wait(place.arriving.result())

@@ -48,7 +48,7 @@ class Pass:
 
         Args:
             run: the model and its losses.
-            device: what computes.
+            device: the one that computes.
             boundaries: keeps the inputs of layers.
             micro_batches: tokens [B, T + 1].
             divisor: micro-batches of the whole step.
@@ -186,7 +186,7 @@ def _floats(routing: Routing) -> list[Tensor]:
 
 
 def _with_gradients(routing: Routing, leaves: Routing) -> list[tuple[Tensor, Tensor]]:
-    """What the losses' terms want of a routing: the tensors, and the gradients found at them.
+    """A routing as the losses' terms see it: the tensors, and the gradients found at them.
 
     The similarity of experts that are all frozen depends on nothing that is trained.
     """

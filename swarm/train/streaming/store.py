@@ -1,4 +1,4 @@
-"""The whole model as the host keeps it: units, frozen experts, and who is owned."""
+"""The whole model as the host keeps it: units, frozen experts, and which are owned."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class HostStore:
                 self.frozen[layer].put(expert, projection, tensor)
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """Overwrites a run of elements of a master, and what travels of it."""
+        """Overwrites a run of elements of a master, and of its copy that travels."""
         if part.name in self._bias_names:
             self._master(part.name)[part.start : part.stop].copy_(values)
         else:
@@ -157,7 +157,7 @@ class HostStore:
         return state | {f"master.{name}": bias_E for name, bias_E in named}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave; raises CorruptState."""
+        """Takes over a state that `state` gave; raises CorruptState."""
         for unit in self.units.values():
             unit.optimizer.load(tensors)
             unit.refresh()
@@ -173,7 +173,7 @@ class HostStore:
                 bias_E.add_(update_E)
 
     def wait(self) -> None:
-        """Waits for all updates under way; raises what one of them raised."""
+        """Waits for all updates under way; raises the error of one of them."""
         for unit in self.units.values():
             unit.wait()
 

@@ -1,4 +1,4 @@
-"""What the host keeps of a model: trained tensors unit by unit, and frozen experts by layer.
+"""A model as the host keeps it: trained tensors unit by unit, and frozen experts by layer.
 
 A unit here is the embedding, one decoder layer, or the head with its norm.
 """
@@ -16,7 +16,7 @@ from swarm.config import RunConfig
 from swarm.experts import Shape, Slice, expert_tensor, owned_stack
 from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
-from swarm.train.moments import MomentsFormat, Piece, Update
+from swarm.train.adam_moments import MomentsFormat, Piece, Update
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.streaming.arena import Arena, Packing
 
@@ -49,13 +49,13 @@ def is_cast(name: str) -> bool:
 
 
 class HostUnit:
-    """The trained tensors of one unit: flat fp32 masters, their moments, what the device gets.
+    """The trained tensors of one unit: flat fp32 masters, their moments, the copy for the device.
 
     Attributes:
         name: "embedding", "layer.3" or "head".
         packing: of the masters.
         masters: fp32 views by parameter name; owned experts as stacks.
-        wire_packing: of what travels, matrices in the compute type.
+        wire_packing: of the copy that travels, matrices in the compute type.
         version: rises with every change that is decided, even if it is still under way.
         pending: the update that is under way.
     """
@@ -98,7 +98,7 @@ class HostUnit:
 
     @property
     def num_bytes(self) -> int:
-        """Masters, what travels, and moments."""
+        """Masters, the copy that travels, and moments."""
         wire = 0 if self.wire_buffer is self.master_buffer else self.wire_buffer.nbytes
         return self.master_buffer.nbytes + wire + self.optimizer.moment_bytes
 
@@ -115,7 +115,7 @@ class HostUnit:
                 wire.copy_(self.masters[name].detach())
 
     def write(self, part: Slice, values: Tensor) -> None:
-        """Overwrites a run of elements of one of its tensors, and what travels of it."""
+        """Overwrites a run of elements of one of its tensors, and of the copy that travels."""
         master_x = _run_of(self.optimizer.by_tensor(self.masters), part)
         master_x.copy_(values)
         if self.wire_buffer is not self.master_buffer:
@@ -123,7 +123,7 @@ class HostUnit:
         self.version += 1
 
     def update_piece(self, piece: Piece, gradient: Tensor, factor: float, update: Update) -> None:
-        """Updates a piece of the masters, and at once what travels of it.
+        """Updates a piece of the masters, and at once the copy that travels.
 
         The gradient of the whole parameter is multiplied by `factor` in place, piece by piece.
         """
@@ -136,7 +136,7 @@ class HostUnit:
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
     def wait(self) -> None:
-        """Waits for the update under way; raises what it raised."""
+        """Waits for the update under way; raises its error."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()
@@ -165,11 +165,11 @@ class FrozenUnit:
     """The frozen experts of one layer, in host memory or in memory-mapped files.
 
     On disk those that were lent stay where they lie; the unit's own file is for the others, and
-    takes no room (but one block) for what was never written to it.
+    takes no room (but one block) for elements that were never written to it.
 
     Attributes:
         packing: of the stacks' parts.
-        buffer: what travels; on disk `fill` says what does.
+        buffer: the copy that travels; on disk `fill` says which it is.
         version: rises with every change.
     """
 
@@ -215,7 +215,7 @@ class FrozenUnit:
         self.packing = frozen_packing(self._run, self._form, num_frozen)
         file = None
         if self._folder is not None:
-            # The old file is only unlinked: what is mapped of it can still be read.
+            # The old file is only unlinked: mapped parts of it can still be read.
             file = self._folder / f"frozen-{self.layer}"
         arena = Arena(self.packing.num_bytes, pinned=self._pinned, file=file)
         return arena, stacks_of(self._form, self.packing.views(arena.buffer))

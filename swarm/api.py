@@ -1,0 +1,150 @@
+"""What a researcher needs, in one place: `import swarm` gives these names.
+
+Files: `load_run`, `load_peer`, `load_export`, `load_state`. Training: `build_model`, `Peer` with a
+`PeerObserver`. Looking and planning: `look`, `plan_run`. Each `SwarmError` says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from swarm.config import PeerConfig, RunConfig, parse_config
+from swarm.errors import SwarmError
+from swarm.experts import all_shapes
+from swarm.model.huggingface import load_weights
+from swarm.model.initialise import initial_tensors
+from swarm.model.transformer import Transformer
+from swarm.monitor.snapshot import Snapshot
+from swarm.peer.agreed_model import open_state
+from swarm.peer.looking import look
+from swarm.peer.observing import PeerObserver, RoundReport
+from swarm.peer.peer import Peer
+from swarm.peer.planning import RunPlan, plan_run
+from swarm.peer.wanted import Wanted
+from swarm.protocol.manifest import Manifest
+from swarm.run_files import find_file, read_text
+from swarm.train.engine import StepStats
+
+__all__ = [
+    "Manifest",
+    "Peer",
+    "PeerConfig",
+    "PeerObserver",
+    "RoundReport",
+    "RunConfig",
+    "RunPlan",
+    "Snapshot",
+    "State",
+    "StepStats",
+    "SwarmError",
+    "Wanted",
+    "build_model",
+    "load_export",
+    "load_peer",
+    "load_run",
+    "load_state",
+    "look",
+    "plan_run",
+]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a peer's state directory says of a run.
+
+    Attributes:
+        run: the run's configuration.
+        manifest: the newest agreed state: round, step, members, digests.
+        weights: every tensor of it by Hugging Face name, in its agreed type.
+    """
+
+    run: RunConfig
+    manifest: Manifest
+    weights: Mapping[str, Tensor]
+
+
+def load_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """What all peers of a run agree on, from a run file.
+
+    Args:
+        file: its path, or the name of one that comes with swarm, such as `demo`.
+        overrides: as after `--set`, such as `round.local_steps=5`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
+    """
+    path = find_file(Path(file), "runs")
+    return parse_config(RunConfig, read_text(path), source=str(path), overrides=overrides)
+
+
+def load_peer(file: Path | str | None = None, overrides: Sequence[str] = ()) -> PeerConfig:
+    """What concerns one machine: device, memory, network, folder with text.
+
+    Args:
+        file: its path, or the name of one that comes with swarm, such as `laptop`; None has only
+            the defaults.
+        overrides: as after `--set`, such as `corpus.folder=/home/me/books`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is wrong; names the nearest key.
+    """
+    path = find_file(Path(file), "peers") if file else None
+    text, source = (read_text(path), str(path)) if path else ("", "overrides")
+    return parse_config(PeerConfig, text, source=source, overrides=overrides)
+
+
+def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Transformer:
+    """A run's whole model on the CPU, all of it trained: a `torch.nn.Module` in fp32.
+
+    `model(ids)` maps token ids [B, T] to logits [B, T, V]; `model.losses(tokens, run.loss)` takes
+    tokens [B, T + 1], each of which predicts the next one.
+
+    Args:
+        run: sizes and variants.
+        weights: by Hugging Face name, as `load_export` gives; None for those of the run's seed.
+
+    Raises:
+        BadBlob: the weights are not those of this model.
+    """
+    model = Transformer(run.model, owned=range(run.model.num_experts))
+    model.write(weights if weights is not None else initial_tensors(run, all_shapes(run.model)))
+    return model
+
+
+def load_export(folder: Path | str, run: RunConfig) -> dict[str, Tensor]:
+    """The weights in an exported model, such as `swarm-export` writes.
+
+    Args:
+        folder: with model.safetensors, or shards and their index.
+        run: whose model it must be.
+
+    Returns:
+        Every tensor of the run's model by Hugging Face name, for `build_model` and `Peer.found`.
+
+    Raises:
+        CorruptState: a file is missing or damaged.
+        ConfigError: the export is of another model; names the first difference.
+    """
+    return load_weights(Path(folder).expanduser(), run)
+
+
+def load_state(folder: Path | str, run_id: str | None = None) -> State:
+    """The newest agreed state on the disk of a peer that is not running.
+
+    Args:
+        folder: its state directory; nothing in it is changed.
+        run_id: which run; None for the one that the peer was in last.
+
+    Raises:
+        StateError: there is no run in the directory, or its peer is running.
+        CorruptState: what is there is damaged.
+    """
+    directory, model = open_state(Path(folder), run_id)
+    try:
+        return State(model.run, model.manifest, dict(model.tensors()))
+    finally:
+        directory.close()

@@ -1,0 +1,393 @@
+"""Three ways into a run: resume it from the state directory, join it, or found it.
+
+Each ends with a configuration, a record with a tip, and a store that holds every blob of that tip.
+Founding is in `founding.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from swarm.config import RunConfig
+from swarm.data.shards import Shards
+from swarm.errors import CorruptState, NobodyReachable
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.fetch import Downloads
+from swarm.network.finding import (
+    Announced,
+    Opened,
+    find_run,
+    open_run,
+    runs_here,
+    runs_of,
+    whom_to_ask,
+)
+from swarm.network.founding import await_founding
+from swarm.network.joining import fetch_newest_state, present_peers
+from swarm.network.record_file import RecordFile
+from swarm.network.tips import Shown, Trust, newest_tip
+from swarm.peer.agreement import require_admission, require_no_other
+from swarm.peer.host import Host
+from swarm.peer.leaving import Stop
+from swarm.peer.link_check import measured_verdict, require_link
+from swarm.peer.live_model import initial_contents
+from swarm.peer.mending import earlier_record, is_alone, settings_of
+from swarm.peer.observing import PeerObserver
+from swarm.peer.run_text import RunText
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.status import PeerStatus
+from swarm.peer.wanted import Wanted
+from swarm.progress import fetching
+from swarm.protocol.abstaining import without_record
+from swarm.protocol.digests import digest_of_chunks
+from swarm.protocol.events import Record
+from swarm.protocol.layout import Layout, layout_of
+from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.records import RunRecord, RunState
+
+logger = logging.getLogger(__name__)
+
+FIND_S = 60.0
+"""How long a joiner without a run file looks for a run."""
+FIND_BEFORE_FOUNDING_S = 6.0
+BEGUN_S = 60.0
+START_S = 24 * 3600.0
+"""A large model over a slow link takes hours; the person may stop it at any time."""
+STOP_POLL_S = 0.2
+WHO_RUNS_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """The peer was asked to stop before it was in a run."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A peer that is ready for rounds."""
+
+    run_id: str
+    run: RunConfig
+    layout: Layout
+    directory: RunDirectory
+    store: BlobStore
+    record: Record
+    shards: Shards
+    """This machine's text, which is the run's."""
+
+
+class Starter:
+    """What all three ways need: a machine, which run is meant, and how to be stopped."""
+
+    def __init__(self, host: Host, wanted: Wanted, stop: Stop, observer: PeerObserver) -> None:
+        self.host, self.wanted, self.stop, self.observer = host, wanted, stop, observer
+        self.node, self.state, self.config = host.node, host.state, host.config
+        self.text = RunText(self.config.corpus.folder, self.state.data_path, say=observer.on_notice)
+
+    def status(self, run: RunConfig, directory: RunDirectory | None = None) -> PeerStatus:
+        """What this peer says about itself in a run."""
+        return PeerStatus(
+            self.node,
+            run,
+            name=self.host.name,
+            capacity=self.config.peer.capacity,
+            directory=directory,
+            observer=self.observer,
+        )
+
+    def resume_or_join(self) -> Started | None:
+        """Goes on with the run on disk, or joins one; None if the wanted one is to be founded.
+
+        Raises:
+            RunMismatch: the run is not what was asked for.
+            NobodyReachable: no run was announced, and none may be founded.
+            CorruptState, DataError: see `resume` and `join`.
+        """
+        wanted, current = self.wanted, self._run_to_resume()
+        if current and (started := self.resume(current, may_join=wanted.run is None)):
+            wanted.require(started.run)
+            return started
+        if wanted.run is not None and not self.config.network.initial_peers:
+            return None
+        return self.join(wanted.run_id or current)
+
+    def _run_to_resume(self) -> str | None:
+        """The run on disk, unless the person, or the swarm they named, means another one."""
+        wanted = self.wanted
+        current = wanted.run_id or self.state.current_run
+        if current is None or not self.state.run(current).path.exists():
+            return None
+        if wanted.run:
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
+            return current if run.fingerprint() == wanted.run.fingerprint() else None
+        if wanted.run_id or not self.config.network.initial_peers:
+            return current
+        told = self.node.run(runs_of(self.node, self.node.entrances), WHO_RUNS_S)
+        if told and current not in {run.record.run for run in told}:
+            logger.info("run=%s is not what runs there; joining what does", current)
+            return None
+        return current
+
+    # ------------------------------------------------ resume
+
+    def resume(self, run_id: str, *, may_join: bool) -> Started | None:
+        """Goes on from the state directory; None when there is no record of the run.
+
+        None too if its configuration or manifest 0 is damaged and not in the store either, if it
+        `may_join` others, who have both.
+
+        Raises:
+            CorruptState: files of the run are damaged beyond what the protocol may go on from.
+            DataError: the text that the run trained on is not there any more.
+        """
+        directory = self.state.run(run_id)
+        record = RecordFile(directory.record_path).read() if directory.path.exists() else None
+        if record is None:
+            return None
+        store = BlobStore(directory.path)
+        try:
+            run, founding = settings_of(run_id, directory, record, store)
+        except CorruptState as error:
+            if not may_join or is_alone(self.node.peer_id, record):
+                raise
+            logger.error("%s; joining the run anew", error)
+            return None
+        self.text.require(run, founding.founding.text, directory.read_text_folder())
+        directory.write_text_folder(self.text.folder)
+        layout = layout_of(run)
+        downloads = self.host.serve(store)
+        for blob in (run.canonical_json(), founding.encoded):
+            store.put(blob)
+        started = Started(run_id, run, layout, directory, store, record, self.text.shards)
+        damaged = store.verify(blobs_of(record.tip))
+        if damaged:
+            logger.warning("%d blobs of the tip are damaged", len(damaged))
+            started = replace(started, record=self._repair(started, downloads))
+        logger.info("resume run=%s height=%d", run_id, started.record.tip.height)
+        return started
+
+    def _repair(self, started: Started, downloads: Downloads) -> Record:
+        """Brings the tip's blobs here again, or those of the tip that the others have by now."""
+        record, directory, store = started.record, started.directory, started.store
+        self._recompute_initial(record, started.run, started.layout, store)
+        others = [peer for peer in record.tip.members if peer != self.node.peer_id]
+        file = RecordFile(directory.record_path)
+        if not others:
+            if not store.verify(blobs_of(record.tip)):
+                return record
+            earlier = earlier_record(record, file, store, blobs_of)
+            if earlier is None:
+                raise CorruptState(
+                    f"{directory.path}: values of round {record.tip.round} and of the one before "
+                    "are damaged, and no other member has them",
+                    hint="found the run anew with --run FILE and a new --state-dir",
+                )
+            file.write(earlier)
+            return earlier
+        repaired = self.wait_for(
+            fetch_newest_state(
+                self.node,
+                store,
+                downloads,
+                started.layout,
+                run=announcement(started.run_id, started.run, directory.read_founding()),
+                shown=Shown(record),
+                trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
+                peers=others,
+                on_blob=fetching(self.observer.on_fetched),
+            )
+        )
+        if repaired.record is not record:
+            file.write(repaired.record, repaired.path)
+        return repaired.record
+
+    # ------------------------------------------------ join
+
+    def join(self, run_id: str | None) -> Started | None:
+        """Joins a run that members announce; None when there is none for the wanted file.
+
+        Args:
+            run_id: that it must have, if one is known.
+
+        Raises:
+            NobodyReachable: no run was announced in time (only when no file was given).
+            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
+                configuration is wanted that no run here has, and there is another.
+            DataError: this machine's text is not the run's.
+        """
+        self.observer.on_joining()
+        wanted = self.wanted.run
+        downloads = self.host.serve(BlobStore(None))
+        opened = self.wait_for(
+            find_run(
+                self.node,
+                downloads,
+                fingerprint=wanted.fingerprint() if wanted else None,
+                wanted=run_id,
+                deadline_s=FIND_BEFORE_FOUNDING_S if wanted else FIND_S,
+            )
+        )
+        if opened is None:
+            if wanted:
+                if not self.wanted.beside_others:
+                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
+                return None
+            raise NobodyReachable(
+                f"no run was announced within {FIND_S:.0f} s",
+                hint="check the address, or found a run with --run FILE",
+            )
+        self.wanted.require(opened.run)
+        return self._join_opened(opened, downloads)
+
+    def _join_opened(self, opened: Opened, downloads: Downloads) -> Started:
+        announced, run, founding = opened.announced, opened.run, opened.founding
+        gathered = founding is None
+        if founding is None:
+            self.text.require(run, announced.record.text, None)
+            logger.info("the run gathers %d peers", announced.record.wait_for_peers)
+            mine = self.status(run).record
+            announced = self.wait_for(await_founding(self.node, announced.record, mine))
+            founding = self.wait_for(begun(announced, downloads))
+        record = announced.record
+        remembered = self.state.run(record.run).read_text_folder()
+        self.text.require(run, founding.founding.text, remembered)
+        directory = self.new_directory(record.run, run, founding)
+        layout = layout_of(run)
+        store = BlobStore(directory.path)
+        downloads = self.host.serve(store)
+        for blob in (run.canonical_json(), founding.encoded):
+            store.put(blob)
+        present = self.wait_for(present_peers(self.node, record.run))
+        peers = set(whom_to_ask(self.node, announced, present))
+        trust = Trust(self.wanted.vouched or founding.digest)
+        if gathered and self.node.peer_id in founding.members:
+            shown = Shown(Record(founding, None, None))
+        else:
+            question = newest_tip(self.node, downloads, record, peers, trust)
+            shown = self.wait_for(question)
+            invitation = self.wanted.invitation
+            require_admission(record.run, run, shown.record.tip, self.node.peer_id, invitation)
+            tip = self._without_old_votes(shown.record)
+            if tip is shown.record:  # a member that comes back has shown that its link will do
+                members = {p: present[p] for p in present if p in tip.tip.members}
+                require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
+            shown = replace(shown, record=tip)
+        self._recompute_initial(shown.record, run, layout, store)
+        sources = peers | set(shown.record.tip.members)
+        shown = self.wait_for(
+            fetch_newest_state(
+                self.node,
+                store,
+                downloads,
+                layout,
+                run=record,
+                shown=shown,
+                trust=trust,
+                peers=sources,
+                on_blob=fetching(self.observer.on_fetched),
+            )
+        )
+        RecordFile(directory.record_path).write(shown.record, shown.path)
+        self.state.current_run = record.run
+        return Started(record.run, run, layout, directory, store, shown.record, self.text.shards)
+
+    def _without_old_votes(self, shown: Record) -> Record:
+        """A member whose record is gone may have voted: it abstains until that is past [P5]."""
+        record = without_record(self.node.peer_id, shown)
+        if record is not shown:
+            logger.warning("a member without its record: no vote until it has contributed again")
+        return record
+
+    # ------------------------------------------------ shared by the three
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine in the node's loop until it ends or the person stops this peer.
+
+        Raises:
+            Stopped: the person stopped it.
+        """
+
+        async def watched() -> Result:
+            task = asyncio.ensure_future(coroutine)
+            try:
+                while not task.done():
+                    if self.stop():
+                        raise Stopped
+                    await asyncio.wait([task], timeout=STOP_POLL_S)
+                return task.result()
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+        return self.node.run(watched(), START_S)
+
+    def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
+        """Where a run's files are from now on, with its configuration and manifest 0."""
+        directory = self.state.run(name)
+        directory.write_config(run)
+        directory.write_founding(founding)
+        directory.write_text_folder(self.text.folder)
+        return directory
+
+    def _recompute_initial(
+        self, record: Record, run: RunConfig, layout: Layout, store: BlobStore
+    ) -> None:
+        """Values that nobody trained yet are computed here instead of fetched."""
+        missing = {
+            unit: entry.digest
+            for unit, entry in record.tip.entries.items()
+            if entry.version == 0 and record.tip.merged == 0 and not store.has(entry.digest)
+        }
+        is_seeded = False
+        for unit, content in initial_contents(run, layout) if missing else ():
+            if unit not in missing:
+                continue
+            if not is_seeded and digest_of_chunks(content) != missing[unit]:
+                return  # founded on given weights, which only members have
+            is_seeded = True
+            store_content(store, content)
+
+
+def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
+    """What every member repeats about the run, so that it outlives its founder.
+
+    Args:
+        run_id: of the run.
+        run: its configuration.
+        manifest: manifest 0.
+    """
+    return RunRecord(
+        run=run_id,
+        name=run.run.name,
+        fingerprint=run.fingerprint(),
+        founder=manifest.founding.founder,
+        founding=manifest.blob,
+        founding_bytes=len(manifest.encoded),
+        config=manifest.founding.config,
+        config_bytes=manifest.founding.config_bytes,
+        state=RunState.RUNNING,
+        wait_for_peers=len(manifest.members),
+    )
+
+
+async def begun(announced: Announced, downloads: Downloads) -> Manifest:
+    """Manifest 0 of a run that has just begun, as its founder announces it."""
+    founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
+    assert founding is not None, "it is not announced as gathering"
+    return founding
+
+
+def blobs_of(manifest: Manifest) -> list[Digest]:
+    """Every blob that a member keeps for a manifest."""
+    founding = manifest.founding
+    values = (entry.digest for entry in manifest.entries.values())
+    return [manifest.blob, founding.config, founding.validation, *values]

@@ -1,0 +1,120 @@
+"""How a peer founds a run: it gathers members, makes the initial state and announces it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.founding import founding_manifest, gather, keep_gathering
+from swarm.network.record_file import RecordFile
+from swarm.peer.entering import Started, Starter, blobs_of
+from swarm.peer.live_model import initial_contents
+from swarm.peer.status import NO_DIGEST
+from swarm.progress import Reporter
+from swarm.protocol.digests import digest_of, digest_of_chunks
+from swarm.protocol.events import Record
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, PeerId, run_id
+from swarm.protocol.records import RunRecord, RunState
+
+logger = logging.getLogger(__name__)
+
+
+def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Started:
+    """Founds a run: gathers its peers, writes manifest 0 and announces it.
+
+    Args:
+        starter: of this machine.
+        run: what is trained, and how.
+        weights: every tensor of the model before the first step, by Hugging Face name; None for
+            those that follow from the run's seed, which joiners compute instead of fetching.
+
+    Raises:
+        DataError: this machine's text is missing or too small.
+        Stopped: the peer was asked to stop while it gathered others.
+    """
+    layout = layout_of(run)
+    config_blob = run.canonical_json()
+    text, held_out = starter.text.found(run)
+    founding = Founding(
+        founder=starter.node.peer_id,
+        nonce=secrets.token_hex(16),
+        config=digest_of(config_blob),
+        config_bytes=len(config_blob),
+        validation=digest_of(held_out),
+        validation_bytes=len(held_out),
+        text=text,
+    )
+    gathering = _announcement(starter, run, founding)
+    present = _gather(starter, run, gathering, config_blob)
+    with _gathering_on(starter, run, gathering):
+        # Made twice, so that the whole model is never in memory: the digests name the folder.
+        contents = dict(initial_contents(run, layout, weights))
+        making = Reporter("making the first state", "unit").each(contents.items(), len(contents))
+        initial = {unit: (digest_of_chunks(c), c.num_bytes) for unit, c in making}
+        manifest = founding_manifest(founding, run, layout, initial, present)
+        name = run_id(run.run.name, run.fingerprint(), manifest.blob)
+        directory = starter.new_directory(name, run, manifest)
+        store = BlobStore(directory.path)
+        for blob in (config_blob, held_out, manifest.encoded):
+            store.put(blob)
+        storing = Reporter("storing the first state", "unit")
+        for content in storing.each(contents.values(), len(contents)):
+            store_content(store, content)
+        store.sync(blobs_of(manifest))
+    starter.host.serve(store)
+    record = Record(manifest, None, None)
+    RecordFile(directory.record_path).write(record)
+    starter.state.current_run = name
+    logger.info("founded run=%s members=%d", name, len(present))
+    return Started(name, run, layout, directory, store, record, starter.text.shards)
+
+
+def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRecord:
+    return RunRecord(
+        run=f"gathering-{founding.nonce}",
+        name=run.run.name,
+        fingerprint=run.fingerprint(),
+        founder=founding.founder,
+        founding=NO_DIGEST,
+        founding_bytes=0,
+        config=founding.config,
+        config_bytes=founding.config_bytes,
+        state=RunState.GATHERING,
+        wait_for_peers=starter.config.peer.wait_for_peers,
+        text=founding.text,
+    )
+
+
+def _gather(
+    starter: Starter, run: RunConfig, gathering: RunRecord, config_blob: bytes
+) -> Mapping[PeerId, float]:
+    if gathering.wait_for_peers == 1:
+        return {starter.node.peer_id: starter.config.peer.capacity}
+    scratch = BlobStore(None)
+    scratch.put(config_blob)
+    starter.host.serve(scratch)
+    starter.host.reception.announce(gathering)
+    return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))
+
+
+@contextmanager
+def _gathering_on(starter: Starter, run: RunConfig, gathering: RunRecord) -> Iterator[None]:
+    """Those that are here hear of the run while its initial state is made: minutes for a 7B."""
+    if gathering.wait_for_peers == 1:
+        yield
+        return
+    announcing = keep_gathering(starter.node, gathering, starter.status(run).record)
+    task = asyncio.run_coroutine_threadsafe(announcing, starter.node.loop)
+    try:
+        yield
+    finally:
+        task.cancel()

@@ -1,0 +1,195 @@
+"""A machine in the network: its state directory, its node, and what it answers when asked."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.config import PeerConfig
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.fetch import Downloads
+from swarm.network.finding import RUN_QUESTION
+from swarm.network.ledger import Ledger
+from swarm.network.moments_exchange import MomentsExchange
+from swarm.network.node import Handlers, Node
+from swarm.network.probing import PROTOCOL as MEASURE
+from swarm.network.probing import QUESTION, Prober, dial_fault
+from swarm.network.round_driver import RoundDriver
+from swarm.network.serve import BlobServer
+from swarm.network.tips import asked_tip
+from swarm.peer.kept_settings import with_kept
+from swarm.peer.observing import PeerObserver
+from swarm.peer.state_directory import StateDirectory
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.records import RunRecord, encode_record
+
+logger = logging.getLogger(__name__)
+
+NETWORK_START_S = 60.0
+NETWORK_STOP_S = 10.0
+DIAL_BACK_S = 40.0
+
+
+class Reception:
+    """Answers others in the node's loop, from before the network is up until this peer is gone.
+
+    Until `open` it answers nothing; until `admit` only what it announces, probes and blobs.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.server = BlobServer(
+            on_ask=self._on_ask,
+            ledger=self.ledger,
+            is_control=lambda digest: self._rounds is not None and digest in self._rounds.outbound,
+            is_moments=lambda digest: self._moments is not None and self._moments.holds(digest),
+        )
+        self._prober = Prober(self.ledger)
+        self._node: Node | None = None
+        self._announced: RunRecord | None = None
+        self._rounds: RoundDriver | None = None
+        self._moments: MomentsExchange | None = None
+
+    def handlers(self) -> Handlers:
+        """What a node is to call."""
+        return Handlers(
+            on_message=self._on_message,
+            on_request=self._on_request,
+            streams={PROTOCOL: self.server.serve, MEASURE: self._prober.serve},
+            ledger=self.ledger,
+        )
+
+    def open(self, node: Node) -> None:
+        """The network is up: others may ask who this peer is, and how fast its link is."""
+        self._node = node
+
+    def announce(self, record: RunRecord) -> None:
+        """Others that ask which run this peer is in are told this."""
+        self._announced = record
+
+    def admit(self, rounds: RoundDriver, moments: MomentsExchange) -> None:
+        """This peer takes part in a run: messages and questions about it are answered."""
+        self._moments, self._rounds = moments, rounds
+
+    def _on_ask(self, source: PeerId, digest: Digest) -> None:
+        if self._rounds:
+            self._rounds.asked_for(source, digest)
+
+    async def _on_message(self, source: PeerId, payload: bytes) -> None:
+        if self._rounds:
+            self._rounds.inbound.take(source, payload)
+
+    async def _on_request(self, source: PeerId, payload: bytes) -> bytes:
+        if payload.startswith(QUESTION) and self._node:
+            return await self._prober.answer(self._node, source, payload)
+        if payload == RUN_QUESTION:
+            return encode_record(self._announced) if self._announced else b""
+        if self._moments:
+            answer = await self._moments.answer(source, payload)
+            if answer is not None:
+                return answer
+        rounds = self._rounds
+        if rounds and (trusted := asked_tip(payload, rounds.machine.rules.run)):
+            return rounds.heads.commit_of_tip(trusted)
+        return await rounds.heads.answer(source, payload) if rounds else b""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Everything of a peer that does not depend on a run; `close` gives it back.
+
+    Attributes:
+        config: of this machine.
+        state: its directory, locked.
+        node: in the network.
+        reception: answers others.
+        is_dialable: whether others can open connections to it, as far as is known.
+    """
+
+    config: PeerConfig
+    state: StateDirectory
+    node: Node
+    reception: Reception
+    is_dialable: bool
+
+    @classmethod
+    def open(
+        cls,
+        config: PeerConfig,
+        folder: Path,
+        observer: PeerObserver,
+        check: Callable[[StateDirectory], None] | None = None,
+    ) -> Host:
+        """Locks a state directory and starts the network with the identity in it.
+
+        With a run on disk the peer starts even when nobody answers. Its name and addresses are
+        those of an earlier start, where `config` leaves them open.
+
+        Args:
+            config: of this machine.
+            folder: the state directory; made if missing.
+            observer: told the address by which others may join.
+            check: raises before the network starts if what is on disk will not do.
+
+        Raises:
+            StateError, StateLocked: the directory cannot be used.
+            NobodyReachable: none of the given addresses answered.
+            NetworkDown: libp2p's daemon did not start.
+        """
+        reception = Reception()
+        with ExitStack() as undo:
+            state = StateDirectory(folder)
+            undo.callback(state.close)
+            if check:
+                check(state)
+            config = with_kept(config, state.settings_path)
+            network = config.network
+            identity = network.identity_path
+            node = Node.start(
+                identity_path=Path(identity).expanduser() if identity else state.identity_path,
+                network=network,
+                known_peers=network.initial_peers,
+                remembered=state.known_peers,
+                port=state.port,
+                handlers=reception.handlers(),
+                deadline_s=NETWORK_START_S,
+                must_reach=bool(network.initial_peers) and state.current_run is None,
+            )
+            undo.callback(node.stop, NETWORK_STOP_S)
+            reception.open(node)
+            if node.port and state.port is None:
+                state.port = node.port
+            for address in node.addresses[:1]:
+                observer.on_address(address)
+            fault = node.run(dial_fault(node), DIAL_BACK_S)
+            if fault:
+                logger.warning("nobody can dial this peer, it works through others: %s", fault)
+            undo.pop_all()
+            return cls(config, state, node, reception, not (network.client_mode or fault))
+
+    @property
+    def name(self) -> str:
+        """What people call this peer."""
+        return self.config.peer.name or f"{socket.gethostname()}-{self.node.peer_id[-4:]}"
+
+    def serve(self, store: BlobStore) -> Downloads:
+        """Makes a store's blobs available to others and returns what fetches into it."""
+        self.reception.server.attach(store)
+        return Downloads(self.node, store)
+
+    def remember_peers(self) -> None:
+        """Keeps the addresses that are known now for the next start."""
+        self.state.known_peers = (*self.node.known_addresses, *self.state.known_peers)
+
+    def close(self) -> None:
+        """Leaves the network and gives the state directory free."""
+        try:
+            self.remember_peers()
+        finally:
+            self.node.stop(NETWORK_STOP_S)
+            self.state.close()

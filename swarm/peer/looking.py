@@ -1,0 +1,125 @@
+"""A guest's view of a run: what the monitor shows, for a program or a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.errors import NobodyReachable
+from swarm.monitor.history import with_history
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.network.blobs import BlobStore
+from swarm.network.finding import Announced
+from swarm.network.observer import Observer, Seen
+from swarm.protocol.manifest import Digest, Manifest
+from swarm.protocol.records import RunState
+
+START_S = 8.0
+LOOK_S = 4.0
+"""Each of two reads; a first look on a quiet machine takes 4 s in all, and must stay below 15."""
+TIP_S = 2.5
+
+
+class History(Protocol):
+    """Memory that outlives a restart, as `peers.monitor_files` keeps it."""
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known before the first look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps what is new."""
+
+
+@dataclass
+class Watch:
+    """Looks at one run again and again; remembers what records forget."""
+
+    observer: Observer
+    store: BlobStore
+    """Where the observer's manifests go; emptied, since one a round adds up."""
+    wanted: str | None
+    history: History | None = None
+    announced: Announced | None = None
+    tip: Manifest | None = None
+    before: Snapshot | None = None
+
+    def look(self) -> Snapshot:
+        """The swarm now.
+
+        Raises:
+            NobodyReachable: no run is announced, or none of its peers is present.
+        """
+        if self.announced is None or self.announced.record.state is RunState.GATHERING:
+            self.announced = self.observer.find(self.wanted, LOOK_S)
+        run = self.announced.record.run
+        seen = self.observer.look(run, LOOK_S)
+        if self._is_stale(seen):
+            self._renew_tip(seen)
+        shown = None if self.announced.record.state is RunState.GATHERING else run
+        snapshot = snapshot_of(
+            Sighting(
+                shown,
+                self.announced.record.name,
+                seen.peers,
+                seen.merges,
+                seen.validations,
+                self.tip,
+                seen.published,
+                seen.at,
+                self.announced.record.wait_for_peers,
+            )
+        )
+        if snapshot is None:
+            self.announced = None
+            raise NobodyReachable(f"no peer of {run} is present")
+        known = self.before
+        if known is None and self.history:
+            known = self.history.before(snapshot)
+        self.before = with_history(snapshot, known)
+        if self.history:
+            self.history.keep(self.before)
+        return self.before
+
+    def _is_stale(self, seen: Seen) -> bool:
+        """Whether any peer has a tip other than the one known here."""
+        digest = self.tip.digest if self.tip else None
+        return any(record.manifest_digest != digest for record in seen.peers.values())
+
+    def _renew_tip(self, seen: Seen) -> None:
+        """Without an answer the one known before is shown; peers' own rows are always new."""
+        assert self.announced is not None
+        if self.announced.record.state is RunState.GATHERING:
+            return
+        try:
+            tip = self.observer.tip(self.announced, seen.peers, TIP_S)
+        except NobodyReachable:
+            return
+        finally:
+            self.store.collect(())
+        if self.tip is None or tip.code > self.tip.code:
+            self.tip = tip
+
+
+def look(
+    addresses: Sequence[str], run_id: str | None = None, vouched: Digest | None = None
+) -> Snapshot:
+    """A run as the monitor sees it: its peers, owners of experts, losses and last merges.
+
+    It enters the network as a guest that publishes nothing, looks once and leaves: some 5 s.
+
+    Args:
+        addresses: of peers of the run, such as `Peer.addresses`.
+        run_id: which run, if several are announced there.
+        vouched: digest of a manifest that the caller trusts; None trusts the run's first.
+
+    Raises:
+        NobodyReachable: none of the addresses answers, or no such run is announced.
+        RunMismatch: several runs are announced, and none was named.
+    """
+    store = BlobStore(None)
+    observer = Observer.start(addresses, store, START_S, vouched=vouched)
+    try:
+        return Watch(observer, store, run_id).look()
+    finally:
+        observer.stop()

@@ -1,0 +1,390 @@
+"""A peer of one run, from a program or a notebook: found, join or resume; train; stop; close."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from swarm.codecs import Content
+from swarm.config import PeerConfig, RunConfig
+from swarm.data.loader import Loader
+from swarm.errors import NobodyReachable, StateError
+from swarm.network.moments_exchange import MomentsExchange
+from swarm.network.record_file import RecordFile
+from swarm.network.round_driver import RoundDriver
+from swarm.network.steady_clock import passed_s
+from swarm.peer.agreed_model import named_tensors
+from swarm.peer.entering import Started, Starter, announcement
+from swarm.peer.expert_moments import ExpertMoments
+from swarm.peer.founding import found
+from swarm.peer.host import Host
+from swarm.peer.leaving import Stop, leave
+from swarm.peer.live_model import Agreed, LiveModel, merge_blobs, validation_batch
+from swarm.peer.machine import device_of, engine_for
+from swarm.peer.observing import UNOBSERVED, PeerObserver
+from swarm.peer.publisher import Publisher
+from swarm.peer.state_directory import StateDirectory
+from swarm.peer.threads import start_threads
+from swarm.peer.trainer import StopAsked, Trainer
+from swarm.peer.wanted import Wanted
+from swarm.peer.way_in import require_way_in
+from swarm.protocol.deadlines import Timers
+from swarm.protocol.manifest import Manifest, Unit
+from swarm.protocol.records import PeerState
+from swarm.protocol.rounds import RoundMachine, Rules
+
+logger = logging.getLogger(__name__)
+
+SERVE_LOOK_S = 0.5
+STOP_S = 10.0
+NO_WISH = Wanted()
+THIS_MACHINE = PeerConfig()
+
+
+class Peer:
+    """One peer that takes part in one run, from its construction until `close`.
+
+    It answers others in a thread of its own; `train` works in the thread that made the peer. Use it
+    in a `with` statement, or call `close`.
+
+    Attributes:
+        run: the run's configuration.
+        run_id: its name, then - and 16 hex digits.
+        peer_id: of this peer.
+        addresses: with which others may join; empty if this machine cannot be dialled.
+        status: what this peer says about itself to others.
+    """
+
+    def __init__(self, starter: Starter, started: Started) -> None:
+        """Takes part in a run that was entered; see `start`, `found`, `join` and `resume`."""
+        host, run = starter.host, started.run
+        self.run, self.run_id, self.peer_id = run, started.run_id, host.node.peer_id
+        self.addresses = host.node.addresses
+        self.status = starter.status(run, started.directory)
+        self._started, self._stop = started, starter.stop
+        announced = announcement(started.run_id, run, started.directory.read_founding())
+        self._publisher = Publisher(
+            host.node, self.status, announced, host.state, on_present=self._on_present
+        )
+        self._agreed = Agreed(started.store, started.layout)
+        self._rounds = RoundDriver(
+            host.node,
+            started.store,
+            _machine_of(starter, started),
+            record_file=RecordFile(started.directory.record_path),
+            layout=started.layout,
+            settings=run.round,
+            merger=self._merge,
+            observer=starter.observer,
+        )
+        self.status.watch(self._rounds, started.run_id)
+        self._exchange = _exchange_of(host, started, self._rounds)
+        self._loader = _loader_of(host.config, started)
+        held_out_BT1 = validation_batch(started.record.tip, run, started.store)
+        self._engine = engine_for(run, host.config.compute, started.directory.path)
+        model = LiveModel(self.peer_id, run, self._engine, self._agreed)
+        self._moments = ExpertMoments(model, self._exchange, self.status)
+        self._trainer = Trainer(
+            model,
+            self._loader,
+            self._rounds,
+            started.directory,
+            validation_BT1=held_out_BT1,
+            status=self.status,
+            moments=self._moments,
+            stop=self._stop,
+        )
+        if run.run.admission == "invited":
+            starter.observer.on_notice(
+                "Who joins needs an invitation: --invitation and what swarm-invite prints."
+            )
+        self._ending = ExitStack()
+        self._ending.callback(host.close)
+        self._ending.callback(self.status.ended)
+        self._ending.callback(self._engine.close)
+        self._ending.callback(lambda: host.node.run(self._rounds.stop(), STOP_S))
+        self._ending.callback(lambda: host.node.run(self._exchange.stop(), STOP_S))
+        self._ending.callback(self._publisher.stop)
+        host.reception.admit(self._rounds, self._exchange)
+        self._rounds.start()
+        host.reception.announce(announced)
+        self._publisher.start()
+
+    # ------------------------------------------------ ways into a run
+
+    @classmethod
+    def found(
+        cls,
+        run: RunConfig,
+        folder: Path | str,
+        *,
+        config: PeerConfig = THIS_MACHINE,
+        weights: Mapping[str, Tensor] | None = None,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> Peer:
+        """Founds a run, after as many peers are there as `config.peer.wait_for_peers`.
+
+        Args:
+            run: what is trained, and how; see `swarm.load_run`.
+            folder: the state directory of this peer; made if missing.
+            config: of this machine.
+            weights: every tensor before the first step, by Hugging Face name, such as
+                `swarm.load_export` gives; None for those that follow from the run's seed.
+            observer: told what happens; see `PeerObserver`.
+
+        Raises:
+            ConfigError, DataError, StateError: something here must be mended; the error says what.
+            NetworkDown: libp2p's daemon did not start.
+        """
+
+        def founding(starter: Starter) -> Started:
+            return found(starter, run, weights)
+
+        return cls._enter(folder, config, founding, observer=observer)
+
+    @classmethod
+    def join(
+        cls,
+        addresses: Sequence[str],
+        folder: Path | str,
+        *,
+        config: PeerConfig = THIS_MACHINE,
+        wanted: Wanted = NO_WISH,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> Peer:
+        """Joins the run of the peers at these addresses, as a stranger.
+
+        Args:
+            addresses: such as `/ip4/203.0.113.7/tcp/31330/p2p/ID`; some may be dead.
+            folder: the state directory of this peer; made if missing.
+            config: of this machine.
+            wanted: which run, if several are announced there; an invitation.
+            observer: told what happens.
+
+        Raises:
+            NobodyReachable: none of the addresses answers, or none announces a run.
+            RunMismatch: the run is not the wanted one.
+            TextMismatch, DataError: this machine's text is not the run's.
+        """
+        network = config.network.model_copy(update={"initial_peers": tuple(addresses)})
+        config = config.model_copy(update={"network": network})
+
+        def joining(starter: Starter) -> Started:
+            joined = starter.join(wanted.run_id)
+            if joined is None:
+                raise NobodyReachable("no run with this configuration is announced there")
+            return joined
+
+        return cls._enter(folder, config, joining, wanted, observer=observer)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path | str,
+        *,
+        config: PeerConfig = THIS_MACHINE,
+        run_id: str | None = None,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> Peer:
+        """Goes on with a run from a state directory, with or without the other peers.
+
+        Args:
+            folder: the state directory.
+            config: of this machine.
+            run_id: which run; None for the one that the peer was in last.
+            observer: told what happens.
+
+        Raises:
+            StateError: there is no such run in the directory.
+            CorruptState: what is there is damaged, and nobody else has it.
+        """
+
+        def resuming(starter: Starter) -> Started:
+            wanted = run_id or starter.state.current_run
+            resumed = starter.resume(wanted, may_join=False) if wanted else None
+            if resumed is None:
+                raise StateError(f"{folder} has no state of {wanted or 'any run'}")
+            return resumed
+
+        return cls._enter(folder, config, resuming, observer=observer)
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path | str,
+        wanted: Wanted,
+        *,
+        config: PeerConfig = THIS_MACHINE,
+        stop: Stop | None = None,
+        observer: PeerObserver = UNOBSERVED,
+    ) -> Peer:
+        """Resumes the run in a state directory, else joins one, else founds it, as swarm-peer does.
+
+        Args:
+            folder: the state directory; made if missing.
+            wanted: which run. One that has a configuration is founded if nobody announces it.
+            config: of this machine.
+            stop: asked from outside; until the peer is in a run it ends with `Stopped`.
+            observer: told what happens.
+
+        Raises:
+            Stopped: `stop` was asked before this peer was in a run.
+            SwarmError: as `found`, `join` and `resume`.
+        """
+
+        def starting(starter: Starter) -> Started:
+            started = starter.resume_or_join()
+            if started is None:
+                assert wanted.run is not None, "else it joins or fails"
+                return found(starter, wanted.run)
+            return started
+
+        check = partial(require_way_in, wanted, config.network.initial_peers)
+        return cls._enter(folder, config, starting, wanted, stop, observer=observer, check=check)
+
+    @classmethod
+    def _enter(
+        cls,
+        folder: Path | str,
+        config: PeerConfig,
+        way: Callable[[Starter], Started],
+        wanted: Wanted = NO_WISH,
+        stop: Stop | None = None,
+        *,
+        observer: PeerObserver,
+        check: Callable[[StateDirectory], None] | None = None,
+    ) -> Peer:
+        device_of(config.compute.device)  # a missing GPU ends it before it begins
+        start_threads(config.compute)
+        host = Host.open(config, Path(folder), observer, check)
+        with ExitStack() as undo:
+            undo.callback(host.close)
+            stop = stop or Stop(config.peer.leave_timeout_s)
+            starter = Starter(host, wanted, stop, observer)
+            peer = cls(starter, way(starter))
+            undo.pop_all()
+            return peer
+
+    # ------------------------------------------------ in the run
+
+    @property
+    def tip(self) -> Manifest:
+        """The newest manifest that this peer has applied: round, step, members, owners, digests."""
+        return self._rounds.tip
+
+    def train(self) -> Manifest:
+        """Takes part in rounds until the run is finished or `stop` was called; once a peer.
+
+        Returns:
+            The newest manifest.
+
+        Raises:
+            TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
+        """
+        with self._loader:
+            try:
+                self._trainer.main_loop()
+            except StopAsked:
+                self.status.begin(PeerState.LEAVING)
+                adopted = self.status.manifest or self._started.record.tip
+                logger.info("left: %s", leave(self._rounds, self._moments, adopted, self._stop))
+            else:
+                self.status.begin(PeerState.FINISHED)
+                self.status.finished()
+        return self.tip
+
+    def stop(self) -> None:
+        """Asks to leave: `train` finishes its round, hands its experts over and returns.
+
+        From any thread, also from a callback. It takes at most `config.peer.leave_timeout_s`.
+        """
+        self._stop.ask()
+
+    def serve(self, seconds: float) -> None:
+        """Goes on answering others after the training, until the time is over or `stop` is called.
+
+        Args:
+            seconds: how long.
+        """
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and not self._stop.wait(SERVE_LOOK_S):
+            self.status.follow(self.tip)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor of the agreed state at `tip`, by Hugging Face name, in its agreed type.
+
+        Raises:
+            CorruptState: the state was collected meanwhile, as a newer one has come.
+        """
+        started = self._started
+        return dict(named_tensors(started.layout, self.tip, started.store))
+
+    def close(self) -> None:
+        """Ends everything that this peer has started; its state directory can be resumed."""
+        self._ending.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------ asked by its parts
+
+    def _on_present(self, peers: list[str]) -> None:
+        self._rounds.discovered(peers)
+
+    def _merge(self, tip: Manifest) -> dict[Unit, Content]:
+        values, donors = merge_blobs(tip, self.run, self._agreed)
+        self._publisher.announce_merge(tip, donors)
+        return values
+
+
+def _machine_of(starter: Starter, started: Started) -> RoundMachine:
+    host, config = starter.host, starter.host.config
+    founding = started.record.tip.founding
+    blob = started.directory.read_founding().blob
+    started.store.pin([founding.config, founding.validation, blob])
+    return RoundMachine(
+        host.node.peer_id,
+        config.peer.capacity,
+        Rules.of(started.run_id, started.run, started.layout),
+        Timers(leave_s=config.peer.leave_timeout_s),
+        started.record,
+        stored=started.store.digests(),
+        now=passed_s(),
+        random=random.Random(),
+        sign=host.node.identity.sign,
+        is_dialable=host.is_dialable,
+        chain=RecordFile(started.directory.record_path).read_chain(started.record),
+        invitation=starter.wanted.invitation,
+    )
+
+
+def _exchange_of(host: Host, started: Started, rounds: RoundDriver) -> MomentsExchange:
+    return MomentsExchange(
+        host.node, started.store, rounds.downloads, started.layout, run=started.run_id
+    )
+
+
+def _loader_of(config: PeerConfig, started: Started) -> Loader:
+    text = started.record.tip.founding.text
+    return Loader(
+        started.shards,
+        started.run,
+        agreed_windows=text.windows if text else None,
+        pin_memory=device_of(config.compute.device) == "cuda",
+    )

@@ -1,0 +1,44 @@
+"""Which run a person wants to be in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swarm.config import RunConfig
+from swarm.errors import RunMismatch
+from swarm.peer.agreement import explain_difference, require_settings
+from swarm.protocol.invitation import Invitation
+from swarm.protocol.manifest import Digest
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which run a person means.
+
+    Attributes:
+        run: what it must be configured as; None takes it as it is.
+        run_id: its id, where several are announced or on disk.
+        settings: `section.field` -> value that it must have, where `run` is not given.
+        invitation: with what this peer asks to join.
+        beside_others: whether `run` may be founded where those that it enters by are in another.
+        vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
+    """
+
+    run: RunConfig | None = None
+    run_id: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    invitation: Invitation | None = None
+    vouched: Digest | None = None
+    beside_others: bool = False
+
+    def require(self, run: RunConfig) -> None:
+        """Refuses a run that is not what was asked for.
+
+        Raises:
+            RunMismatch: names every difference.
+        """
+        if self.run is None:
+            require_settings(run, self.settings)
+        elif difference := explain_difference(self.run, run):
+            raise RunMismatch(difference)

@@ -1,0 +1,56 @@
+"""Configuration files: those that come with swarm are found by their names from anywhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from swarm.errors import ConfigError
+
+Kind = Literal["runs", "peers", "faults"]
+_HERE = Path(__file__).parent / "configs"
+
+
+def find_file(given: Path, kind: Kind) -> Path:
+    """The file that a person means: the one at this path, else the one of this name.
+
+    Args:
+        given: a path, or a name without folder and ending such as `demo`.
+        kind: what the file configures: a run, a peer, or faults.
+
+    Returns:
+        `given` itself where it is no name of a file that comes with swarm.
+    """
+    is_name = given.name == str(given) and not given.suffix
+    if not is_name or (given.exists() and not given.is_dir()):
+        return given
+    return next((path for path in _files(kind) if path.stem == given.name), given)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a person named.
+
+    Raises:
+        ConfigError: it cannot be read; names it and what is there under a similar name.
+    """
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", hint=_similar(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file") from error
+
+
+def _similar(path: Path) -> str:
+    if path.name == str(path) and not path.suffix:
+        return f"by name there are {', '.join(sorted(file.stem for file in _files('runs')))}"
+    beside = sorted(p.name for p in path.parent.glob(f"*{path.suffix}") if p.is_file())
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    is_other = close and close[0] != path.name
+    return f"did you mean {path.parent / close[0]}?" if is_other else ""
+
+
+def _files(kind: Kind) -> Iterator[Path]:
+    return (_HERE / kind).glob("*.toml")

@@ -1,0 +1,249 @@
+"""AdamW's two moments of one parameter, in fp32, bf16 or int8, and one update of a piece of it.
+
+Each machine chooses its own format. Moments that are handed to another peer travel in fp32.
+
+Shapes: R rows (experts of a stack; 1 for other tensors), X elements of a row, x elements of a
+piece, b blocks of a piece.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from swarm.config import OptimizerConfig
+
+MomentsFormat = Literal["fp32", "bf16", "int8"]
+BLOCK = 256
+"""Elements that share one scale in int8."""
+MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / BLOCK}
+"""Bytes per parameter of both moments together."""
+KINDS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one row of a parameter: [start, stop).
+
+    `offset` is where the row begins in the flattened parameter.
+    """
+
+    name: str
+    row: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def in_row(self) -> slice:
+        """Where it lies in its row."""
+        return slice(self.start, self.stop)
+
+    @property
+    def in_whole(self) -> slice:
+        """Where it lies in the flattened parameter."""
+        return slice(self.offset + self.start, self.offset + self.stop)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Both moments of a parameter, as they are stored.
+
+    Attributes:
+        form: their format.
+        parts: storage by name: "exp_avg" and "exp_avg_sq" [R, X]; in int8 also their scales,
+            "exp_avg_scale" and "exp_avg_sq_scale" [R, blocks].
+    """
+
+    form: MomentsFormat
+    parts: dict[str, Tensor]
+
+    @classmethod
+    def zeros(cls, form: MomentsFormat, rows: int, size: int, device: torch.device) -> Moments:
+        """Moments of a parameter that was never updated."""
+        if form != "int8":
+            dtype = torch.float32 if form == "fp32" else torch.bfloat16
+            return cls(
+                form, {k: torch.zeros(rows, size, dtype=dtype, device=device) for k in KINDS}
+            )
+        parts = {}
+        for kind, dtype in zip(KINDS, (torch.int8, torch.uint8), strict=True):
+            parts[kind] = torch.zeros(rows, size, dtype=dtype, device=device)
+            parts[kind + SCALE] = torch.zeros(rows, -(-size // BLOCK), device=device)
+        return cls(form, parts)
+
+    def flat(self) -> Moments:
+        """The same memory as one row, where no scales belong to rows.
+
+        Cut anywhere else than at multiples of a vector register's width, the fused kernel would
+        round its last elements otherwise than it does in the middle of a whole parameter.
+        """
+        if self.form == "int8":
+            return self
+        return Moments(self.form, {name: part.view(1, -1) for name, part in self.parts.items()})
+
+    def copy_row(self, row: int, old: Moments, old_row: int) -> None:
+        """Takes over a row of other moments, which may have another format."""
+        if old.form == self.form:
+            for name, part in self.parts.items():
+                part[row] = old.parts[name][old_row]
+            return
+        size = self.parts["exp_avg"].shape[1]
+        self.store(row, slice(0, size), old.load(old_row, slice(0, size)), seed=0)
+
+    def load(self, row: int, part: slice) -> tuple[Tensor, Tensor]:
+        """A piece of both moments in fp32 [x]: views in fp32, else copies."""
+        mean, square = (self.parts[kind][row, part] for kind in KINDS)
+        if self.form != "int8":
+            return mean.float(), square.float()
+        scales = [self.parts[kind + SCALE][row, _blocks(part)] for kind in KINDS]
+        return _decode_mean(mean, scales[0]), _decode_square(square, scales[1])
+
+    def store(self, row: int, part: slice, values: tuple[Tensor, Tensor], *, seed: int) -> None:
+        """Puts a piece back, rounded; `seed` draws the directions in bf16."""
+        if self.form == "bf16":
+            generator = torch.Generator(values[0].device).manual_seed(seed)
+            values = (
+                round_up_or_down(values[0], generator),
+                round_up_or_down(values[1], generator),
+            )
+        if self.form != "int8":
+            for kind, value in zip(KINDS, values, strict=True):
+                self.parts[kind][row, part] = value
+            return
+        for kind, value, encode in zip(KINDS, values, (_encode_mean, _encode_square), strict=True):
+            codes, scale = encode(value)
+            self.parts[kind][row, part] = codes
+            self.parts[kind + SCALE][row, _blocks(part)] = scale
+
+
+@dataclass(frozen=True)
+class Update:
+    """One AdamW update.
+
+    Attributes:
+        settings: betas, epsilon and weight decay.
+        lr: the learning rate.
+        count: updates including this one, for bias correction.
+    """
+
+    settings: OptimizerConfig
+    lr: float
+    count: int
+
+
+def update_tensors(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: Sequence[tuple[Tensor, Tensor]],
+    update: Update,
+) -> None:
+    """Fused AdamW on fp32 tensors, in place.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; torch's fused kernel.
+    """
+    # The kernel counts in fp32 itself, exact up to 2^24 updates.
+    counts = torch.full((len(parameters),), float(update.count - 1), device=parameters[0].device)
+    settings = update.settings
+    adamw(
+        list(parameters),
+        list(gradients),
+        [mean for mean, _ in moments],
+        [square for _, square in moments],
+        [],
+        list(counts.unbind()),
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=update.lr,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def update_piece(
+    master_x: Tensor, gradient_x: Tensor, moments: Moments, piece: Piece, update: Update
+) -> None:
+    """AdamW on a piece of a row, whatever the moments' format; uses about 8 bytes per element.
+
+    Args:
+        master_x: the piece of the parameter.
+        gradient_x: its fp32 gradient.
+        moments: of the parameter; see `Moments.flat`.
+        piece: where; `start` is a multiple of `BLOCK`.
+        update: lr and count.
+    """
+    values = moments.load(piece.row, piece.in_row)
+    update_tensors([master_x], [gradient_x], [values], update)
+    if moments.form != "fp32":
+        # Of place and count alone, so that a resumed peer draws the same numbers.
+        place = f"{update.count} {piece.name} {piece.row} {piece.start}"
+        moments.store(piece.row, piece.in_row, values, seed=zlib.crc32(place.encode()))
+
+
+def round_up_or_down(values: Tensor, generator: torch.Generator) -> Tensor:
+    """fp32 to bf16, up or down with the probability that keeps the mean.
+
+    An update below half a unit in the last place, which rounding to nearest would always lose,
+    survives on average. Values that are not finite stay so.
+
+    Source: Gupta et al., arXiv 1502.02551 (stochastic rounding); the carry trick on the bits of
+    fp32 is common practice.
+    """
+    noise = torch.empty_like(values, dtype=torch.int32)
+    noise.random_(0, 2**16, generator=generator)
+    raised = (values.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32)
+    return torch.where(values.isfinite(), raised, values).bfloat16()
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+
+def _in_blocks(values_x: Tensor) -> Tensor:
+    """[b, BLOCK], the last one filled up with zeros."""
+    padding = -len(values_x) % BLOCK
+    return torch.nn.functional.pad(values_x, (0, padding)).view(-1, BLOCK)
+
+
+# int8 codes lie on a curve, since moments of one block differ by orders of magnitude: a mean is
+# the sign times the square of its code, a square (an average of squared gradients) the fourth
+# power. The square is rounded up and never down: one that became 0 would make its update
+# enormous. Source: the idea of Dettmers et al., arXiv 2110.02861 (blockwise, non-linear codes);
+# the curves are our own, without a table.
+
+
+def _encode_mean(mean_x: Tensor) -> tuple[Tensor, Tensor]:
+    mean_bX = _in_blocks(mean_x)
+    scale_b = mean_bX.abs().amax(-1)
+    share_bX = mean_bX.abs().div_(scale_b.clamp_min(1e-38)[:, None]).sqrt_()
+    codes_bX = share_bX.mul_(127).round_().copysign_(mean_bX)
+    return codes_bX.flatten()[: len(mean_x)].to(torch.int8), scale_b
+
+
+def _decode_mean(codes_x: Tensor, scale_b: Tensor) -> Tensor:
+    codes_bX = _in_blocks(codes_x.float())
+    codes_bX = codes_bX.mul(codes_bX.abs()).mul_(scale_b[:, None] / 127**2)
+    return codes_bX.flatten()[: len(codes_x)]
+
+
+def _encode_square(square_x: Tensor) -> tuple[Tensor, Tensor]:
+    square_bX = _in_blocks(square_x)
+    scale_b = square_bX.amax(-1)
+    share_bX = square_bX.div(scale_b.clamp_min(1e-38)[:, None]).sqrt_().sqrt_()
+    codes_bX = share_bX.mul_(255).sub_(1e-3).ceil_().clamp_(0, 255)
+    return codes_bX.flatten()[: len(square_x)].to(torch.uint8), scale_b
+
+
+def _decode_square(codes_x: Tensor, scale_b: Tensor) -> Tensor:
+    codes_bX = _in_blocks(codes_x.float()).div_(255).square_().square_()
+    return codes_bX.mul_(scale_b[:, None]).flatten()[: len(codes_x)]

@@ -1,0 +1,3 @@
+"""The version of this release, which peers tell each other."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,364 @@
+"""Links, rules, sections, files, names, programs and tests that documents refer to exist.
+
+Each check is a function from texts to offences, tried first on a text that breaks the rule.
+"""
+
+import ast
+import importlib
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAP = "swarm/README.md"
+MAX_README_LINES = 170
+FOLDERS = ("swarm", "peers", "scripts", "tests")
+DOCUMENTS = ("*.md", "configs/*.md", *(f"{folder}/**/*.md" for folder in FOLDERS))
+
+BRACKETED = re.compile(r"\[([A-Z]{1,2}\d+[a-z]?(?:(?:, |-)[^\]\[]{1,30})*)\]")
+BARE = re.compile(r"(?<![\w\[.:/-])([A-Z]\d{1,2}[a-z]?)(?![\w:.]*\w)")
+NO_RULES = frozenset({"D2", "D3", "F32", "U8", "K2"})
+"""Timers, types of safetensors, and a term of an attack: they only look like rules."""
+SECTION = re.compile(r"\bsections? (\d+(?:\.\d+)*)")
+SOURCES = ("RFC", "arXiv")
+"""Sections of these are none of ours."""
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+OUR_FILE = re.compile(r"[\w./-]+\.(?:py|toml|md)")
+IN_PROSE = re.compile(r"\b(?:swarm|peers|scripts|configs|tests)/[\w./-]*\w\.(?:py|toml|md)\b")
+IN_FILE = re.compile(r"`([\w/]+\.py)`\s+`([A-Za-z_][\w.]*)")
+PROGRAM = re.compile(r"(?<![\w/.-])swarm-([a-z]+)(?![\w/-])")
+SCRIPT = re.compile(r"(?<![\w/-])(?:\./)?(scripts/[a-z_]+(?:\.[a-z]+)?)(?![\w/*.-])")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document, or the comments and strings of a source file.
+
+    Attributes:
+        path: within the repository.
+        text: all of it.
+    """
+
+    path: str
+    text: str
+
+    @property
+    def is_document(self) -> bool:
+        return self.path.endswith(".md")
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Place and text of each line."""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            yield f"{self.path}:{number}", line
+
+
+def words_of(source: str) -> str:
+    """Comments and strings of Python, in lines of their own numbers."""
+    lines = [""] * (source.count("\n") + 2)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.STRING, tokenize.COMMENT):
+            for offset, line in enumerate(token.string.split("\n")):
+                lines[token.start[0] - 1 + offset] += line
+    return "\n".join(lines)
+
+
+@cache
+def documents() -> tuple[Text, ...]:
+    paths = sorted({path for pattern in DOCUMENTS for path in ROOT.glob(pattern)})
+    return tuple(Text(str(p.relative_to(ROOT)), p.read_text(encoding="utf-8")) for p in paths)
+
+
+@cache
+def sources() -> tuple[Text, ...]:
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("**/*.py"))
+    paths.remove(Path(__file__))
+    return tuple(
+        Text(str(p.relative_to(ROOT)), words_of(p.read_text(encoding="utf-8"))) for p in paths
+    )
+
+
+@cache
+def rules() -> frozenset[str]:
+    """Rules and invariants: first cells of the tables of the protocol page."""
+    text = (ROOT / MAP).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:(?:[A-Z]\d+|GC)(?:, )?)+) \|", text, flags=re.MULTILINE)
+    within = re.findall(r"(?<=\. )([A-Z]\d+[a-z])(?=: )", text)
+    attacks = {
+        f"S{int(path.name[6:8])}" for path in (ROOT / "tests" / "hostile").glob("test_s??_*.py")
+    }
+    return frozenset({*", ".join(rows).split(", "), *within, *attacks})
+
+
+def rule_offences(texts: Iterable[Text]) -> list[str]:
+    found = []
+    for text in texts:
+        for place, line in text.lines():
+            named = [name for group in BRACKETED.findall(line) for name in re.split(", |-", group)]
+            named += [name for name in BARE.findall(line) if name not in NO_RULES]
+            found += [f"{place}: no rule {name}" for name in named if name not in rules()]
+    return found
+
+
+@cache
+def sections() -> frozenset[str]:
+    text = (ROOT / MAP).read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^#+ (\d+(?:\.\d+)*) ", text, flags=re.MULTILINE))
+
+
+def section_offences(texts: Iterable[Text]) -> list[str]:
+    """Sections that the map of the library does not have; no other document numbers them."""
+    return [
+        f"{place}: no section {number}"
+        for text in texts
+        for place, line in text.lines()
+        if not any(source in line for source in SOURCES)
+        for number in SECTION.findall(line)
+        if number not in sections()
+    ]
+
+
+def anchors(text: str) -> set[str]:
+    """What links to headings of a document end with, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def link_offences(texts: Iterable[Text]) -> list[str]:
+    found = []
+    for text in texts:
+        for place, line in text.lines():
+            for target in LINK.findall(line):
+                if re.match("[a-z]+:", target):
+                    continue
+                path, _, anchor = target.partition("#")
+                file = (ROOT / text.path).parent / path if path else ROOT / text.path
+                if not file.exists():
+                    found.append(f"{place}: {target} is not there")
+                elif anchor:
+                    there = text.text if not path else file.read_text(encoding="utf-8")
+                    if anchor not in anchors(there):
+                        found.append(f"{place}: {target} has no such heading")
+    return found
+
+
+@cache
+def files() -> frozenset[str]:
+    kept = (*FOLDERS, "configs")
+    inside = (path for folder in kept for path in (ROOT / folder).glob("**/*"))
+    return frozenset(str(p.relative_to(ROOT)) for p in (*inside, *ROOT.iterdir()))
+
+
+def is_a_file(name: str) -> bool:
+    """Whether a file's path is this, or ends with it: people write what is clear where they are."""
+    end = name.removeprefix("./").replace("../", "")
+    return any(path == end or path.endswith("/" + end) for path in files())
+
+
+def file_offences(texts: Iterable[Text]) -> list[str]:
+    found = []
+    for text in texts:
+        for place, line in text.lines():
+            names = [name for quoted in QUOTED.findall(line) for name in OUR_FILE.findall(quoted)]
+            names = names if text.is_document else []
+            names += IN_PROSE.findall(line)
+            found += [f"{place}: no file {name}" for name in names if not is_a_file(name)]
+    return found
+
+
+def symbol_offences(texts: Iterable[Text]) -> list[str]:
+    """A file and a name after it, as in a journey: the file has a word of that name."""
+    found = []
+    for text in texts:
+        for name, symbol in IN_FILE.findall(text.text) if text.is_document else ():
+            there = [ROOT / path for path in files() if f"/{path}".endswith(f"/{name}")]
+            last = re.compile(rf"\b{symbol.rpartition('.')[2]}\b")
+            if not any(last.search(path.read_text(encoding="utf-8")) for path in there):
+                found.append(f"{text.path}: no {symbol} in {name}")
+    return found
+
+
+@cache
+def programs() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return dict(project["scripts"])
+
+
+def program_offences(texts: Iterable[Text]) -> list[str]:
+    found = []
+    for text in texts:
+        for place, line in text.lines():
+            names = [f"swarm-{name}" for name in PROGRAM.findall(line)]
+            found += [f"{place}: no program {n}" for n in names if n not in programs()]
+            scripts = SCRIPT.findall(line) if text.is_document else []
+            found += [f"{place}: no {name}" for name in scripts if not (ROOT / name).exists()]
+    return found
+
+
+@cache
+def named_tests() -> str:
+    """Names of all tests, one a line."""
+    trees = (ast.parse(p.read_text(encoding="utf-8")) for p in ROOT.glob("tests/**/test_*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    names = (n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return "\n".join(sorted(names))
+
+
+def named_test_offences(texts: Iterable[Text]) -> list[str]:
+    """Names of four words or more in quotes are those of tests, perhaps without their end."""
+    return [
+        f"{place}: no test {name}"
+        for text in texts
+        if text.path in ("swarm/train/README.md", "swarm/model/README.md")
+        for place, line in text.lines()
+        for name in re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+){4,})(?:\.\.\.|\[[\w ]+\])?`", line)
+        if name not in named_tests()
+    ]
+
+
+BREAKS = {
+    "a rule": (rule_offences, Text("a.md", "it promises first [A1, Z9]")),
+    "a rule of a docstring": (rule_offences, Text("swarm/a.py", '"""By rule Z9."""')),
+    "a section": (section_offences, Text("a.md", "see section 47.11")),
+    "a link": (link_offences, Text("swarm/a.md", "[there](../nowhere.md)")),
+    "a heading": (link_offences, Text("swarm/a.md", "[there](README.md#nowhere)")),
+    "a heading here": (link_offences, Text("swarm/a.md", "# Here\n[there](#nowhere)")),
+    "a file": (file_offences, Text("a.md", "`protocol/nowhere.py` decides")),
+    "a file of a docstring": (file_offences, Text("swarm/a.py", "as scripts/nowhere.py does")),
+    "a name in a file": (symbol_offences, Text("a.md", "`protocol/trust.py`\n`nowhere` decides")),
+    "a program": (program_offences, Text("a.md", "`swarm-nothing --help`")),
+    "a script": (program_offences, Text("a.md", "./scripts/nothing --fast")),
+    "a test": (
+        named_test_offences,
+        Text("swarm/train/README.md", "`nothing_is_tested_by_this_name...`"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(BREAKS))
+def test_each_check_finds_what_is_not_there(what):
+    check, text = BREAKS[what]
+    assert check([text]), what
+
+
+def test_what_is_there_is_no_offence():
+    text = Text(
+        "swarm/a.md",
+        "`protocol/manifest.py` `Manifest.seed` "
+        "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 D2 "
+        "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1",
+    )
+    checks = (
+        rule_offences,
+        section_offences,
+        link_offences,
+        file_offences,
+        symbol_offences,
+        program_offences,
+    )
+    assert [check([text]) for check in checks] == [[]] * len(checks)
+
+
+def hold(offences: list[str]) -> None:
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_there_are_documents_and_rules_to_check():
+    assert {text.path for text in documents()} >= {"README.md", MAP, "peers/README.md"}
+    assert rules() >= {"P1", "P2", "A4", "H1b", "M9", "I12", "S12"}
+    assert sections() >= {"1", "3", "3.3"}
+
+
+def test_the_front_page_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_README_LINES
+
+
+def test_rules_that_are_named_exist():
+    hold(rule_offences((*documents(), *sources())))
+
+
+def test_sections_that_are_named_exist():
+    hold(section_offences((*documents(), *sources())))
+
+
+def test_links_lead_somewhere():
+    hold(link_offences(documents()))
+
+
+def test_files_that_are_named_exist():
+    # Tests name files that they only pretend to have.
+    ours = [text for text in sources() if not text.path.startswith("tests/")]
+    hold(file_offences((*documents(), *ours)))
+
+
+def test_names_in_files_exist():
+    hold(symbol_offences(documents()))
+
+
+def test_programs_and_scripts_that_are_named_exist():
+    hold(program_offences(documents()))
+
+
+def test_tests_that_are_named_exist():
+    hold(named_test_offences(documents()))
+
+
+RECORDED = re.compile(r"`[0-9a-f]{7}`[^|]*,\s20\d\d-\d\d-\d\d")
+
+
+def undated(text: str) -> list[str]:
+    """Chapters with a table of figures that name no commit with its date.
+
+    A row of a table with a column "recorded", or "command, commit, date", has its own.
+    """
+    found = []
+    for chapter in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        rows = re.findall(r"^\|.*$", chapter, flags=re.MULTILINE)
+        if not any(re.search(r"\d", row) for row in rows[2:]):
+            continue
+        if re.search("recorded|commit", rows[0]):
+            found += [row for row in rows[2:] if not RECORDED.search(row)]
+        elif not RECORDED.search(chapter):
+            found.append(chapter.splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "scripts/README.md"])
+def test_figures_have_their_commit_and_date(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert undated(text) == []
+    assert undated(RECORDED.sub("", text))
+
+
+def test_every_measuring_script_is_on_the_page_of_measurements():
+    page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "scripts").glob("bench_*.py")}
+    assert {name for name in scripts if name not in page} == set()
+
+
+@pytest.mark.parametrize("program", sorted(programs()))
+def test_a_program_has_the_options_that_its_page_lists(program):
+    module = "peers.peer:main" if program == "swarm-peer" else programs()[program]
+    path, _, name = module.partition(":")
+    command = getattr(importlib.import_module(path), name)
+    known = {flag for parameter in command.params for flag in parameter.opts if flag[:2] == "--"}
+    page = (ROOT / "peers" / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{program}` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE)
+    assert set(re.findall(r"--[a-z-]+", row)) == known - {"--log-format", "--help", "--version"}
+
+
+def test_every_exit_code_of_an_error_has_its_row():
+    errors = importlib.import_module("swarm.errors")
+    kinds = [kind for kind in vars(errors).values() if hasattr(kind, "exit_code")]
+    page = (ROOT / "peers" / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE))
+    assert {str(kind.exit_code) for kind in kinds} <= listed
