@@ -176,8 +176,8 @@ class PeerStatus:
         self._loss = stats.cross_entropy
         if stats.routing:
             found = asdict(stats.routing)
-            told = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
-            self._routing = RoutingFigures(**found | {"shares": told})
+            kept = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
+            self._routing = RoutingFigures(**found | {"shares": kept})
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
