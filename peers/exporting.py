@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from peers.options import Options
-from swarm.data.tokenise import END_OF_TEXT, save_tokenizer
 from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
@@ -45,8 +44,9 @@ def export_newest(given: Options, out: Path, run_id: str | None) -> None:
 def export(found: AgreedModel, out: Path) -> None:
     """Writes the model and says how to evaluate it."""
     run, manifest = found.run, found.manifest
-    save_model(out, run, found.tensors(), eos_token_id=END_OF_TEXT)
-    save_tokenizer(out, model_max_length=run.data.sequence_length)
+    tokenizer = found.tokenizer()
+    save_model(out, run, found.tensors(), eos_token_id=tokenizer.end_of_text)
+    tokenizer.save(out, model_max_length=run.data.sequence_length)
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
 

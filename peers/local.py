@@ -77,7 +77,10 @@ class Progress:
         for event in (e for events in histories for e in events if e["event"] == "validation"):
             if event["digest"] not in self.losses_said:
                 self.losses_said.add(event["digest"])
-                self._say(f"round {event['round']}: held-out loss {event['val_loss']:.4f}")
+                self._say(
+                    f"round {event['round']}: held-out loss {event['val_loss']:.4f} nats/token, "
+                    f"{event['bits_per_byte']:.4f} bits/byte"
+                )
         if time.monotonic() - self.heard_s > EVERY_S:
             self.heard_s = time.monotonic()
             click.echo(how_far(histories), err=True)
@@ -111,7 +114,7 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
 
 @program("swarm-local")
 @options(
-    "run", "state_dir", "rounds", "peers", "settings", "corpus", "as_json",
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "as_json",
     "log_format", "log_level",
 )  # fmt: skip
 @option(
@@ -146,8 +149,11 @@ def main(
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
     from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+    from swarm.peer.run_tokenizer import founders_tokenizer  # likewise
 
-    corpus_of(run, options.peer_config().corpus.folder)  # a missing text ends it before it begins
+    # A missing text or an unfit tokenizer ends it before it begins.
+    corpus_of(run, options.peer_config().corpus.folder)
+    founders_tokenizer(run, options.tokenizer)
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
         given = options.state_dir != Options().state_dir
@@ -157,7 +163,7 @@ def main(
             options.run,
             run.run.peers,
             options=["--linger", "86400", *_level(options), *_set(for_all)],
-            founder_options=_set(options.run_settings()),
+            founder_options=[*_set(options.run_settings()), *_tokenizer(options)],
         )
         with _network(link) as swarm.links:
             runner = FaultRunner(swarm, plan, say=_say) if plan else None
@@ -199,6 +205,10 @@ def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
+def _tokenizer(options: Options) -> list[str]:
+    return ["--tokenizer", str(options.tokenizer)] if options.tokenizer else []
+
+
 def _level(options: Options) -> list[str]:
     return ["--log-level", options.log_level] if options.log_level else []
 
@@ -223,7 +233,8 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     faults = f"{len(verdict['faults'])} faults, " if "faults" in verdict else ""
     return (
         f"{verdict['rounds']} rounds, {verdict['merges']} merges, {faults}held-out loss "
-        f"{verdict['val_loss_first']:.3f} -> {verdict['val_loss_last']:.3f} nats/token, "
+        f"{verdict['val_loss_first']:.3f} -> {verdict['val_loss_last']:.3f} nats/token "
+        f"({verdict['bits_per_byte_last']:.3f} bits/byte), "
         f"{len(verdict['manifest_digests'])} digest, {verdict['tokens_lost']} tokens lost, "
         f"{verdict['bytes_sent_per_peer_per_round'] / 1e6:.2f} MB sent per peer and round, "
         f"{verdict['seconds']:.0f} s"

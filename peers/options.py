@@ -254,21 +254,27 @@ class Options:
     disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")
     corpus: str | None = _flag(
         "--corpus",
-        "Text to train on: .txt, .md, .py and .jsonl files. By default the folder that the "
-        "run's text came from before, or the Python standard library.",
+        "Text to train on: .txt, .md, .py, .jsonl and .jsonl.gz files, or shards that swarm-data "
+        "made. By default the folder that the run's text came from before, or the Python standard "
+        "library.",
         sets="corpus.folder",
         metavar="FOLDER",
+    )
+    tokenizer: Path | None = _path(
+        "--tokenizer",
+        "Folder with the tokenizer.json that a founder gives its run; sets data.tokenizer to file.",
     )
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
     def run_settings(self) -> tuple[str, ...]:
-        """Overrides of the run configuration: --set of its sections, --rounds, --peers.
+        """Overrides of the run configuration: --set, --rounds, --peers, --tokenizer.
 
         Raises:
             ConfigError: a --set names a section of neither configuration.
         """
-        return self._overrides(RunConfig)
+        is_file = ('data.tokenizer="file"',) if self.tokenizer else ()
+        return (*self._overrides(RunConfig), *is_file)
 
     def peer_settings(self) -> tuple[str, ...]:
         """Overrides of the peer configuration: --set of its sections and the flags for it.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @program("swarm-peer")
 @options(
     "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings", *flags_of(PeerConfig), "print_config", "log_format", "log_level",
+    "settings", *flags_of(PeerConfig), "tokenizer", "print_config", "log_format", "log_level",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:

@@ -14,6 +14,8 @@ from rich.table import Table
 from peers.options import Options, option, options, program
 from peers.toml_text import as_toml
 from swarm.config import RunConfig
+from swarm.data.tokenizer import require_vocabulary
+from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
 from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, Forecast, forecast
 from swarm.progress import duration
@@ -55,7 +57,7 @@ KEYS = (
 
 @program("swarm-plan")
 @options(
-    "run", "config", "peers", "rounds", "settings", "engine", "gpu", "host", "disk",
+    "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
     "as_json", "print_config", "log_format", "log_level",
 )  # fmt: skip
 @option(
@@ -80,6 +82,8 @@ def main(given: Options, mbit: float) -> None:
     if given.print_config:
         click.echo(as_toml(run))
         return
+    if given.tokenizer:
+        require_vocabulary(run, open_tokenizer(given.tokenizer))
     from swarm.peer.planning import plan_run  # loads torch: not for --help
 
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}

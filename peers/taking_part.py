@@ -71,6 +71,7 @@ def take_part(
         invitation=read_invitation(options.invitation) if options.invitation else None,
         vouched=options.tip,
         beside_others=options.new_run,
+        tokenizer=options.tokenizer,
     )
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)

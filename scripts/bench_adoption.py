@@ -30,8 +30,10 @@ from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.held_out import HeldOut, held_out_documents, measured_on
+from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.cost import parameters
 from swarm.model.initialise import initial_tensors
@@ -50,7 +52,7 @@ SETTINGS = (
     "model.num_key_value_heads=4", "model.num_experts=16", "model.moe_intermediate_size=416",
     f"run.rounds={BEFORE + MEASURED[-1] // STEPS}", f"round.local_steps={STEPS}",
     "optimizer.lr=1e-3", "merging.alpha=0.0", "wire.experts='fp32'", "train.frozen='fp32'",
-    "data.sequence_length=128", "data.validation_tokens=8192", "train.micro_batch_sequences=4",
+    "data.sequence_length=128", "data.validation_bytes=8192", "train.micro_batch_sequences=4",
 )  # fmt: skip
 Named = dict[str, Tensor]
 
@@ -95,7 +97,7 @@ class Pair:
         self.moments.append(self.engines[1].read_moments(self.names(self.halves[1])))
         del self.moments[: -1 - max(AGES.values())]
 
-    def losses(self, variant: str, held_out_BT1: Tensor) -> Iterator[float]:
+    def losses(self, variant: str, held_out: HeldOut) -> Iterator[float]:
         """Held-out loss of the peer that stays after `MEASURED` steps with all experts."""
         engine = copy.deepcopy(self.engines[0])
         engine.own(range(self.run.model.num_experts))
@@ -104,7 +106,9 @@ class Pair:
         for done in range(MEASURED[-1]):
             self.step(engine, BEFORE * STEPS + done, 0)
             if done + 1 in MEASURED:
-                yield engine.evaluate(held_out_BT1)
+                yield held_out.mean(
+                    lambda tokens, scored: engine.evaluate(tokens, scored_BT=scored)
+                )
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
@@ -122,14 +126,14 @@ def measure(seed: int, path: Path) -> None:
     overrides = [*SETTINGS, f"run.seed={seed}"]
     run = parse_config(RunConfig, file.read_text(), source=str(file), overrides=overrides)
     corpus = open_corpus(None)
-    tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
-    held_out_BT1 = held_out_sequences(tokens.astype("int64"), run.data.sequence_length)
-    with Loader(open_shards(corpus, Path("out") / "bench_adoption"), run) as loader:
+    documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+    held_out = measured_on(BYTE, documents, run.data.sequence_length)
+    with Loader(open_shards(corpus, Path("out") / "bench_adoption", BYTE), run) as loader:
         pair = Pair(run, loader)
         for number in range(BEFORE):
             pair.train(number)
         for variant in left:
-            losses = [round(loss, 6) for loss in pair.losses(variant, held_out_BT1)]
+            losses = [round(loss, 6) for loss in pair.losses(variant, held_out)]
             line = {"variant": variant, "seed": seed, "losses": losses}
             line["parameters"] = parameters(run.model).total
             with path.open("a") as file_out:

@@ -64,7 +64,7 @@ class Setting:
                 "num_experts_per_tok": 1,
                 "moe_intermediate_size": max(1, round(self.megabytes * 1e6 / (3 * 4 * HIDDEN))),
             },
-            "data": {"sequence_length": 32, "validation_tokens": 64},
+            "data": {"sequence_length": 32, "validation_bytes": 64},
             "train": {"batch_tokens": 32, "micro_batch_sequences": 1, "compute": "fp32"},
             "optimizer": {"lr": 1e-3},
             "round": {"local_steps": 1},

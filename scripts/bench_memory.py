@@ -65,7 +65,7 @@ def small_run() -> RunConfig:
         "num_key_value_heads": 4,
         "moe_intermediate_size": 128,
     }
-    values["data"] |= {"sequence_length": 128, "validation_tokens": 256}
+    values["data"] |= {"sequence_length": 128, "validation_bytes": 256}
     values["train"] |= {"batch_tokens": 512, "micro_batch_sequences": 2}
     values["phases"] = []
     return RunConfig.model_validate_json(json.dumps(values))

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.held_out import HeldOut, held_out_documents, measured_on
+from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import BYTE
 from swarm.experts import all_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.memory import need_of
@@ -72,13 +73,13 @@ def run_of(row: Row, seed: int, steps: int) -> RunConfig:
     overrides += [
         f'optimizer.clip="{row.clip}"',
         'train.frozen="fp32"',
-        "data.validation_tokens=8192",
+        "data.validation_bytes=8192",
     ]
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
 def trained(
-    row: Row, seed: int, steps: int, shards: Shards, held_out: Tensor
+    row: Row, seed: int, steps: int, shards: Shards, held_out: HeldOut
 ) -> tuple[float, float]:
     """Held-out loss, and bytes of the training state between steps."""
     run = run_of(row, seed, steps)
@@ -91,7 +92,7 @@ def trained(
         for step in range(steps):
             tokens_BT1 = loader.batch(TEXT, step, run.train.batch_tokens)
             engine.step(tokens_BT1, lr=learning_rate(step, run))
-    loss = engine.evaluate(held_out)
+    loss = held_out.mean(lambda tokens, scored: engine.evaluate(tokens, scored_BT=scored))
     engine.close()
     need = need_of(run, OWNED, options)
     return loss, need.device_state + need.host
@@ -106,9 +107,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     corpus, run = open_corpus(None), run_of(ROWS[0], 0, args.steps)
-    shards = open_shards(corpus, args.cache)
-    tokens = held_out_tokens(corpus.documents(), run.data.validation_tokens)
-    held_out = held_out_sequences(tokens, run.data.sequence_length)
+    shards = open_shards(corpus, args.cache, BYTE)
+    documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+    held_out = measured_on(BYTE, documents, run.data.sequence_length)
     print("setting | held-out loss | difference | largest | state MB", flush=True)
     first: list[float] = []
     for row in ROWS:

@@ -35,8 +35,10 @@ from torch import Tensor
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.held_out import HeldOut, held_out_documents, measured_on
+from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import BYTE
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import StepStats
@@ -49,7 +51,7 @@ DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 SMALL = (
     "train.batch_tokens=256",
     "train.micro_batch_sequences=4",
-    "data.validation_tokens=8192",
+    "data.validation_bytes=8192",
 )
 """Half of the demo's, so that a table takes minutes."""
 LOCAL_STEPS = 20
@@ -153,7 +155,7 @@ def initial(run: RunConfig) -> Mapping[str, Tensor]:
     return initial_tensors(run, names)
 
 
-def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: Tensor) -> Result:
+def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: HeldOut) -> Result:
     run = run_of(setting, seed, steps)
     values = initial(run)
     engines = [ResidentEngine(run) for _ in range(setting.peers)]
@@ -173,7 +175,7 @@ def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: Ten
     loader.close()
     last = seen[-len(seen) // 4 :]
     return Result(
-        loss=engines[0].evaluate(held_out),
+        loss=held_out.mean(lambda tokens, scored: engines[0].evaluate(tokens, scored_BT=scored)),
         load=routing_stats(last).max_load,
         load_per_step=statistics.mean(routing_stats([stats]).max_load for stats in last),
         dropped=routing_stats(seen).dropped,
@@ -229,14 +231,14 @@ class Results:
 def report(settings: Sequence[Setting], args: argparse.Namespace) -> None:
     corpus = open_corpus(None)
     demo = run_of(Setting("demo"), 0, args.steps)
-    tokens = held_out_tokens(corpus.documents(), demo.data.validation_tokens)
-    held_out = held_out_sequences(tokens, demo.data.sequence_length)
+    documents = held_out_documents(corpus.documents(), demo.data.validation_bytes)
+    held_out = measured_on(BYTE, documents, demo.data.sequence_length)
     results = Results(args.results)
     print(f"{args.steps} steps of {demo.train.batch_tokens} tokens a peer, {args.seeds} seeds")
     print("| setting | held-out loss | difference | load | load per step | dropped |")
     print("|---|---|---|---|---|---|")
     first: list[Result] = []
-    shards = open_shards(corpus, args.results.parent / "tokens")
+    shards = open_shards(corpus, args.results.parent / "tokens", BYTE)
     for setting in settings:
         found = []
         for seed in range(args.seeds):

@@ -63,7 +63,7 @@ def run_of(vocab: str) -> RunConfig:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 512,
         },
-        "data": {"sequence_length": 256, "validation_tokens": 512},
+        "data": {"sequence_length": 256, "validation_bytes": 512},
         "train": {"batch_tokens": 2048, "micro_batch_sequences": 8},
         "optimizer": {"lr": 1e-4},
         "round": {"local_steps": 1},

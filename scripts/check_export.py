@@ -8,13 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm.data.loader import held_out_sequences
+from swarm.data.held_out import HeldOut
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
+from swarm.peer.live_model import held_out_of
+from swarm.peer.state_directory import RunDirectory
 
 TOLERANCE = 1e-3
 """Nats per token; both sides compute in fp32."""
@@ -31,13 +32,11 @@ def main() -> int:
     record = RecordFile(run / "record").read()
     assert record is not None, "the peer has no record"
     ours = validation_loss(arguments.state_dir.parent, record.tip.digest)
-    blob = BlobStore(run).get(record.tip.founding.validation)
-    assert blob is not None, "the held-out tokens are in every peer's store"
-    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
-    length = json.loads((run / "config.json").read_text())["data"]["sequence_length"]
-    theirs = transformers_loss(arguments.model, held_out_sequences(tokens, length))
+    held_out = held_out_of(record.tip, RunDirectory(run).read_config(), BlobStore(run))
+    theirs = transformers_loss(arguments.model, held_out)
     AutoTokenizer.from_pretrained(arguments.model)
     print(f"held-out loss: {ours:.5f} in the swarm, {theirs:.5f} in Transformers")
+    print(f"which is {held_out.bits_per_byte(theirs):.5f} bits/byte")
     return int(abs(ours - theirs) > TOLERANCE)
 
 
@@ -51,17 +50,22 @@ def validation_loss(swarm: Path, digest: str) -> float:
     raise SystemExit(f"no peer measured manifest {digest[:12]}")
 
 
-def transformers_loss(folder: Path, tokens_BT1: torch.Tensor) -> float:
+def transformers_loss(folder: Path, held_out: HeldOut) -> float:
     """Mean cross-entropy of the exported model in nats per token, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total = 0.0
+
+    def loss_of(tokens_BT1: torch.Tensor, scored_BT: torch.Tensor) -> float:
+        total = 0.0
+        for batch_BT1, counts_BT in zip(
+            tokens_BT1.split(BATCH), scored_BT.split(BATCH), strict=True
+        ):
+            logits_NV = model(batch_BT1[:, :-1]).logits[counts_BT]
+            labels_N = batch_BT1[:, 1:][counts_BT]
+            total += torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="sum").item()
+        return total / int(scored_BT.sum())
+
     with torch.no_grad():
-        for batch_BT1 in tokens_BT1.split(BATCH):
-            logits_BTV = model(batch_BT1[:, :-1]).logits
-            total += torch.nn.functional.cross_entropy(
-                logits_BTV.flatten(0, 1), batch_BT1[:, 1:].flatten(), reduction="sum"
-            ).item()
-    return total / tokens_BT1[:, 1:].numel()
+        return held_out.mean(loss_of)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ SwarmError (1)
 │       ├── Refused            it answered with an error
 │       └── NoRoute            it cannot be dialled from here; a third peer may reach it
 ├── DataError (4)              the corpus is missing, empty or too small
-│   └── TextMismatch           it is not the text that the run trains on
+│   ├── TextMismatch           it is not the text that the run trains on
+│   └── TokenizerError         a tokenizer's file is damaged, unfit or cannot be run
 ├── TrainingDiverged (5)       non-finite losses in a row; nothing reached the swarm
 ├── StateError (6)             the state directory cannot be used
 │   ├── StateLocked            another process uses it
@@ -83,6 +84,10 @@ class DataError(SwarmError):
 
 class TextMismatch(DataError):
     """This machine's text is not the run's; says both, and what to do."""
+
+
+class TokenizerError(DataError):
+    """A tokenizer's file is damaged, not one that a run can have, or cannot be run here."""
 
 
 class TrainingDiverged(SwarmError):

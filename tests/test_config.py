@@ -115,7 +115,6 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("routing.bias_update_rate=0.01", "needs model.scoring_func = sigmoid; no decoder of"),
         ("routing.capacity_factor=0", "routing.capacity_factor = 0: input should be greater"),
         ("routing.balance_factor=0", "routing.balance_factor = 0: input should be greater"),
-        ("data.validation_tokens=64", "holds no whole sequence of 64 tokens"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(override: str, words: str) -> None:

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "swarm.protocol": BASE,
     "swarm.codecs": BASE,
     "swarm.model": BASE | DURABLE,
-    "swarm.data": BASE,
+    "swarm.data": BASE | DURABLE,
     "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs"},
     "swarm.monitor": PROTOCOL,

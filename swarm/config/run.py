@@ -42,12 +42,14 @@ class DataConfig(Section):
 
     mode: Literal["common", "own"] = "common"
     """common: all peers have the same text, which the manifests deal out. own: each has its own."""
-    tokenizer: Literal["byte"] = "byte"
-    """byte: a token is a byte of UTF-8, and two specials follow."""
+    tokenizer: Literal["byte", "file"] = "byte"
+    """byte: a token is a byte of UTF-8, and two specials follow. file: the founder's tokenizer.json
+    (`--tokenizer DIR`), which travels with the run."""
     sequence_length: Positive
     """Tokens of a training sequence."""
-    validation_tokens: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
-    """Held-out tokens that go into manifest 0 and on which every `val_loss` is measured."""
+    validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
+    """Bytes of held-out text whose tokens go into manifest 0, on which every `val_loss` is
+    measured."""
 
 
 class TrainConfig(Section):
@@ -231,11 +233,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.vocab_size: {self.model.vocab_size} is too small for the byte tokenizer; "
                 "it needs 256 bytes and two specials, at least 258"
-            )
-        if self.data.validation_tokens <= self.data.sequence_length:
-            raise ValueError(
-                f"data.validation_tokens: {self.data.validation_tokens} holds no whole sequence "
-                f"of {self.data.sequence_length} tokens"
             )
         return self
 

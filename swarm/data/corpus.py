@@ -1,9 +1,9 @@
 """The documents of a corpus: which files, in which order, and which of them are held out.
 
 A corpus is the Python standard library of this machine (real text that is always there) or a
-folder of .txt, .md, .py and .jsonl files. Files are taken in the order of their relative paths, by
-bytes; beyond this order their names do not matter, nor does where the folder lies. So equal files
-give equal corpora.
+folder of .txt, .md, .py, .jsonl and .jsonl.gz files. Files are taken in the order of their relative
+paths, by bytes; beyond this order their names do not matter, nor does where the folder lies. So
+equal files give equal corpora.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from swarm.data.documents import Skipped, file_documents
+from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
-SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".md", ".py", ".txt")
 STANDARD_LIBRARY = "standard library of Python"
 """With the version behind it, the name of the corpus that every machine has."""
 MAX_NAME = 64
@@ -72,6 +73,10 @@ class Corpus:
             if found is not None:
                 yield found
 
+    def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """Token ids of each document, closed."""
+        return tokenizer.encoded(documents)
+
     def fingerprint(self) -> str:
         """Digest of the list of files with their sizes and times of change (ns).
 
@@ -80,14 +85,24 @@ class Corpus:
         Raises:
             DataError: a file of the list is gone.
         """
-        listed = []
-        for file in self.files:
-            try:
-                status = (self.root / file).stat()
-            except OSError as error:
-                raise DataError(f"{self.root / file}: {error.strerror}") from error
-            listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        return blake3(json.dumps([str(self.root), listed, self.unlisted]).encode()).hexdigest()
+        listed = fingerprint_of(self.root, self.files)
+        return blake3(json.dumps([listed, self.unlisted]).encode()).hexdigest()
+
+
+def fingerprint_of(root: Path, files: Iterable[str]) -> str:
+    """Digest of files with their sizes and times of change (ns).
+
+    Raises:
+        DataError: one of them is gone.
+    """
+    listed = []
+    for file in files:
+        try:
+            status = (root / file).stat()
+        except OSError as error:
+            raise DataError(f"{root / file}: {error.strerror}") from error
+        listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return blake3(json.dumps([str(root), listed]).encode()).hexdigest()
 
 
 def open_corpus(folder: str | None) -> Corpus:
@@ -117,7 +132,7 @@ def standard_library_corpus() -> Corpus:
 
 
 def folder_corpus(folder: Path) -> Corpus:
-    """All .txt, .md, .py and .jsonl files below `folder`; hidden files and folders are left out.
+    """All files of our `SUFFIXES` below `folder`; hidden files and folders are left out.
 
     Raises:
         DataError: the folder is missing or holds no file of these kinds.
@@ -132,7 +147,7 @@ def folder_corpus(folder: Path) -> Corpus:
     if not files:
         why = "".join(f"; {what}: {reason}" for what, reason in unlisted[:3])
         raise DataError(f"{root}: holds no file with {', '.join(SUFFIXES)}{why}")
-    return Corpus(_printable(root.name) or "text", root, files, unlisted)
+    return Corpus(printable_name(root.name) or "text", root, files, unlisted)
 
 
 def is_held_out(content: bytes) -> bool:
@@ -173,7 +188,8 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(blake3(content).digest(), "big")
 
 
-def _printable(name: str) -> str:
+def printable_name(name: str) -> str:
+    """A folder's name as people may see it."""
     return "".join(c if c.isprintable() else "_" for c in name)[:MAX_NAME].strip()
 
 

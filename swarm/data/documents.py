@@ -7,12 +7,14 @@ on every machine, and works through buffers of bounded size.
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from swarm.errors import DataError
 
@@ -54,10 +56,12 @@ def file_documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes] |
         None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             reason = _unfit(file)
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
+        reason = f"cannot be read: {error.strerror or error}"
+    except (EOFError, zlib.error):
+        reason = "damaged, since it does not decompress"
     if reason:
         skipped.add(name, reason)
         return None
@@ -99,12 +103,19 @@ def _unfit(file: BinaryIO) -> str:
 
 def _documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
-            texts = _json_texts(file, name, skipped.add) if path.suffix == ".jsonl" else (file,)
+        with _opened(path) as file:
+            is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
+            texts = _json_texts(file, name, skipped.add) if is_json else (file,)
             for text in texts:
                 yield from (piece for piece in pieces(text) if piece.strip())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read to its end: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read to its end: {error}") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix != ".gz":
+        return path.open("rb")
+    return cast(BinaryIO, gzip.open(path, "rb"))
 
 
 def _cut(head: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Batches of the samples that a peer reads in a round, and the held-out tokens of a corpus.
+"""Batches of the samples that a peer reads in a round.
 
 A batch is a function of the run's seed, of the peer's deal, of the local step and of the
 corpus. Legend: B sequences, T tokens that a sequence predicts.
@@ -6,21 +6,16 @@ corpus. Legend: B sequences, T tokens that a sequence predicts.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from swarm.config import RunConfig
-from swarm.data.corpus import is_held_out
 from swarm.data.shards import Shards
 from swarm.data.streams import samples_at, windows_of
-from swarm.data.tokenise import document_tokens
 from swarm.errors import DataError
 
 _READ_DEADLINE_S = 120.0
@@ -153,52 +148,3 @@ def require_a_batch(shards: Shards, run: RunConfig) -> None:
             f"{run.data.sequence_length}, less than one batch of {rows_per_step}",
             hint="add text, or choose smaller batches or sequences",
         )
-
-
-def held_out_tokens(documents: Iterable[bytes], limit: int) -> NDArray[np.uint16]:
-    """At most `limit` tokens of the held-out documents, those with the smallest digests first.
-
-    This order does not depend on where files lie or what they are called, and takes from all over
-    the corpus. Where no document happens to be held out, the one with the smallest digest is
-    (`swarm.data.corpus.Split`). Reads every document, holds those that it returns.
-
-    Raises:
-        DataError: there is no document.
-    """
-    # A heap with the largest digest on top: heapq has the smallest there, hence the sign.
-    kept: list[tuple[int, bytes]] = []
-    num_tokens = 0
-    instead: tuple[int, bytes] | None = None
-    for content in documents:
-        digest = int.from_bytes(blake3(content).digest(), "big")
-        if not is_held_out(content):
-            if not kept and (instead is None or digest < instead[0]):
-                instead = (digest, content)
-            continue
-        heapq.heappush(kept, (-digest, content))
-        num_tokens += len(content) + 1
-        while num_tokens - len(kept[0][1]) - 1 >= limit:
-            num_tokens -= len(heapq.heappop(kept)[1]) + 1
-    contents = [content for _, content in sorted(kept, reverse=True)]
-    if not contents:
-        if instead is None:
-            raise DataError("the corpus holds no text", hint="add documents")
-        contents = [instead[1]]
-    return np.concatenate([document_tokens(content) for content in contents])[:limit]
-
-
-def held_out_sequences(tokens: NDArray[np.integer[Any]], sequence_length: int) -> torch.Tensor:
-    """Cuts tokens into sequences, int64 [B, T + 1]; each predicts T tokens, none twice.
-
-    Raises:
-        DataError: there is not one whole sequence.
-    """
-    num_sequences = (len(tokens) - 1) // sequence_length
-    if num_sequences < 1:
-        raise DataError(
-            f"{len(tokens)} held-out tokens hold no sequence of {sequence_length}",
-            hint="add documents",
-        )
-    starts = np.arange(num_sequences) * sequence_length
-    rows = starts[:, None] + np.arange(sequence_length + 1)
-    return torch.from_numpy(np.asarray(tokens)[rows].astype(np.int64))

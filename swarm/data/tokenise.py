@@ -6,12 +6,15 @@ No token is put before a document; `END_OF_TEXT` closes each one.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+
+from swarm.data.tokenizer import Tokens, tokenizer_config, write_json
 
 END_OF_TEXT = 256
 PAD = 257
@@ -44,12 +47,32 @@ def save_tokenizer(folder: Path, *, model_max_length: int) -> None:
         folder: where the two files go; it must exist.
         model_max_length: tokens that the model was trained to read at once.
     """
-    for name, content in (
-        ("tokenizer.json", _tokenizer()),
-        ("tokenizer_config.json", _tokenizer_config(model_max_length)),
-    ):
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
+    write_json(folder / "tokenizer.json", _tokenizer())
+    config = tokenizer_config("<|endoftext|>", pad="<|pad|>", model_max_length=model_max_length)
+    write_json(folder / "tokenizer_config.json", config)
+
+
+class ByteTokenizer:
+    """The tokenizer of runs with `data.tokenizer = "byte"`."""
+
+    num_ids = NUM_IDS
+    end_of_text = END_OF_TEXT
+
+    @property
+    def name(self) -> str:
+        """See `Tokenizer`."""
+        return tokenizer_name()
+
+    def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
+        """See `Tokenizer`."""
+        return map(document_tokens, documents)
+
+    def save(self, folder: Path, *, model_max_length: int) -> None:
+        """See `Tokenizer`."""
+        save_tokenizer(folder, model_max_length=model_max_length)
+
+
+BYTE = ByteTokenizer()
 
 
 def _byte_characters() -> list[str]:
@@ -97,17 +120,4 @@ def _tokenizer() -> dict[str, Any]:
             "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
             "merges": [],
         },
-    }
-
-
-def _tokenizer_config(model_max_length: int) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model_max_length,
-        "bos_token": None,
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|pad|>",
-        # Text is data: "<|endoftext|>" inside a document is thirteen bytes, not the special.
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
     }

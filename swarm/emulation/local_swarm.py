@@ -187,20 +187,23 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
     counted = [peer for peer in swarm.peers if present is None or peer.index in present]
     ends_at = [applied(peer.events())[-1:] for peer in counted]
     chain = {event["digest"] for newest in ends_at for event in newest}
-    losses = {
-        event["round"]: event["val_loss"]
+    measured = {
+        event["round"]: event
         for events in histories
         for event in events
         if event["event"] == "validation"
     }
+    first, newest = (measured[at(measured)] for at in (min, max)) if measured else ({}, {})
     rounds = max((event["round"] for event in last), default=0)
     sent = sum(bytes_sent(events) for events in histories)
     return {
         "run_id": next((e["run"] for events in histories for e in events if "run" in e), None),
         "peers": len(histories),
         "rounds": rounds,
-        "val_loss_first": losses.get(min(losses)) if losses else None,
-        "val_loss_last": losses.get(max(losses)) if losses else None,
+        "val_loss_first": first.get("val_loss"),
+        "val_loss_last": newest.get("val_loss"),
+        "bits_per_byte_first": first.get("bits_per_byte"),
+        "bits_per_byte_last": newest.get("bits_per_byte"),
         "manifest_digests": sorted(chain),
         "tokens_total": max((event["tokens"] for event in last), default=0),
         "tokens_lost": sum(tokens_lost(events) for events in histories),

@@ -213,7 +213,12 @@ class Transformer(nn.Module):
         return F.linear(hidden_BTD, self._head().to(self.compute)).float()
 
     def losses(
-        self, tokens_BT1: Tensor, loss: LossConfig, guidance: Guidance | None = None
+        self,
+        tokens_BT1: Tensor,
+        loss: LossConfig,
+        guidance: Guidance | None = None,
+        *,
+        scored_BT: Tensor | None = None,
     ) -> Losses:
         """Losses of one micro-batch.
 
@@ -221,10 +226,13 @@ class Transformer(nn.Module):
             tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
             loss: weights of the terms.
             guidance: of a training step; None in evaluation.
+            scored_BT: bool, which predictions are in the cross-entropy; None for all.
         """
         hidden_BTD, routings = self.model(tokens_BT1[:, :-1], guidance)
-        hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
-        labels_N = tokens_BT1[:, 1:].flatten()
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), tokens_BT1[:, 1:].flatten()
+        if scored_BT is not None:
+            hidden_ND, labels_N = hidden_ND[scored_BT.flatten()], labels_N[scored_BT.flatten()]
+        hidden_ND = hidden_ND.to(self.compute)
         output = output_losses(hidden_ND, self._head(), labels_N, loss.output_z_weight)
         weight_E = guidance.count_weights(self.owned, routings[0].logits_NE) if guidance else None
         return combine(output, routings, loss, weight_E)

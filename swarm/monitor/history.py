@@ -28,6 +28,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
     kept = before.rounds
     found = replace(
         snapshot,
+        bits_per_byte_of_nat=snapshot.bits_per_byte_of_nat or before.bits_per_byte_of_nat,
         losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
         merges=tuple(sorted(merges.values(), key=lambda merge: merge.when()))[-MAX_MERGES:],
         rounds=(*kept, *_point(snapshot, kept))[-MAX_POINTS:],

@@ -52,7 +52,8 @@ LOSS = Metric(
 VAL_LOSS = Metric(
     "held-out loss",
     "nats per token",
-    "of an agreed state on the founder's held-out tokens, once a round",
+    "of an agreed state on the founder's held-out text, once a round; in bits per byte of that "
+    "text beside it, which compares runs with different tokenizers",
     "not the loss of any one peer's live weights",
 )
 TOKENS_PER_S = Metric(

@@ -211,6 +211,9 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         Text.assemble(("a round  ", "dim"), f"{amount(sent)}B out, {amount(received)}B in, mean"),
         Text.assemble(("control  ", "dim"), f"{amount(control)}B sent by all peers"),
     ]
+    if snapshot.losses and snapshot.bits_per_byte_of_nat:
+        bits = snapshot.losses[-1][1] * snapshot.bits_per_byte_of_nat
+        lines.append(Text.assemble(("held out  ", "dim"), f"{bits:.3f} bits per byte"))
     if snapshot.coverage:
         lines.append(_coverage_line(snapshot.coverage))
     moments = sum(row.moments_bytes_sent for row in rows)

@@ -189,6 +189,7 @@ class SnapshotJson(TypedDict):
     experts: list[ExpertJson]
     merges: list[MergeJson]
     losses: list[tuple[int, float]]
+    bits_per_byte_of_nat: float | None
     rounds: list[RoundJson]
     events: list[EventJson]
 
@@ -232,6 +233,7 @@ def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
         ],
         "merges": [_merge(merge) for merge in snapshot.merges],
         "losses": list(snapshot.losses),
+        "bits_per_byte_of_nat": snapshot.bits_per_byte_of_nat,
         "rounds": [cast(RoundJson, vars(point)) for point in snapshot.rounds],
         "events": [
             {"at": round(event.at, 3), "topic": event.topic.value, "text": event.text}

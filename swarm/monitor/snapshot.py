@@ -195,6 +195,8 @@ class Snapshot:
     """Why members or owners changed in the newest manifest."""
     coverage: Coverage | None = None
     """None without a manifest, and where every peer has its own text."""
+    bits_per_byte_of_nat: float | None = None
+    """How many bits per byte are one nat per token of the losses; None before the first."""
     at: float = 0.0
     """When it was read, in seconds since 1970."""
     live: bool = True
@@ -246,6 +248,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         reasons=(),
         at=seen.at,
         wait_for_peers=seen.wait_for_peers,
+        bits_per_byte_of_nat=_bits_per_byte_of_nat(seen.validations),
     )
     return _by_manifest(found, seen.tip, seen.peers) if seen.tip else found
 
@@ -332,6 +335,12 @@ def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
         donors = dict(sorted((dict(known) | dict(record.donors)).items()))
         found[place] = Merge(*place, record.step, record.alpha, donors)
     return tuple(sorted(found.values(), key=Merge.when))
+
+
+def _bits_per_byte_of_nat(validations: Mapping[PeerId, ValidationRecord]) -> float | None:
+    """Of the newest loss."""
+    newest = max(validations.items(), key=lambda item: (item[1].round, item[0]), default=None)
+    return newest[1].bits_per_byte_of_nat if newest else None
 
 
 def _losses(validations: Mapping[PeerId, ValidationRecord]) -> tuple[tuple[int, float], ...]:

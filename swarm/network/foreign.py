@@ -10,9 +10,13 @@ from swarm.protocol.digests import Buffer
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.records import RunRecord
+from swarm.protocol.texts import TokenizerFile
 
 MAX_CONFIG_BYTES = 256 * 1024
-MAX_HELD_OUT_BYTES = 4 * 1_000_000
+MAX_HELD_OUT_BYTES = 8 * 1_000_000
+"""A text of the largest size as tokens of 4 bytes; some normalisers make more of it."""
+MAX_TOKENIZER_BYTES = 64 * 2**20
+"""The largest in wide use, that of Gemma 3, has 33 MB."""
 
 
 def check_announcement(record: RunRecord) -> None:
@@ -67,3 +71,17 @@ def check_state(manifest: Manifest, layout: Layout) -> None:
         or founding.validation_bytes % 4
     ):
         raise BadManifest("manifest_size", "the manifest's held-out text has an impossible size")
+    check_tokenizer_size(founding.tokenizer)
+
+
+def check_tokenizer_size(tokenizer: TokenizerFile | None) -> None:
+    """Refuses a tokenizer that would take too much memory, before it is fetched.
+
+    Raises:
+        BadManifest: reason `manifest_size`.
+    """
+    if tokenizer and tokenizer.num_bytes > MAX_TOKENIZER_BYTES:
+        raise BadManifest(
+            "manifest_size",
+            f"the run's tokenizer has {tokenizer.num_bytes} bytes (limit {MAX_TOKENIZER_BYTES})",
+        )

@@ -146,9 +146,7 @@ async def fetch_state(
     check_state(manifest, layout)
     sizes = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
     units = {entry.digest: unit for unit, entry in manifest.entries.items()}
-    founding = manifest.founding
-    sizes |= {founding.config: founding.config_bytes}
-    sizes |= {founding.validation: founding.validation_bytes}
+    sizes |= manifest.founding.blobs
     here = sum(size for digest, size in sizes.items() if store.has(digest))
     total = sum(sizes.values())
 

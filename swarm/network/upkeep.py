@@ -21,9 +21,7 @@ def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
         StateError: the disk failed.
     """
     store.put(manifest.encoded, manifest.blob)
-    values = {entry.digest for entry in manifest.entries.values()}
-    founding = manifest.founding
-    store.sync({manifest.blob, founding.config, founding.validation, *values})
+    store.sync(manifest.blobs)
 
 
 def missing_of(error: StateError) -> tuple[Digest, ...]:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from swarm.codecs import read_parts
 from swarm.config import RunConfig
+from swarm.data.tokenizer import Tokenizer
 from swarm.errors import BadBlob, CorruptState, StateError, StateLocked
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.live_model import Agreed
+from swarm.peer.run_tokenizer import tokenizer_of
 from swarm.peer.state_directory import StateDirectory
 from swarm.progress import Reporter
 from swarm.protocol.layout import Layout, layout_of
@@ -38,6 +40,10 @@ class AgreedModel:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by Hugging Face name; as `named_tensors`."""
         return named_tensors(layout_of(self.run), self.manifest, self.store)
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's; as `tokenizer_of`."""
+        return tokenizer_of(self.manifest, self.store)
 
 
 def named_tensors(

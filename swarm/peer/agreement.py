@@ -10,8 +10,9 @@ from swarm.config import RunConfig
 from swarm.data.corpus import STANDARD_LIBRARY
 from swarm.errors import BadManifest, InvitationError, RunMismatch, TextMismatch
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import Manifest, PeerId, Text
+from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.membership import Guests
+from swarm.protocol.texts import Text
 
 
 def explain_difference(asked: RunConfig, running: RunConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from swarm.config import RunConfig
 from swarm.data.shards import Shards
 from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
 from swarm.network.finding import (
     Announced,
@@ -35,20 +34,22 @@ from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
-from swarm.peer.live_model import initial_contents
+from swarm.peer.live_model import recompute_initial
 from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
+from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
+from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
 from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
-from swarm.protocol.digests import digest_of_chunks
+from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Digest, Manifest
-from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.manifest import Founding, Manifest, PeerId
+from swarm.protocol.records import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -161,14 +162,14 @@ class Starter:
                 raise
             logger.error("%s; joining the run anew", error)
             return None
-        self.text.require(run, founding.founding.text, directory.read_text_folder())
+        downloads, folder = self.host.serve(store), directory.read_text_folder()
+        self._open_text(run, founding.founding, downloads, record.tip.members, folder)
         directory.write_text_folder(self.text.folder)
         layout = layout_of(run)
-        downloads = self.host.serve(store)
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record, self.text.shards)
-        damaged = store.verify(blobs_of(record.tip))
+        damaged = store.verify(record.tip.blobs)
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))
@@ -178,13 +179,13 @@ class Starter:
     def _repair(self, started: Started, downloads: Downloads) -> Record:
         """Brings the tip's blobs here again, or those of the tip that the others have by now."""
         record, directory, store = started.record, started.directory, started.store
-        self._recompute_initial(record, started.run, started.layout, store)
+        recompute_initial(record.tip, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
         file = RecordFile(directory.record_path)
         if not others:
-            if not store.verify(blobs_of(record.tip)):
+            if not store.verify(record.tip.blobs):
                 return record
-            earlier = earlier_record(record, file, store, blobs_of)
+            earlier = earlier_record(record, file, store)
             if earlier is None:
                 raise CorruptState(
                     f"{directory.path}: values of round {record.tip.round} and of the one before "
@@ -252,19 +253,19 @@ class Starter:
         announced, run, founding = opened.announced, opened.run, opened.founding
         gathered = founding is None
         if founding is None:
-            self.text.require(run, announced.record.text, None)
+            self._open_text(run, announced.record, downloads, announced.publishers, None)
             logger.info("the run gathers %d peers", announced.record.wait_for_peers)
             mine = self.status(run).record
             announced = self.wait_for(await_founding(self.node, announced.record, mine))
             founding = self.wait_for(begun(announced, downloads))
         record = announced.record
         remembered = self.state.run(record.run).read_text_folder()
-        self.text.require(run, founding.founding.text, remembered)
+        kept = self._open_text(run, founding.founding, downloads, announced.publishers, remembered)
         directory = self.new_directory(record.run, run, founding)
         layout = layout_of(run)
         store = BlobStore(directory.path)
         downloads = self.host.serve(store)
-        for blob in (run.canonical_json(), founding.encoded):
+        for blob in (run.canonical_json(), founding.encoded, *kept):
             store.put(blob)
         present = self.wait_for(present_peers(self.node, record.run))
         peers = set(whom_to_ask(self.node, announced, present))
@@ -281,8 +282,7 @@ class Starter:
                 members = {p: present[p] for p in present if p in tip.tip.members}
                 require_link(self.wait_for(measured_verdict(self.node, run, tip.tip, members)))
             shown = replace(shown, record=tip)
-        self._recompute_initial(shown.record, run, layout, store)
-        sources = peers | set(shown.record.tip.members)
+        recompute_initial(shown.record.tip, run, layout, store)
         shown = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -292,7 +292,7 @@ class Starter:
                 run=record,
                 shown=shown,
                 trust=trust,
-                peers=sources,
+                peers=peers | set(shown.record.tip.members),
                 on_blob=fetching(self.observer.on_fetched),
             )
         )
@@ -330,6 +330,22 @@ class Starter:
 
         return self.node.run(watched(), START_S)
 
+    def _open_text(
+        self,
+        run: RunConfig,
+        fixed: Founding | RunRecord,
+        downloads: Downloads,
+        sources: Iterable[PeerId],
+        folder: str | None,
+    ) -> list[Buffer]:
+        """Opens this machine's text, which must be the run's; returns the run's tokenizer file."""
+        others = [peer for peer in sources if peer != self.node.peer_id]
+        wanted = wanted_tokenizer(run, fixed.tokenizer, others, downloads.store)
+        content = self.wait_for(downloads.fetch_one(wanted, timeout_s=FETCH_S)) if wanted else None
+        tokenizer = given_tokenizer(run, fixed.tokenizer, content, self.wanted.tokenizer)
+        self.text.require(run, tokenizer, fixed.text, folder)
+        return [content] if content else []
+
     def new_directory(self, name: str, run: RunConfig, founding: Manifest) -> RunDirectory:
         """Where a run's files are from now on, with its configuration and manifest 0."""
         directory = self.state.run(name)
@@ -338,56 +354,9 @@ class Starter:
         directory.write_text_folder(self.text.folder)
         return directory
 
-    def _recompute_initial(
-        self, record: Record, run: RunConfig, layout: Layout, store: BlobStore
-    ) -> None:
-        """Values that nobody trained yet are computed here instead of fetched."""
-        missing = {
-            unit: entry.digest
-            for unit, entry in record.tip.entries.items()
-            if entry.version == 0 and record.tip.merged == 0 and not store.has(entry.digest)
-        }
-        is_seeded = False
-        for unit, content in initial_contents(run, layout) if missing else ():
-            if unit not in missing:
-                continue
-            if not is_seeded and digest_of_chunks(content) != missing[unit]:
-                return  # founded on given weights, which only members have
-            is_seeded = True
-            store_content(store, content)
-
-
-def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
-    """What every member repeats about the run, so that it outlives its founder.
-
-    Args:
-        run_id: of the run.
-        run: its configuration.
-        manifest: manifest 0.
-    """
-    return RunRecord(
-        run=run_id,
-        name=run.run.name,
-        fingerprint=run.fingerprint(),
-        founder=manifest.founding.founder,
-        founding=manifest.blob,
-        founding_bytes=len(manifest.encoded),
-        config=manifest.founding.config,
-        config_bytes=manifest.founding.config_bytes,
-        state=RunState.RUNNING,
-        wait_for_peers=len(manifest.members),
-    )
-
 
 async def begun(announced: Announced, downloads: Downloads) -> Manifest:
     """Manifest 0 of a run that has just begun, as its founder announces it."""
     founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
     assert founding is not None, "it is not announced as gathering"
     return founding
-
-
-def blobs_of(manifest: Manifest) -> list[Digest]:
-    """Every blob that a member keeps for a manifest."""
-    founding = manifest.founding
-    values = (entry.digest for entry in manifest.entries.values())
-    return [manifest.blob, founding.config, founding.validation, *values]

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.tokenizer import Tokenizer
+from swarm.data.tokenizer_file import FileTokenizer
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
-from swarm.peer.entering import Started, Starter, blobs_of
+from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
+from swarm.peer.run_text import FoundText
+from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.peer.status import NO_DIGEST
-from swarm.progress import Reporter
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, PeerId, run_id
 from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.texts import TokenizerFile
 
 logger = logging.getLogger(__name__)
 
@@ -38,44 +42,57 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
             those that follow from the run's seed, which joiners compute instead of fetching.
 
     Raises:
-        DataError: this machine's text is missing or too small.
+        DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
+        ConfigError: tokenizer and configuration do not fit each other.
         Stopped: the peer was asked to stop while it gathered others.
     """
     layout = layout_of(run)
     config_blob = run.canonical_json()
-    text, held_out = starter.text.found(run)
+    tokenizer = founders_tokenizer(run, starter.wanted.tokenizer)
+    text = starter.text.found(run, tokenizer)
     founding = Founding(
         founder=starter.node.peer_id,
         nonce=secrets.token_hex(16),
         config=digest_of(config_blob),
         config_bytes=len(config_blob),
-        validation=digest_of(held_out),
-        validation_bytes=len(held_out),
-        text=text,
+        validation=digest_of(text.held_out),
+        validation_bytes=len(text.held_out),
+        text=text.common,
+        tokenizer=_file_of(tokenizer, text),
     )
     gathering = _announcement(starter, run, founding)
-    present = _gather(starter, run, gathering, config_blob)
+    blobs = [config_blob]
+    if isinstance(tokenizer, FileTokenizer):
+        blobs.append(tokenizer.content)
+    present = _gather(starter, run, gathering, blobs)
     with _gathering_on(starter, run, gathering):
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
-        making = Reporter("making the first state", "unit").each(contents.items(), len(contents))
-        initial = {unit: (digest_of_chunks(c), c.num_bytes) for unit, c in making}
+        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
         manifest = founding_manifest(founding, run, layout, initial, present)
         name = run_id(run.run.name, run.fingerprint(), manifest.blob)
         directory = starter.new_directory(name, run, manifest)
         store = BlobStore(directory.path)
-        for blob in (config_blob, held_out, manifest.encoded):
+        for blob in (*blobs, text.held_out, manifest.encoded):
             store.put(blob)
-        storing = Reporter("storing the first state", "unit")
-        for content in storing.each(contents.values(), len(contents)):
+        for content in contents.values():
             store_content(store, content)
-        store.sync(blobs_of(manifest))
+        store.sync(manifest.blobs)
     starter.host.serve(store)
     record = Record(manifest, None, None)
     RecordFile(directory.record_path).write(record)
     starter.state.current_run = name
     logger.info("founded run=%s members=%d", name, len(present))
     return Started(name, run, layout, directory, store, record, starter.text.shards)
+
+
+def _file_of(tokenizer: Tokenizer, text: FoundText) -> TokenizerFile | None:
+    if not isinstance(tokenizer, FileTokenizer):
+        return None
+    content = tokenizer.content
+    return TokenizerFile(
+        digest_of(content), len(content), tokenizer.end_of_text, text.held_out_bytes
+    )
 
 
 def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRecord:
@@ -91,16 +108,18 @@ def _announcement(starter: Starter, run: RunConfig, founding: Founding) -> RunRe
         state=RunState.GATHERING,
         wait_for_peers=starter.config.peer.wait_for_peers,
         text=founding.text,
+        tokenizer=founding.tokenizer,
     )
 
 
 def _gather(
-    starter: Starter, run: RunConfig, gathering: RunRecord, config_blob: bytes
+    starter: Starter, run: RunConfig, gathering: RunRecord, blobs: Sequence[bytes]
 ) -> Mapping[PeerId, float]:
     if gathering.wait_for_peers == 1:
         return {starter.node.peer_id: starter.config.peer.capacity}
     scratch = BlobStore(None)
-    scratch.put(config_blob)
+    for blob in blobs:
+        scratch.put(blob)
     starter.host.serve(scratch)
     starter.host.reception.announce(gathering)
     return starter.wait_for(gather(starter.node, gathering, starter.status(run).record))

@@ -30,13 +30,16 @@ from swarm.codecs import (
     read_tensors,
 )
 from swarm.config import RunConfig
-from swarm.data.loader import held_out_sequences
-from swarm.errors import BadBlob, StateError
+from swarm.data.held_out import HeldOut, held_out_windows
+from swarm.data.tokenise import END_OF_TEXT
+from swarm.errors import BadBlob, DataError, StateError
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
@@ -237,7 +240,7 @@ class LiveModel:
 
     # ------------------------------------------------ looking at agreed states
 
-    def evaluate(self, manifest: Manifest, tokens_BT1: Tensor) -> float:
+    def evaluate(self, manifest: Manifest, held_out: HeldOut) -> float:
         """Held-out loss of the agreed state in nats per token, right after it was adopted.
 
         The agreed values of owned experts come from the store matrix by matrix; see
@@ -254,7 +257,9 @@ class LiveModel:
             return self.agreed.tensor(manifest.entries[unit].digest, unit, name)
 
         with self.agreed.held(manifest.entries[expert_unit(e)].digest for e in self.bases):
-            return self.engine.evaluate(tokens_BT1, agreed=agreed)
+            return held_out.mean(
+                lambda tokens, scored: self.engine.evaluate(tokens, scored_BT=scored, agreed=agreed)
+            )
 
 
 def merge_blobs(
@@ -296,20 +301,46 @@ def initial_contents(
         yield unit.unit, encoded(unit, whole)
 
 
+def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store: BlobStore) -> None:
+    """Computes the values that nobody has trained yet, instead of fetching them.
+
+    Where a run was founded on given weights it computes none: only members have those.
+    """
+    missing = {
+        unit: entry.digest
+        for unit, entry in manifest.entries.items()
+        if entry.version == 0 and manifest.merged == 0 and not store.has(entry.digest)
+    }
+    is_seeded = False
+    for unit, content in initial_contents(run, layout) if missing else ():
+        if unit not in missing:
+            continue
+        if not is_seeded and digest_of_chunks(content) != missing[unit]:
+            return
+        is_seeded = True
+        store_content(store, content)
+
+
 def _digests(manifest: Manifest) -> list[Digest]:
     return [entry.digest for entry in manifest.entries.values()]
 
 
-def validation_batch(manifest: Manifest, run: RunConfig, store: BlobStore) -> Tensor:
-    """The founder's held-out tokens as sequences, int64 [B, T + 1].
+def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut:
+    """The founder's held-out text.
 
     Raises:
-        BadBlob: they are no tokens of this run's vocabulary.
-        DataError: there is not one whole sequence.
+        BadBlob: it has no tokens of this run's vocabulary.
     """
-    blob = store.get(manifest.founding.validation)
+    founding = manifest.founding
+    blob = store.get(founding.validation)
     assert blob is not None, "the held-out tokens are part of every fetched state"
     tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
     if len(tokens) and tokens.max() >= run.model.vocab_size:
         raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
-    return held_out_sequences(tokens, run.data.sequence_length)
+    used, length = founding.tokenizer, run.data.sequence_length
+    end_of_text = used.end_of_text if used else END_OF_TEXT
+    num_bytes = used.held_out_bytes if used else int((tokens != END_OF_TEXT).sum())
+    try:
+        return held_out_windows(tokens, end_of_text, length, num_bytes)
+    except DataError as error:
+        raise BadBlob("held_out_tokens", f"the founder's: {error}") from error

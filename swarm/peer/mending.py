@@ -8,7 +8,7 @@ nothing can; but those of the manifest before it are in older packs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from swarm.config import RunConfig
 from swarm.errors import BadManifest, CorruptState
@@ -20,9 +20,6 @@ from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Manifest, PeerId, decode_manifest, run_id
 
 logger = logging.getLogger(__name__)
-
-Blobs = Callable[[Manifest], Sequence[Digest]]
-"""Which blobs a member keeps for a manifest."""
 
 
 def is_alone(me: PeerId, record: Record) -> bool:
@@ -59,9 +56,7 @@ def settings_of(
         return run, founding
 
 
-def earlier_record(
-    record: Record, file: RecordFile, store: BlobStore, blobs: Blobs
-) -> Record | None:
+def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
     """The newest record before this one whose blobs are all whole; None if there is none.
 
     The files may both have the damaged tip, since a promise or a vote is a record of its own; then
@@ -69,7 +64,7 @@ def earlier_record(
     is lost.
     """
     for earlier in _before(record, file):
-        if not store.verify(blobs(earlier.tip)):
+        if not store.verify(earlier.tip.blobs):
             logger.warning(
                 "the values of round %d (height %d) are damaged and no other member has them; "
                 "going on from round %d (height %d)",

@@ -66,8 +66,14 @@ class PeerObserver(RoundObserver):
     def on_round(self, report: RoundReport) -> None:
         """A manifest was applied: this peer's model is the agreed one from now on."""
 
-    def on_validation(self, round_number: int, val_loss: float) -> None:
-        """This peer measured the held-out loss (nats per token) of the state after a round."""
+    def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
+        """This peer measured the state after a round on the held-out text.
+
+        Args:
+            round_number: of the round.
+            val_loss: in nats per token.
+            bits_per_byte: the same loss, comparable between tokenizers.
+        """
 
 
 UNOBSERVED = PeerObserver()

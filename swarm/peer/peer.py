@@ -22,15 +22,15 @@ from swarm.network.record_file import RecordFile
 from swarm.network.round_driver import RoundDriver
 from swarm.network.steady_clock import passed_s
 from swarm.peer.agreed_model import named_tensors
-from swarm.peer.entering import Started, Starter, announcement
+from swarm.peer.entering import Started, Starter
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop, leave
-from swarm.peer.live_model import Agreed, LiveModel, merge_blobs, validation_batch
+from swarm.peer.live_model import Agreed, LiveModel, held_out_of, merge_blobs
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.observing import UNOBSERVED, PeerObserver
-from swarm.peer.publisher import Publisher
+from swarm.peer.publisher import Publisher, announcement
 from swarm.peer.state_directory import StateDirectory
 from swarm.peer.threads import start_threads
 from swarm.peer.trainer import StopAsked, Trainer
@@ -88,7 +88,7 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        held_out_BT1 = validation_batch(started.record.tip, run, started.store)
+        held_out = held_out_of(started.record.tip, run, started.store)
         self._engine = engine_for(run, host.config.compute, started.directory.path)
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
         self._moments = ExpertMoments(model, self._exchange, self.status)
@@ -97,7 +97,7 @@ class Peer:
             self._loader,
             self._rounds,
             started.directory,
-            validation_BT1=held_out_BT1,
+            held_out=held_out,
             status=self.status,
             moments=self._moments,
             stop=self._stop,
@@ -128,6 +128,7 @@ class Peer:
         *,
         config: PeerConfig = THIS_MACHINE,
         weights: Mapping[str, Tensor] | None = None,
+        tokenizer: Path | str | None = None,
         observer: PeerObserver = UNOBSERVED,
     ) -> Peer:
         """Founds a run, after as many peers are there as `config.peer.wait_for_peers`.
@@ -138,6 +139,8 @@ class Peer:
             config: of this machine.
             weights: every tensor before the first step, by Hugging Face name, such as
                 `swarm.load_export` gives; None for those that follow from the run's seed.
+            tokenizer: folder with a tokenizer.json, for a run with `data.tokenizer = "file"`; it
+                travels with the run.
             observer: told what happens; see `PeerObserver`.
 
         Raises:
@@ -148,7 +151,8 @@ class Peer:
         def founding(starter: Starter) -> Started:
             return found(starter, run, weights)
 
-        return cls._enter(folder, config, founding, observer=observer)
+        wanted = Wanted(tokenizer=Path(tokenizer) if tokenizer else None)
+        return cls._enter(folder, config, founding, wanted=wanted, observer=observer)
 
     @classmethod
     def join(
@@ -357,7 +361,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
     host, config = starter.host, starter.host.config
     founding = started.record.tip.founding
     blob = started.directory.read_founding().blob
-    started.store.pin([founding.config, founding.validation, blob])
+    started.store.pin([*founding.blobs, blob])
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,

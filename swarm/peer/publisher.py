@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.network.joining import present_peers, publish_peer
 from swarm.network.node import Node
@@ -19,6 +20,7 @@ from swarm.protocol.records import (
     HEARTBEAT_S,
     MergeRecord,
     RunRecord,
+    RunState,
     fitted,
     merges_key,
     runs_key,
@@ -108,3 +110,25 @@ class Publisher:
             present = await present_peers(self.node, run)
             self.node.remember([a for record in present.values() for a in record.addresses])
             self._on_present(sorted(present))
+
+
+def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
+    """What every member repeats about the run, so that it outlives its founder.
+
+    Args:
+        run_id: of the run.
+        run: its configuration.
+        manifest: manifest 0.
+    """
+    return RunRecord(
+        run=run_id,
+        name=run.run.name,
+        fingerprint=run.fingerprint(),
+        founder=manifest.founding.founder,
+        founding=manifest.blob,
+        founding_bytes=len(manifest.encoded),
+        config=manifest.founding.config,
+        config_bytes=manifest.founding.config_bytes,
+        state=RunState.RUNNING,
+        wait_for_peers=len(manifest.members),
+    )

@@ -5,18 +5,37 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus
-from swarm.data.loader import held_out_sequences, held_out_tokens, require_a_batch
-from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import tokenizer_name
-from swarm.errors import BadManifest, DataError
+from swarm.data.held_out import held_out_documents
+from swarm.data.loader import require_a_batch
+from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open_shards
+from swarm.data.tokenizer import Tokenizer, require_vocabulary
+from swarm.errors import BadManifest, DataError, TokenizerError
 from swarm.peer.agreement import joiners_need, missing_text, require_text
-from swarm.protocol.manifest import Text
+from swarm.protocol.texts import Text
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundText:
+    """The text that a founder gives its run.
+
+    Attributes:
+        common: None where every peer has its own.
+        held_out: tokens of the held-out documents, each closed, little-endian uint32.
+        held_out_bytes: of these documents.
+    """
+
+    common: Text | None
+    held_out: bytes
+    held_out_bytes: int
 
 
 class RunText:
@@ -47,30 +66,32 @@ class RunText:
         assert self._shards is not None, "neither found nor required"
         return self._shards
 
-    def found(self, run: RunConfig) -> tuple[Text | None, bytes]:
-        """The text that a founder gives its run, and the held-out tokens, little-endian uint32.
-
-        Returns:
-            None in place of the text where every peer has its own.
+    def found(self, run: RunConfig, tokenizer: Tokenizer) -> FoundText:
+        """The text that a founder gives its run.
 
         Raises:
             DataError: it is missing, unfit or too small.
+            ConfigError: the vocabulary is smaller than the tokenizer's.
         """
+        require_vocabulary(run, tokenizer)
         corpus = corpus_of(run, self.folder)
-        shards = self._open(corpus)
+        shards = self._open(corpus, tokenizer)
         require_a_batch(shards, run)
-        held_out = held_out_tokens(corpus.documents(), run.data.validation_tokens)
-        held_out_sequences(held_out, run.data.sequence_length)
-        common = text_of(corpus, shards, run) if run.data.mode == "common" else None
+        documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
+        held_out = np.concatenate(list(tokenizer.encoded(documents)))
+        common = text_of(corpus, shards, run, tokenizer) if run.data.mode == "common" else None
         self._shards = shards
         self._say(common)
-        return common, held_out.astype("<u4").tobytes()
+        return FoundText(common, held_out.astype("<u4").tobytes(), sum(map(len, documents)))
 
-    def require(self, run: RunConfig, needed: Text | None, remembered: str | None) -> None:
+    def require(
+        self, run: RunConfig, tokenizer: Tokenizer, needed: Text | None, remembered: str | None
+    ) -> None:
         """Opens this machine's text, which must be the one that a run needs.
 
         Args:
             run: its configuration.
+            tokenizer: the run's.
             needed: its text; None where every peer has its own.
             remembered: folder that the text came from before; what the person named wins.
 
@@ -88,17 +109,20 @@ class RunText:
         self._say(needed)
         try:
             corpus = corpus_of(run, self.folder)
-            shards = self._open(corpus)
+            shards = self._open(corpus, tokenizer)
         except DataError as error:
-            if needed is None:
+            if needed is None or isinstance(error, TokenizerError):
                 raise
             raise missing_text(needed, str(error)) from error
         if needed:
-            require_text(needed, text_of(corpus, shards, run), corpus.root)
+            require_text(needed, text_of(corpus, shards, run, tokenizer), corpus.root)
         self._shards = shards
 
-    def _open(self, corpus: Corpus) -> Shards:
-        shards = open_shards(corpus, self._cache)
+    def _open(self, corpus: Corpus | Prepared, tokenizer: Tokenizer) -> Shards:
+        if isinstance(corpus, Prepared):
+            shards = corpus.open(tokenizer)
+        else:
+            shards = open_shards(corpus, self._cache, tokenizer)
         logger.info("text %s in %s: %s", corpus.name, corpus.root, shards.summary())
         return shards
 
@@ -110,8 +134,8 @@ class RunText:
         self._said = line
 
 
-def corpus_of(run: RunConfig, folder: str | None) -> Corpus:
-    """The files in a folder, or the standard library.
+def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Prepared:
+    """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
         DataError: they are missing, or the run asks every peer to bring its own.
@@ -120,14 +144,18 @@ def corpus_of(run: RunConfig, folder: str | None) -> Corpus:
         raise DataError(
             "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
         )
+    if folder is not None and is_prepared(path := Path(folder).expanduser().absolute()):
+        return open_prepared(path)
     return open_corpus(folder)
 
 
-def text_of(corpus: Corpus, shards: Shards, run: RunConfig) -> Text:
+def text_of(
+    corpus: Corpus | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
+) -> Text:
     """What manifest 0 says about a corpus."""
     return Text(
         name=corpus.name,
-        tokenizer=tokenizer_name(),
+        tokenizer=tokenizer.name,
         digest=shards.contents.digest,
         documents=shards.contents.documents,
         tokens=shards.num_tokens,

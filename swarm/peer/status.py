@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
@@ -208,17 +209,32 @@ class PeerStatus:
         )
         self.changed.set()
 
-    def validated(self, manifest: Manifest, val_loss: float, tokens: int) -> None:
-        """The held-out loss of an agreed state was measured here."""
+    def validated(self, manifest: Manifest, val_loss: float, held_out: HeldOut) -> None:
+        """The held-out loss of an agreed state was measured here, in nats per token."""
         before = self.validation
         recent = (*before.recent, (before.round, before.val_loss)) if before else ()
         self.validation = ValidationRecord(
-            manifest.round, manifest.digest, val_loss, tokens, recent[-MAX_RECENT:]
+            manifest.round,
+            manifest.digest,
+            val_loss,
+            held_out.num_tokens,
+            held_out.num_bytes,
+            recent[-MAX_RECENT:],
         )
-        logger.info("round=%d val_loss=%.4f nats/token", manifest.round, val_loss)
-        self._event("validation", round=manifest.round, digest=manifest.digest, val_loss=val_loss)
+        bits_per_byte = held_out.bits_per_byte(val_loss)
+        logger.info(
+            "round=%d val_loss=%.4f nats/token bits_per_byte=%.4f",
+            manifest.round, val_loss, bits_per_byte,
+        )  # fmt: skip
+        self._event(
+            "validation",
+            round=manifest.round,
+            digest=manifest.digest,
+            val_loss=val_loss,
+            bits_per_byte=bits_per_byte,
+        )
         self.changed.set()
-        self.observer.on_validation(manifest.round, val_loss)
+        self.observer.on_validation(manifest.round, val_loss, bits_per_byte)
 
     def applied(self, report: RoundReport) -> None:
         """A manifest was applied: the round's log line and event."""

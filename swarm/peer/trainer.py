@@ -15,9 +15,9 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of_unit
@@ -70,14 +70,14 @@ class Trainer(TrainingShell):
         rounds: Rounds,
         directory: RunDirectory,
         *,
-        validation_BT1: Tensor,
+        held_out: HeldOut,
         status: PeerStatus,
         moments: ExpertMoments,
         stop: Stop,
     ) -> None:
         self.model, self.loader, self.rounds, self.directory = model, loader, rounds, directory
         self.run: RunConfig = model.run
-        self.validation_BT1 = validation_BT1
+        self.held_out = held_out
         self.status, self.moments, self.stop = status, moments, stop
         self.training = Training(self, model.me, rounds.rules, self.run.run.rounds)
         self.offering = Offering(model, rounds, status)
@@ -296,8 +296,8 @@ class Trainer(TrainingShell):
     def validate(self, manifest: Manifest) -> None:
         try:
             with self.status.phases.within("validating"):
-                val_loss = self.model.evaluate(manifest, self.validation_BT1)
+                val_loss = self.model.evaluate(manifest, self.held_out)
         except BlobGone as error:
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return
-        self.status.validated(manifest, val_loss, self.validation_BT1[:, 1:].numel())
+        self.status.validated(manifest, val_loss, self.held_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from swarm.config import RunConfig
 from swarm.errors import RunMismatch
@@ -23,6 +24,8 @@ class Wanted:
         invitation: with what this peer asks to join.
         beside_others: whether `run` may be founded where those that it enters by are in another.
         vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
+        tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
+            joiner must have; None where tokens are bytes, or a joiner takes what the run has.
     """
 
     run: RunConfig | None = None
@@ -31,6 +34,7 @@ class Wanted:
     invitation: Invitation | None = None
     vouched: Digest | None = None
     beside_others: bool = False
+    tokenizer: Path | None = None
 
     def require(self, run: RunConfig) -> None:
         """Refuses a run that is not what was asked for.

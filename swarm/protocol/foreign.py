@@ -54,7 +54,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
 
 
 def _digests(manifest: Manifest) -> Iterator[str]:
-    yield from (manifest.founding.config, manifest.founding.validation)
+    yield from manifest.founding.blobs
     if manifest.founding.text:
         yield manifest.founding.text.digest
     yield from (name for name in (manifest.parent, manifest.seed) if name is not None)
@@ -67,7 +67,7 @@ def _digests(manifest: Manifest) -> Iterator[str]:
 
 def _counts(manifest: Manifest) -> Iterator[int]:
     yield from (manifest.height, manifest.round, manifest.step, manifest.tokens, manifest.merged)
-    yield from (manifest.founding.config_bytes, manifest.founding.validation_bytes)
+    yield from manifest.founding.blobs.values()
     yield from manifest.work.values()
     yield from manifest.owners
     yield from (member.silent for member in manifest.members.values())

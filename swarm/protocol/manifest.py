@@ -28,6 +28,7 @@ from swarm.errors import BadManifest
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.invitation import Invitation, Used, as_plain
+from swarm.protocol.texts import Text, TokenizerFile
 
 PeerId = str
 Digest = str
@@ -52,30 +53,6 @@ class Kind(Enum):
     REFORM = "reform"  # survivors of a lost majority go on, self-asserted
 
 
-TextCount = Annotated[int, Field(ge=1, le=2**48)]
-
-
-@dataclass(frozen=True)
-class Text:
-    """The common text of a run, as its founder has it: every peer must have the same.
-
-    All but the name must be equal; documents and tokens are those that are trained on.
-    """
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
-
-    # People see the name on their terminals: no control characters.
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-    """What people call it: a folder's name, or the version of the standard library."""
-    tokenizer: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
-    digest: Annotated[Digest, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of all its training tokens, in order."""
-    documents: TextCount
-    tokens: TextCount
-    windows: TextCount
-    """Windows of the run's sequence length: the samples of one lap."""
-
-
 @dataclass(frozen=True)
 class Founding:
     """What manifest 0 fixes for ever; every later manifest repeats it."""
@@ -90,6 +67,14 @@ class Founding:
     validation_bytes: int
     text: Text | None = None
     """None where every peer has its own text."""
+    tokenizer: TokenizerFile | None = None
+    """None for the byte tokenizer: the key is left out then."""
+
+    @property
+    def blobs(self) -> dict[Digest, int]:
+        """What every member keeps as long as the run lasts: sizes of blobs by their names."""
+        found = {self.config: self.config_bytes, self.validation: self.validation_bytes}
+        return found | ({self.tokenizer.digest: self.tokenizer.num_bytes} if self.tokenizer else {})
 
 
 SEASONED_ROUNDS = 50
@@ -282,6 +267,11 @@ class Manifest:
         )
 
     @property
+    def blobs(self) -> set[Digest]:
+        """Every blob that a member keeps for it."""
+        return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
+
+    @property
     def digest(self) -> Digest:
         """The manifest's identity: the digest of its head."""
         return self.head.digest
@@ -330,8 +320,12 @@ def is_ancestor(code: Code, of: Code) -> bool:
     return of[: len(lineage)] == tuple(lineage) and height <= of[len(lineage)][0]
 
 
-def _plain(value: Kind | Member | Entry | Founding | Text | Invitation | Used) -> object:
+def _plain(
+    value: Kind | Member | Entry | Founding | Text | TokenizerFile | Invitation | Used,
+) -> object:
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
+    if isinstance(value, Founding):
+        return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
     if isinstance(value, (Invitation, Used)):
         return as_plain(value)  # they keep derived values beside their fields
     return value.value if isinstance(value, Kind) else vars(value)

@@ -8,6 +8,7 @@ lost, late or a lie. Keys, lifetimes and sizes are all in this file.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +21,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from swarm.config import RunName
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
-from swarm.protocol.manifest import RUN_ID, Text
+from swarm.protocol.manifest import RUN_ID
 from swarm.protocol.schemas import GENERATION, PEER
+from swarm.protocol.texts import Text, TokenizerFile
 
 MAX_RECORD_BYTES = 20_000
 """Of a `PeerRecord` and a `MergeRecord`; the others need less."""
@@ -49,6 +51,7 @@ Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
 """Of manifests and rounds: one a second would take 68 years to get there."""
 Real = Annotated[float, Field(allow_inf_nan=False)]
@@ -105,6 +108,8 @@ class RunRecord:
     """How many peers the founder waits for."""
     text: Text | None = None
     """While peers are gathered, what manifest 0 will say: who lacks it need not wait."""
+    tokenizer: TokenizerFile | None = None
+    """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +233,17 @@ class ValidationRecord:
     round: Height
     manifest_digest: Hex
     val_loss: Real
-    tokens: Count
+    tokens: Positive
     """Held-out tokens behind the figure."""
+    text_bytes: Positive
+    """Bytes of text that these tokens spell, in UTF-8."""
     recent: Annotated[tuple[tuple[Height, Real], ...], Field(max_length=200)] = ()
     """(round, val_loss) of rounds before, as far as the publisher knows them."""
+
+    @property
+    def bits_per_byte_of_nat(self) -> float:
+        """How many bits per byte are one nat per token, in all rounds of the run."""
+        return self.tokens / (self.text_bytes * math.log(2))
 
 
 Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord

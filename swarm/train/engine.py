@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
@@ -182,11 +183,19 @@ class Engine(Protocol):
         """Overwrites the moments of some trained tensors; named as in `read_moments`."""
         ...
 
-    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
         """Mean cross-entropy in nats per token, always computed in fp32.
 
         Args:
             tokens_BT1: sequences to predict.
+            scored_BT: bool, which of the T predictions of each sequence count, one at least; None
+                for all.
             agreed: values of the owned experts' matrices, by name, that stand in for their
                 masters; asked for layer by layer, in every micro-batch anew. Afterwards every bit
                 is as before.
@@ -210,6 +219,28 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends all work beside the caller and gives memory back; nothing may follow."""
         ...
+
+
+def mean_over(
+    mean_of: Callable[[Tensor, Tensor], float],
+    tokens_BT1: Tensor,
+    scored_BT: Tensor | None,
+    rows: int,
+) -> float:
+    """Mean over all predictions that count, computed a micro-batch at a time.
+
+    Args:
+        mean_of: of one micro-batch and what counts of it.
+        tokens_BT1: sequences to predict.
+        scored_BT: which predictions count, at least one of each sequence; None for all.
+        rows: sequences of a micro-batch.
+    """
+    if scored_BT is None:
+        scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    total = 0.0
+    for micro_BT1, counts_BT in zip(tokens_BT1.split(rows), scored_BT.split(rows), strict=True):
+        total += mean_of(micro_BT1, counts_BT) * int(counts_BT.sum())
+    return total / int(scored_BT.sum())
 
 
 def is_trained(name: str, owned: Collection[int]) -> bool:

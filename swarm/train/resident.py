@@ -22,7 +22,7 @@ from swarm.experts import (
 )
 from swarm.model.routing import Guidance
 from swarm.model.transformer import Transformer
-from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
+from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
@@ -149,14 +149,22 @@ class ResidentEngine:
         self._optimizer.write_moments(moments)
 
     @torch.no_grad()
-    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
         """See `Engine`."""
+
+        def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
+            micro_BT1, scored_BT = micro_BT1.to(self._device), scored_BT.to(self._device)
+            losses = self._model.losses(micro_BT1, self._run.loss, scored_BT=scored_BT)
+            return losses.cross_entropy.item()
+
         with _computing_fp32(self._model), self._standing_in(agreed):
-            nats = 0.0
-            for micro_BT1 in tokens_BT1.split(self._run.train.micro_batch_sequences):
-                losses = self._model.losses(micro_BT1.to(self._device), self._run.loss)
-                nats += losses.cross_entropy.item() * len(micro_BT1)
-        return nats / len(tokens_BT1)
+            return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
 
     @contextlib.contextmanager
     def _standing_in(self, agreed: StandIn | None) -> Iterator[None]:

@@ -138,9 +138,17 @@ class SteppingEngine:
         """See `Engine`."""
         self._ask(lambda engine: engine.write_moments(moments))
 
-    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
         """See `Engine`."""
-        return self._ask(lambda engine: engine.evaluate(tokens_BT1, agreed=agreed))
+        return self._ask(
+            lambda engine: engine.evaluate(tokens_BT1, scored_BT=scored_BT, agreed=agreed)
+        )
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.data.corpus import Split, folder_corpus, is_held_out
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.corpus import folder_corpus, is_held_out
+from swarm.data.loader import Loader
 from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import document_tokens
+from swarm.data.tokenise import BYTE
 from swarm.errors import DataError
 from swarm.protocol.dealing import Book, next_book, num_samples
 
@@ -36,7 +36,7 @@ def run_of(*, seed=0, batch_tokens=4 * LENGTH, phases=()):
             {
                 "run": {"name": "t", "rounds": 2, "seed": seed},
                 "model": MODEL,
-                "data": {"sequence_length": LENGTH, "validation_tokens": 64},
+                "data": {"sequence_length": LENGTH, "validation_bytes": 64},
                 "train": {"batch_tokens": batch_tokens, "micro_batch_sequences": 2},
                 "optimizer": {"lr": 1e-3, "schedule_steps": 10},
                 "round": {"local_steps": 5},
@@ -225,7 +225,7 @@ def test_no_training_batch_ever_shows_a_held_out_document(tmp_path):
     held_out = {text[:6].decode() for text in texts if is_held_out(text)}
     assert len(held_out) >= 3
     run = run_of()
-    with Loader(open_shards(corpus, tmp_path / "cache"), run) as loader:
+    with Loader(open_shards(corpus, tmp_path / "cache", BYTE), run) as loader:
         steps = -(-loader.num_windows // 4)
         rows = torch.cat([loader.batch(TEXT, step, 4 * LENGTH) for step in range(steps)])
     # Rows overlap by one token only, so whole ones are looked at; 17 tokens hold a name.
@@ -233,41 +233,3 @@ def test_no_training_batch_ever_shows_a_held_out_document(tmp_path):
     assert not any(name in row for row in shown for name in held_out)
     trained = {f"[{number:04}]" for number in range(300)} - held_out
     assert all(any(name in row for row in shown) for name in trained)
-
-
-def test_held_out_tokens_are_whole_held_out_documents_by_digest(tmp_path):
-    corpus = write_documents(tmp_path / "text", 300)
-    texts = list(corpus.documents())
-    tokens = held_out_tokens(texts, 10**6)
-    documents = bytes(t if t < 256 else 0 for t in tokens.tolist()).decode().split("\0")[:-1]
-    assert set(documents) == {text.decode() for text in texts if is_held_out(text)}
-    assert np.array_equal(tokens, held_out_tokens(reversed(texts), 10**6))
-
-
-@pytest.mark.parametrize("limit", [1, 64, 121, 122, 300])
-def test_a_limit_cuts_the_held_out_tokens_and_changes_no_token_before(tmp_path, limit):
-    texts = list(write_documents(tmp_path / "text", 300).documents())
-    assert np.array_equal(held_out_tokens(texts, limit), held_out_tokens(texts, 10**6)[:limit])
-
-
-def test_without_a_held_out_document_the_one_with_the_smallest_digest_is():
-    kept = [text for text in (b"%d" % n for n in range(20)) if not is_held_out(text)]
-    (held_out,) = [text for text in kept if Split.of(kept).holds_out(text)]
-    for order in (kept, kept[::-1]):
-        assert np.array_equal(held_out_tokens(order, 100), document_tokens(held_out))
-
-
-def test_a_corpus_without_document_has_no_held_out_tokens():
-    with pytest.raises(DataError, match="holds no text"):
-        held_out_tokens([], 100)
-
-
-def test_held_out_sequences_predict_each_token_once():
-    sequences_BT1 = held_out_sequences(np.arange(100, dtype=np.uint16), LENGTH)
-    assert sequences_BT1.shape == (6, LENGTH + 1)
-    assert sequences_BT1[:, 1:].flatten().tolist() == list(range(1, 97))
-
-
-def test_too_few_held_out_tokens_are_an_error():
-    with pytest.raises(DataError, match="16 held-out tokens hold no sequence of 16"):
-        held_out_sequences(np.arange(16, dtype=np.uint16), LENGTH)

@@ -7,9 +7,10 @@ import pytest
 from blake3 import blake3
 
 from swarm.data.corpus import folder_corpus, is_held_out
-from swarm.data.loader import held_out_tokens
-from swarm.data.shards import open_shards, token_dtype
-from swarm.data.tokenise import document_tokens
+from swarm.data.held_out import held_out_documents
+from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE, document_tokens
+from swarm.data.tokenizer import token_dtype
 from swarm.errors import DataError
 
 
@@ -39,13 +40,13 @@ def only_folder(cache):
 
 
 def test_shards_hold_the_training_documents_in_order(corpus, tmp_path):
-    shards = open_shards(corpus, tmp_path / "cache")
+    shards = open_shards(corpus, tmp_path / "cache", BYTE)
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
     assert shards.num_tokens == len(expected_tokens(corpus))
 
 
 def test_a_shard_is_closed_by_a_whole_document(corpus, tmp_path):
-    shards = open_shards(corpus, tmp_path / "cache", shard_tokens=500)
+    shards = open_shards(corpus, tmp_path / "cache", BYTE, shard_tokens=500)
     assert len(shards.arrays) > 5
     assert all(len(array) >= 500 for array in shards.arrays[:-1])
     assert all(array[-1] == 256 for array in shards.arrays)
@@ -53,25 +54,25 @@ def test_a_shard_is_closed_by_a_whole_document(corpus, tmp_path):
 
 
 def test_the_second_opening_reads_the_cache(corpus, tmp_path):
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     written_ns = (only_folder(tmp_path / "cache") / "00000.bin").stat().st_mtime_ns
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     assert (only_folder(tmp_path / "cache") / "00000.bin").stat().st_mtime_ns == written_ns
 
 
 def test_a_changed_corpus_gets_a_cache_of_its_own(corpus, tmp_path):
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     (corpus.root / "000.txt").write_text("something else, longer than before")
-    shards = open_shards(corpus, tmp_path / "cache")
+    shards = open_shards(corpus, tmp_path / "cache", BYTE)
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_the_digest_is_of_all_training_tokens_however_they_are_cut(corpus, tmp_path):
     expected = blake3(expected_tokens(corpus).astype("<u2").tobytes()).hexdigest()
-    whole = open_shards(corpus, tmp_path / "one")
-    cut = open_shards(corpus, tmp_path / "two", shard_tokens=500)
-    again = open_shards(corpus, tmp_path / "two", shard_tokens=500)
+    whole = open_shards(corpus, tmp_path / "one", BYTE)
+    cut = open_shards(corpus, tmp_path / "two", BYTE, shard_tokens=500)
+    again = open_shards(corpus, tmp_path / "two", BYTE, shard_tokens=500)
     assert len(cut.arrays) > len(whole.arrays)
     assert {each.contents.digest for each in (whole, cut, again)} == {expected}
 
@@ -79,10 +80,10 @@ def test_the_digest_is_of_all_training_tokens_however_they_are_cut(corpus, tmp_p
 def test_the_digest_depends_on_the_text_and_not_on_where_it_lies(corpus, tmp_path):
     elsewhere = tmp_path / "else" / "where"
     shutil.copytree(corpus.root, elsewhere)
-    first = open_shards(corpus, tmp_path / "cache").contents
-    assert open_shards(folder_corpus(elsewhere), tmp_path / "cache").contents == first
+    first = open_shards(corpus, tmp_path / "cache", BYTE).contents
+    assert open_shards(folder_corpus(elsewhere), tmp_path / "cache", BYTE).contents == first
     (elsewhere / "000.txt").rename(elsewhere / "zzz.txt")
-    moved = open_shards(folder_corpus(elsewhere), tmp_path / "cache").contents
+    moved = open_shards(folder_corpus(elsewhere), tmp_path / "cache", BYTE).contents
     assert moved.digest != first.digest, "another order of documents is another text"
 
 
@@ -91,12 +92,13 @@ def test_a_line_says_files_documents_tokens_split_and_what_was_skipped(corpus, t
     (corpus.root / "bad.jsonl").write_text("1\n2\n3\n")
     corpus = folder_corpus(corpus.root)
     for _ in range(2):  # built, and from the cache
-        shards = open_shards(corpus, tmp_path / "cache")
-        held_out = [len(each) + 1 for each in corpus.documents() if is_held_out(each)]
+        shards = open_shards(corpus, tmp_path / "cache", BYTE)
+        held_out = [len(each) for each in corpus.documents() if is_held_out(each)]
         assert shards.summary() == (
-            f"121 files, 120 documents, {shards.num_tokens + sum(held_out):,} tokens: "
-            f"{shards.num_tokens:,} in {120 - len(held_out)} documents to train on, "
-            f"{sum(held_out)} in {len(held_out)} held out; 4 skipped (bad.jsonl:1: no object with "
+            "121 files, 120 documents: "
+            f"{shards.num_tokens:,} tokens in {120 - len(held_out)} documents to train on, "
+            f"{sum(held_out)} bytes in {len(held_out)} held out; 4 skipped "
+            "(bad.jsonl:1: no object with "
             'a string under "text", bad.jsonl:2: no object with a string under "text", '
             'bad.jsonl:3: no object with a string under "text", ...)'
         )
@@ -108,32 +110,32 @@ def test_one_large_text_is_split_into_training_and_held_out_documents(tmp_path):
     corpus = folder_corpus(tmp_path / "text")
     assert 3 < len(list(corpus.documents())) < 10
     assert not any(map(is_held_out, corpus.documents())), "by chance no document is held out"
-    shards = open_shards(corpus, tmp_path / "cache")
-    held_out = held_out_tokens(corpus.documents(), 10**6)
+    shards = open_shards(corpus, tmp_path / "cache", BYTE)
+    (held_out,) = held_out_documents(corpus.documents(), 10**6)
     assert shards.contents.held_out_documents == 1
-    assert shards.contents.held_out_tokens == len(held_out)
-    assert bytes(held_out[:-1].astype(np.uint8)) not in bytes(all_tokens(shards).astype(np.uint8))
+    assert shards.contents.held_out_bytes == len(held_out)
+    assert held_out not in bytes(all_tokens(shards).astype(np.uint8))
 
 
 def test_a_text_of_one_document_says_that_nothing_is_left(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "note.txt").write_text("one small document")
     with pytest.raises(DataError, match=r"1 documents are all held out.*add documents"):
-        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache")
+        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache", BYTE)
 
 
 def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"\0")
     with pytest.raises(DataError, match=r"holds no text; a\.txt: binary"):
-        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache")
+        open_shards(folder_corpus(tmp_path / "text"), tmp_path / "cache", BYTE)
 
 
 def test_a_long_build_says_how_far_it_is(corpus, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("swarm.data.shards.PROGRESS_S", 0.0)
+    monkeypatch.setattr("swarm.data.shard_writer.PROGRESS_S", 0.0)
     with caplog.at_level("INFO"):
-        open_shards(corpus, tmp_path / "cache")
-    assert "tokenising text: 0 MB so far, file 120 of 120" in caplog.text
+        open_shards(corpus, tmp_path / "cache", BYTE)
+    assert "tokenising text: 0 MB so far, 119 of 120 files done" in caplog.text
 
 
 def cut_tokens(folder):
@@ -170,18 +172,18 @@ def strip_header(folder):
     "damage", [cut_tokens, flip_token, remove_tokens, cut_header, change_header, strip_header]
 )
 def test_a_damaged_cache_is_seen_said_and_built_anew(corpus, tmp_path, damage, caplog):
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     damage(only_folder(tmp_path / "cache"))
-    shards = open_shards(corpus, tmp_path / "cache")
+    shards = open_shards(corpus, tmp_path / "cache", BYTE)
     assert np.array_equal(all_tokens(shards), expected_tokens(corpus))
     assert "anew" in caplog.text
     caplog.clear()
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     assert not caplog.text
 
 
 def test_nothing_is_left_beside_the_cache(corpus, tmp_path):
-    open_shards(corpus, tmp_path / "cache")
+    open_shards(corpus, tmp_path / "cache", BYTE)
     folder = only_folder(tmp_path / "cache")
     assert sorted(path.name for path in folder.iterdir()) == ["00000.bin", "header.json"]
 
@@ -192,7 +194,7 @@ def test_processes_that_build_at_the_same_time_end_with_one_cache(corpus, tmp_pa
 
     def build():
         start.wait(timeout=10)
-        found.append(all_tokens(open_shards(corpus, tmp_path / "cache")))
+        found.append(all_tokens(open_shards(corpus, tmp_path / "cache", BYTE)))
 
     threads = [threading.Thread(target=build) for _ in range(3)]
     for thread in threads:
@@ -210,7 +212,7 @@ def test_a_corpus_that_is_all_held_out_is_an_error_and_leaves_no_cache(tmp_path)
     held_out = next(text for text in map(str, range(10_000)) if is_held_out(text.encode()))
     (folder / "a.txt").write_text(held_out)
     with pytest.raises(DataError, match="no text is left for training"):
-        open_shards(folder_corpus(folder), tmp_path / "cache")
+        open_shards(folder_corpus(folder), tmp_path / "cache", BYTE)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -20,7 +20,9 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hypothesis import HealthCheck, Phase, given, settings
 
 from swarm.config import PeerConfig, RunConfig, parse_config
-from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch
+from swarm.data.tokenizer_file import FileTokenizer
+from swarm.data.training import train_tokenizer
+from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch, TokenizerError
 from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
 from swarm.network.daemon import Address
@@ -278,6 +280,11 @@ DECODERS: dict[str, Decoder] = {
     ),
     "validation_record": Decoder(
         lambda b: decode_record(ValidationRecord, b), HOSTILE, (encode_record(VALIDATION),)
+    ),
+    "tokenizer": Decoder(
+        lambda b: FileTokenizer.of(bytes(b)),
+        (TokenizerError,),
+        (train_tokenizer([b"a few words, and more"], 260).content,),
     ),
     "invitation": Decoder(
         lambda b: from_text(bytes(b).decode(errors="replace")),

@@ -35,7 +35,7 @@ from swarm.protocol.records import ValidationRecord
 
 WAIT_S = 20.0
 KEY = "run.validation"
-HONEST = ValidationRecord(round=1, manifest_digest="0" * 64, val_loss=2.5, tokens=64)
+HONEST = ValidationRecord(round=1, manifest_digest="0" * 64, val_loss=2.5, tokens=64, text_bytes=64)
 
 
 def nested(depth: int, code: int = 0x40) -> bytes:

@@ -31,7 +31,7 @@ def tiny_run(**model: Any) -> RunConfig:
         {
             "run": {"name": "tiny", "rounds": 2, "seed": 7},
             "model": TINY | model,
-            "data": {"sequence_length": 32, "validation_tokens": 64},
+            "data": {"sequence_length": 32, "validation_bytes": 64},
             "train": {"batch_tokens": 128, "micro_batch_sequences": 4},
             "optimizer": {"lr": 1e-3},
             "round": {"local_steps": 2},

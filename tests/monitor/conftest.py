@@ -58,8 +58,8 @@ def sighting(**changes: Any) -> Sighting:
         "QmC": MergeRecord("0", 2, 1, 100, 0.0667, {3: ((1, 0), (0, 1))}),
     }
     validations = {
-        "QmA": ValidationRecord(3, OLD, 2.9, 100, ((1, 4.5), (2, 3.5))),
-        "QmB": ValidationRecord(5, EQUAL, 2.31, 100, ((2, 3.4), (4, 2.5))),
+        "QmA": ValidationRecord(3, OLD, 2.9, 100, 200, ((1, 4.5), (2, 3.5))),
+        "QmB": ValidationRecord(5, EQUAL, 2.31, 100, 200, ((2, 3.4), (4, 2.5))),
     }
     return dataclasses.replace(
         Sighting("demo-1", "demo", peers, merges, validations, None), **changes

@@ -60,7 +60,9 @@ def sighting(peers: int, experts: int, round_: int) -> Sighting:
         name="moe-7b",
         peers=records,
         merges=merges,
-        validations={ids[0]: ValidationRecord(round_, tip.digest, loss(round_), 4096, recent)},
+        validations={
+            ids[0]: ValidationRecord(round_, tip.digest, loss(round_), 4096, 4096, recent)
+        },
         tip=tip,
         published={peer: now - 7 * rng.random() for peer in records},
         at=now,

@@ -56,7 +56,7 @@ def looks(*snapshots: Snapshot) -> Snapshot:
 
 def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> None:
     before = looks(project(make_sighting()))
-    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100)}
+    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100, 200)}
     now = project(make_sighting(merges={}, validations=newer))
     shown = with_history(now, before)
     assert shown.losses == (*before.losses, (6, 2.2))

@@ -7,8 +7,9 @@ import pytest
 
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, snapshot_of
-from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch, Text
+from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch
 from swarm.protocol.records import PeerRecord
+from swarm.protocol.texts import Text
 from tests.peer_records import DIGEST
 
 Sightings = Callable[..., Sighting]

@@ -66,6 +66,7 @@ def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
         "12.3M",
         "23.5M",
         "held-out loss  2.310, rounds 1-5",
+        "held out  1.666 bits per byte",
         "a round  2.2MB out, 2.3MB in, mean",
         "merge 2  step 200, alpha 0.0333",
         "layer 0: 0<1,2 1<0,2 2<1,0",

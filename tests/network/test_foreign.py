@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 
 from swarm.config import RunConfig, parse_config
 from swarm.errors import BadBlob, BadManifest, BadRecord, RunMismatch
-from swarm.network.foreign import check_announcement, check_state, decode_config
+from swarm.network.foreign import (
+    MAX_TOKENIZER_BYTES,
+    check_announcement,
+    check_state,
+    decode_config,
+)
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.records import RunRecord, RunState
+from swarm.protocol.texts import TokenizerFile
 from tests.scenarios.swarms import EXACT
 
 DIGEST = "0" * 64
@@ -98,3 +104,11 @@ def test_a_state_with_other_units_or_sizes_than_the_run_s_is_refused() -> None:
         founding = dataclasses.replace(sound.founding, validation_bytes=held_out_bytes)
         with pytest.raises(BadManifest, match="impossible size"):
             check_state(manifest(founding=founding), layout)
+    for size, is_sound in ((MAX_TOKENIZER_BYTES, True), (MAX_TOKENIZER_BYTES + 1, False)):
+        tokenizer = TokenizerFile(DIGEST, size, 0, 1)
+        large = manifest(founding=dataclasses.replace(sound.founding, tokenizer=tokenizer))
+        if is_sound:
+            check_state(large, layout)
+            continue
+        with pytest.raises(BadManifest, match=r"tokenizer has 67108865 bytes \(limit"):
+            check_state(large, layout)

@@ -53,7 +53,7 @@ def tiny_run() -> RunConfig:
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 8,
         },
-        "data": {"sequence_length": 8, "validation_tokens": 64},
+        "data": {"sequence_length": 8, "validation_bytes": 64},
         "train": {"batch_tokens": 8, "micro_batch_sequences": 1},
         "optimizer": {"lr": 1e-3},
         "round": {"local_steps": 2},
@@ -133,7 +133,7 @@ class Lonely:
 
     def announce(self, **changes) -> None:
         record, node = self.record(**changes), self.node
-        loss = ValidationRecord(0, self.manifest.digest, 5.5, 64)
+        loss = ValidationRecord(0, self.manifest.digest, 5.5, 64, 64)
         node.run(publish(node, runs_key(node.peer_id), record), WAIT_S)
         node.run(publish(node, validation_key(record.run, node.peer_id), loss), WAIT_S)
         node.run(publish_peer(node, record.run, peer_record(node.peer_id)), WAIT_S)

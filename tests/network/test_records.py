@@ -16,7 +16,9 @@ WAIT_S = 20.0
 
 
 def validation(number: int) -> ValidationRecord:
-    return ValidationRecord(round=number, manifest_digest="0" * 64, val_loss=2.5, tokens=64)
+    return ValidationRecord(
+        round=number, manifest_digest="0" * 64, val_loss=2.5, tokens=64, text_bytes=64
+    )
 
 
 @pytest.fixture(scope="module")

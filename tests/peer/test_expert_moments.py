@@ -37,7 +37,7 @@ from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
-from tests.train.runs import batch, same, tiny_run
+from tests.train.runs import batch, held_out, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"})
 LAYOUT = layout_of(RUN)
@@ -144,7 +144,7 @@ class Process:
             cast(Loader, None),
             cast(Rounds, rounds),
             RunDirectory(folder),
-            validation_BT1=batch(RUN, 0),
+            held_out=held_out(RUN),
             status=cast(PeerStatus, self.side.status),
             moments=self.side.moments,
             stop=cast(Stop, lambda: False),

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import swarm
+from swarm.data.training import train_tokenizer
 from swarm.errors import ConfigError, NobodyReachable, StateError
 from swarm.experts import all_shapes
 from swarm.model.initialise import initial_tensors
+from swarm.peer.agreed_model import open_state
 from swarm.peer.entering import Stopped
 from swarm.peer.leaving import Stop
 from swarm.peer.state_directory import StateDirectory
@@ -69,8 +71,8 @@ class Heard(swarm.PeerObserver):
         if self.peer:
             self.peer.stop()
 
-    def on_validation(self, round_number: int, val_loss: float) -> None:
-        assert val_loss > 0
+    def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
+        assert val_loss > 0 and bits_per_byte > 0
         self.validated.append(round_number)
 
 
@@ -96,9 +98,15 @@ def test_a_peer_is_stopped_by_a_callback_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_a_joiner_fetches_the_weights_that_a_founder_was_given(tmp_path: Path) -> None:
+def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given(
+    tmp_path: Path,
+) -> None:
     """They do not follow from the seed, so what it would compute is not the run's."""
-    run, heard = tiny(tmp_path, "run.rounds=1"), Heard()
+    made, tokenizer = train_tokenizer([b"some words, and some more words"] * 9, 270), tmp_path / "t"
+    tokenizer.mkdir()
+    made.save(tokenizer, model_max_length=32)
+    of_the_file = ["data.tokenizer=file", f"model.vocab_size={made.num_ids}"]
+    run, heard = tiny(tmp_path, "run.rounds=1", *of_the_file), Heard()
     seeded = initial_tensors(run, all_shapes(run.model))
     given = {name: value + 0.01 for name, value in seeded.items()}
     found: list[swarm.Manifest] = []
@@ -106,7 +114,9 @@ def test_a_joiner_fetches_the_weights_that_a_founder_was_given(tmp_path: Path) -
     def founding() -> None:
         config = machine("peer.wait_for_peers=2")
         folder = tmp_path / "founder"
-        with swarm.Peer.found(run, folder, config=config, weights=given, observer=heard) as peer:
+        with swarm.Peer.found(
+            run, folder, config=config, weights=given, tokenizer=tokenizer, observer=heard
+        ) as peer:
             found.append(peer.train())
             peer.serve(5)
 
@@ -119,6 +129,9 @@ def test_a_joiner_fetches_the_weights_that_a_founder_was_given(tmp_path: Path) -
     founder.join(ALONE_S)
     assert [tip.digest] == [manifest.digest for manifest in found]
     assert len(tip.contributors) == 2
+    directory, model = open_state(tmp_path / "joiner")
+    assert model.tokenizer() == made
+    directory.close()
     assert all(torch.equal(first[name], value) for name, value in given.items())
 
 

@@ -33,7 +33,7 @@ from swarm.protocol.training import Applied, at_once
 from swarm.protocol.training.reading import Reading
 from swarm.train import local_steps
 from swarm.train.resident import ResidentEngine
-from tests.train.runs import LENGTH, batch, patterned_shards, tiny_run
+from tests.train.runs import LENGTH, held_out, patterned_shards, tiny_run
 
 ROWS = 4
 EXACT = tiny_run()
@@ -74,7 +74,7 @@ class Peer:
             Loader(patterned_shards(), run),
             cast(Rounds, rounds),
             RunDirectory(folder),
-            validation_BT1=batch(run, 0),
+            held_out=held_out(run),
             status=cast(PeerStatus, status),
             moments=cast(ExpertMoments, nothing),
             stop=cast(Stop, lambda: False),

@@ -29,7 +29,7 @@ from swarm.protocol.training import Applied, SavedWork, Work, at_once
 from swarm.train.checkpoint import load_private
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
-from tests.train.runs import all_names, batch, same, tiny_run
+from tests.train.runs import all_names, batch, held_out, same, tiny_run
 
 RUN = tiny_run()
 LAYOUT = layout_of(RUN)
@@ -69,7 +69,7 @@ class Life:
             cast(Loader, None),
             cast(Rounds, rounds),
             self.directory,
-            validation_BT1=batch(RUN, 0),
+            held_out=held_out(RUN),
             status=cast(
                 PeerStatus,
                 SimpleNamespace(

@@ -14,6 +14,7 @@ import torch
 
 from swarm import codecs
 from swarm.codecs import mean_of
+from swarm.data.held_out import HeldOut, Windows
 from swarm.experts import expert_unit
 from swarm.model import merge
 from swarm.network.blobs import BlobStore
@@ -186,7 +187,9 @@ def test_a_validation_holds_one_layers_owned_experts_more(
     model.bases = {e: founded.entries[expert_unit(e)].digest for e in engine.owned}
     tokens = torch.zeros(2, 9, dtype=torch.long)
     plain = peak_of(live, lambda: engine.evaluate(tokens))
-    peak = peak_of(live, lambda: model.evaluate(founded, tokens))
+    everything = Windows(tokens, torch.ones(2, 8, dtype=torch.bool))
+    held_out = HeldOut((everything,), 16, 16)
+    peak = peak_of(live, lambda: model.evaluate(founded, held_out))
     assert peak - plain <= len(engine.owned) * 3 * MATRIX * 4 + 2 * MATRIX * 4
     engine.close()
 

@@ -1,6 +1,7 @@
 """What a peer says about itself: totals, differences between rounds, and nothing of others."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
@@ -29,6 +31,7 @@ from swarm.train.routing_stats import RoutingStats
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import tiny_run
 
+HELD_OUT = HeldOut((), num_tokens=64, num_bytes=128)
 TIP = replace(found(make_rules(), ["A", "B"]), run="run-1")
 STATS = LocalStats(
     steps=3,
@@ -177,13 +180,26 @@ def test_tokens_add_up_and_lost_ones_are_told_apart(status: PeerStatus, caplog) 
     assert "it was left out" in caplog.text
 
 
+def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch(status)
+    with caplog.at_level("INFO"):
+        status.validated(TIP, 3 * math.log(2), HELD_OUT)
+    assert "val_loss=2.0794 nats/token bits_per_byte=1.5000" in caplog.text
+    assert status.validation is not None
+    assert (status.validation.tokens, status.validation.text_bytes) == (64, 128)
+    assert status.validation.bits_per_byte_of_nat * 3 * math.log(2) == pytest.approx(1.5)
+    assert events(status)[-1]["bits_per_byte"] == pytest.approx(1.5)
+
+
 def test_the_history_of_held_out_losses_is_bounded_and_without_the_newest(
     status: PeerStatus,
 ) -> None:
     manifest = TIP
     for _ in range(MAX_RECENT + 5):
         manifest = successor(manifest)
-        status.validated(manifest, float(manifest.round), 64)
+        status.validated(manifest, float(manifest.round), HELD_OUT)
     validation = status.validation
     assert validation is not None
     assert validation.val_loss == validation.round == MAX_RECENT + 5
@@ -196,7 +212,7 @@ def test_what_others_should_hear_of_soon_asks_for_publication(status: PeerStatus
     for tell in (
         lambda: status.begin(PeerState.AVERAGING),
         lambda: status.applied(report(successor(TIP))),
-        lambda: status.validated(successor(TIP), 2.0, 64),
+        lambda: status.validated(successor(TIP), 2.0, HELD_OUT),
     ):
         status.changed.clear()
         tell()

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 
 from peers.export import main
 from peers.exporting import export
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
+from swarm.data.training import train_tokenizer
 from swarm.errors import CorruptState, StateError
 from swarm.model.huggingface import load_named
 from swarm.model.initialise import initial_tensors
@@ -25,6 +27,7 @@ from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest
+from swarm.protocol.texts import TokenizerFile
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 OVERRIDES = ["model.hidden_size=32", "model.moe_intermediate_size=16", "wire.part_bytes=4096"]
@@ -118,6 +121,26 @@ def test_an_export_holds_model_configuration_and_tokenizer(
         assert blob is not None and bytes(encode_unit(unit, tensors)) == bytes(blob)
     said = capsys.readouterr().out
     assert f"lm_eval --model hf --model_args pretrained={folder} --tasks" in said
+
+
+def test_an_export_has_the_tokenizer_of_its_run(
+    found: AgreedModel, layout: Layout, tmp_path: Path
+) -> None:
+    made = train_tokenizer([b"a few words, and a few more"] * 9, 260)
+    used = TokenizerFile(found.store.put(made.content), len(made.content), made.end_of_text, 9)
+    founding = dataclasses.replace(found.manifest.founding, tokenizer=used)
+    manifest = dataclasses.replace(found.manifest, founding=founding)
+    export(dataclasses.replace(found, manifest=manifest), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eos_token_id"] == made.end_of_text
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "a few <|endoftext|> words"
+    (tokens,) = made.encoded([text.encode()])
+    assert loaded(text)["input_ids"] == tokens[:-1].tolist()
+    assert loaded.eos_token_id == made.end_of_text
+    found.store.collect({d for d in found.store.digests() if d != used.digest})
+    with pytest.raises(CorruptState, match="tokenizer is missing"):
+        export(dataclasses.replace(found, manifest=manifest), tmp_path)
 
 
 def on_disk(path: Path, run: RunConfig, layout: Layout) -> Manifest:

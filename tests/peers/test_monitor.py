@@ -68,7 +68,7 @@ class Guest:
 
     def show(self, round_: int) -> None:
         self.tip_now = manifest(round_)
-        losses = {"QmA": ValidationRecord(round_, "0" * 64, 5.0 - round_, 64)}
+        losses = {"QmA": ValidationRecord(round_, "0" * 64, 5.0 - round_, 64, 128)}
         self.seen = Seen({"QmA": record_at(manifest(round_))}, {}, losses)
 
 

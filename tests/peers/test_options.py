@@ -106,6 +106,13 @@ def test_rounds_is_a_setting_of_the_run(given: Call) -> None:
     assert asked.peer_config().peer.capacity == 2.0
 
 
+def test_a_tokenizer_sets_the_key(given: Call, tmp_path: Path) -> None:
+    assert given("--run", DEMO).run_config().data.tokenizer == "byte"
+    named = given("--run", DEMO, "--tokenizer", str(tmp_path))
+    assert named.tokenizer == tmp_path and named.run_config().data.tokenizer == "file"
+    assert named.asked_of_run() == {"data.tokenizer": "file"}
+
+
 # ---------------------------------------------------------------- addresses
 
 

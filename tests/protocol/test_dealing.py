@@ -19,7 +19,7 @@ from swarm.protocol.dealing import (
     split,
 )
 from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.manifest import Member, PeerId, Text
+from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.rounds.deals import (
     MAX_QUOTA,
     MAX_TOKENS_PER_S,
@@ -30,6 +30,7 @@ from swarm.protocol.rounds.deals import (
     with_pace,
 )
 from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.texts import Text
 from swarm.protocol.weights import weights
 from tests.protocol.round_pump import found, make_offer, make_rules, name
 

@@ -22,7 +22,7 @@ def run_of(**wire: object) -> RunConfig:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
         },
-        "data": {"sequence_length": 16, "validation_tokens": 64},
+        "data": {"sequence_length": 16, "validation_bytes": 64},
         "train": {"batch_tokens": 32, "micro_batch_sequences": 2},
         "optimizer": {"lr": 1e-3},
         "round": {"local_steps": 2},

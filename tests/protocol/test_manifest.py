@@ -13,10 +13,10 @@ from swarm.protocol.manifest import (
     Kind,
     Manifest,
     Member,
-    Text,
     decode_manifest,
     is_ancestor,
 )
+from swarm.protocol.texts import Text, TokenizerFile
 
 REFORM = (3, (2, "62"))
 LATER = (5, (1, "7a"))
@@ -64,6 +64,22 @@ FOUNDED = Manifest(
     owners={},
     entries={},
 )
+
+
+def test_a_manifest_names_the_tokenizer_only_of_a_run_that_has_a_file() -> None:
+    assert b'"tokenizer":null' not in FOUNDED.encoded
+    file = TokenizerFile("ab" * 32, 10, 0, 5)
+    founding = replace(FOUNDED.founding, tokenizer=file)
+    named = replace(FOUNDED, founding=founding)
+    assert decode_manifest(named.encoded).founding.tokenizer == file
+    assert named.founding.blobs == FOUNDED.founding.blobs | {file.digest: 10}
+    null = FOUNDED.encoded.replace(b'"text":{', b'"tokenizer":null,"text":{')
+    with pytest.raises(BadManifest):
+        decode_manifest(null)
+    for wrong in ({"digest": "x"}, {"end_of_text": -1}, {"num_bytes": 0}):
+        bad = replace(founding, tokenizer=replace(file, **wrong))
+        with pytest.raises(BadManifest):
+            decode_manifest(replace(named, founding=bad).encoded)
 
 
 def test_a_manifest_says_which_text_its_run_trains_on() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadRecord
 from swarm.protocol import records
-from swarm.protocol.manifest import Text
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     MergeRecord,
@@ -24,6 +23,7 @@ from swarm.protocol.records import (
     decode_record,
     encode_record,
 )
+from swarm.protocol.texts import Text
 from tests.peer_records import peer_record
 
 HEX = "0123456789abcdef" * 4
@@ -57,7 +57,12 @@ MERGE = MergeRecord(
     generation="0", round=4, merged=1, step=200, alpha=0.08, donors={3: ((1, 2), (0, 7))}
 )
 VALIDATION = ValidationRecord(
-    round=3, manifest_digest=HEX, val_loss=2.4, tokens=65536, recent=((1, 4.0), (2, 3.0))
+    round=3,
+    manifest_digest=HEX,
+    val_loss=2.4,
+    tokens=65536,
+    text_bytes=90000,
+    recent=((1, 4.0), (2, 3.0)),
 )
 EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION]
 KINDS = [type(example) for example in EXAMPLES]
@@ -201,7 +206,9 @@ def test_the_largest_admissible_run_and_validation_records_fit_their_own_limits(
         text=Text("😀" * 64, "b" * 64, HEX, *[2**48] * 3),
     )  # fmt: skip
     losses = tuple((2**31 - 1 - k, -1.7976931348623157e308) for k in range(200))
-    validation = ValidationRecord(2**31 - 1, HEX, -1.7976931348623157e308, 2**63 - 1, losses)
+    validation = ValidationRecord(
+        2**31 - 1, HEX, -1.7976931348623157e308, 2**63 - 1, 2**63 - 1, losses
+    )
     for record in (run, validation):
         assert decode_record(type(record), encode_record(record)) == record
     for kind, limit in (

@@ -31,7 +31,7 @@ num_experts_per_tok = 2
 moe_intermediate_size = 32
 [data]
 sequence_length = 32
-validation_tokens = 512
+validation_bytes = 512
 [train]
 batch_tokens = 128
 micro_batch_sequences = 2

@@ -19,7 +19,7 @@ def peer(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.scenarios.failing_engine", "--run", str(RUN)]
     command += ["--state-dir", str(folder), "--rounds", "3", "--linger", "0.1"]
     command += ["--corpus", "swarm", "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
-    command += ["--set", "round.local_steps=3", "--set", "data.validation_tokens=512"]
+    command += ["--set", "round.local_steps=3", "--set", "data.validation_bytes=512"]
     command += ["--set", "merging.alpha=0.0", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, digests_by_height
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
@@ -78,7 +79,7 @@ def reference(swarm: LocalSwarm, run: RunConfig, cache: Path) -> Mapping[str, Te
     owners = read_record(swarm.peers[0]).tip.owners
     return train_by_reference(
         run,
-        open_shards(standard_library_corpus(), cache),
+        open_shards(standard_library_corpus(), cache, BYTE),
         ordered,
         {expert: [ordered.index(peer) for peer in peers] for expert, peers in owners.items()},
         rounds=run.run.rounds,

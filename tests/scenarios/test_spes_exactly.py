@@ -7,6 +7,7 @@ import torch
 
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from tests.scenarios.spes_reference import train_by_reference
 from tests.scenarios.swarms import (
@@ -47,7 +48,7 @@ def test_three_rounds_with_a_merge_equal_the_reference(
     assert len(verdict["manifest_digests"]) == 1
     assert verdict["tokens_lost"] == 0
     assert len(merges) == 1
-    shards = open_shards(standard_library_corpus(), tmp_path / "data")
+    shards = open_shards(standard_library_corpus(), tmp_path / "data", BYTE)
     expected = train_by_reference(
         run,
         shards,

@@ -7,6 +7,7 @@ import pytest
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.local_peer import LocalPeer
@@ -80,7 +81,7 @@ def test_unequal_peers_work_for_the_agreed_time_and_both_count(tmp_path: Path) -
     covered = coverage_of(tip)
     run = read_run(run_file)
     assert covered.counted == tip.tokens // run.data.sequence_length
-    with Loader(open_shards(standard_library_corpus(), tmp_path / "data"), run) as loader:
+    with Loader(open_shards(standard_library_corpus(), tmp_path / "data", BYTE), run) as loader:
         assert covered.windows == loader.num_windows
     # The next deals fit the pace: about four times as much for the fast one.
     dealt = [num_samples(tip.dealt[peer]) for peer in ids]

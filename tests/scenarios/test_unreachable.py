@@ -11,6 +11,7 @@ import torch
 
 from swarm.data.corpus import standard_library_corpus
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.emulation.links import LINKS, Link
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, summary
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
@@ -61,7 +62,7 @@ def test_their_experts_reach_everybody_bit_for_bit(swarm: LocalSwarm, tmp_path: 
     tip = read_record(swarm.peers[0]).tip
     expected = train_by_reference(
         run,
-        open_shards(standard_library_corpus(), tmp_path / "data"),
+        open_shards(standard_library_corpus(), tmp_path / "data", BYTE),
         ordered,
         {e: [ordered.index(peer) for peer in owners] for e, owners in tip.owners.items()},
         rounds=run.run.rounds,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.held_out import HeldOut, Windows
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
 from swarm.model.initialise import initial_tensors
@@ -30,7 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-    "data": {"sequence_length": LENGTH, "validation_tokens": 64},
+    "data": {"sequence_length": LENGTH, "validation_bytes": 64},
     "train": {
         "batch_tokens": 4 * LENGTH,
         "micro_batch_sequences": 2,
@@ -77,6 +78,13 @@ def batch(run: RunConfig, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     rows = run.train.batch_tokens // LENGTH
     return torch.randint(0, 256, (rows, LENGTH + 1), generator=generator)
+
+
+def held_out(run: RunConfig) -> HeldOut:
+    """Random held-out tokens of so many bytes."""
+    tokens_BT1 = batch(run, 0)
+    scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    return HeldOut((Windows(tokens_BT1, scored_BT),), scored_BT.numel(), scored_BT.numel())
 
 
 def patterned_shards(num_tokens: int = 6000) -> Shards:

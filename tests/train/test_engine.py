@@ -261,6 +261,18 @@ def test_evaluation_is_the_mean_over_tokens_also_with_a_smaller_last_micro_batch
     assert engine.evaluate(tokens) == pytest.approx(sum(rows) / 5, rel=1e-6)
 
 
+def test_evaluation_counts_only_what_is_scored(make_engine):
+    tokens, engine = batch(RUN, 50), make_engine(RUN, [0])
+    scored = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
+    scored[:, :3] = True
+    scored[0, 3:7] = True
+    heads = [engine.evaluate(tokens[1:, :4]), engine.evaluate(tokens[:1, :8])]
+    wanted = (heads[0] * 3 * (len(tokens) - 1) + heads[1] * 7) / (3 * (len(tokens) - 1) + 7)
+    assert engine.evaluate(tokens, scored_BT=scored) == pytest.approx(wanted, rel=1e-6)
+    everything = torch.ones_like(scored)
+    assert engine.evaluate(tokens, scored_BT=everything) == engine.evaluate(tokens)
+
+
 def test_evaluation_uses_replaced_values_and_leaves_every_bit(make_engine):
     for frozen in ("fp32", "bf16"):
         run = tiny_run(train={"frozen": frozen})

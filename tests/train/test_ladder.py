@@ -102,7 +102,7 @@ def test_half_a_million_tokens_of_context_of_the_7b_fit_one_gpu():
     length = 524_288
     run = of_file(
         "spes_7b",
-        data={"sequence_length": length, "validation_tokens": 600_000},
+        data={"sequence_length": length, "validation_bytes": 600_000},
         train={"batch_tokens": length, "micro_batch_sequences": 1},
         optimizer={"clip": "unit"},
         phases={},

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from swarm.data.corpus import open_corpus
-from swarm.data.loader import Loader, held_out_sequences, held_out_tokens
+from swarm.data.held_out import held_out_documents, measured_on
+from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
+from swarm.data.tokenise import BYTE
 from swarm.errors import TrainingDiverged
 from swarm.train import local_steps
 from swarm.train.engine import StepStats
@@ -154,16 +156,20 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
             "num_experts": 8,
             "moe_intermediate_size": 128,
         },
-        data={"sequence_length": 64, "validation_tokens": 8192},
+        data={"sequence_length": 64, "validation_bytes": 8192},
         train={"batch_tokens": 512, "micro_batch_sequences": 8, "frozen": "bf16"},
         optimizer={"lr": 4e-3, "warmup_steps": 20, "schedule_steps": 400},
     )
     corpus = open_corpus(None)
-    held_out_BT1 = held_out_sequences(held_out_tokens(corpus.documents(), 8192), 64)
+    held_out = measured_on(BYTE, held_out_documents(corpus.documents(), 8192), 64)
     engine = new_engine(run, range(8))
-    before = engine.evaluate(held_out_BT1)
+
+    def loss() -> float:
+        return held_out.mean(lambda tokens, scored: engine.evaluate(tokens, scored_BT=scored))
+
+    before = loss()
     started_s = time.monotonic()
-    with Loader(open_shards(corpus, tmp_path), run) as loader:
+    with Loader(open_shards(corpus, tmp_path, BYTE), run) as loader:
         train_local_steps(
             engine,
             loader,
@@ -176,4 +182,4 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
         )
     # ln 260 = 5.56: a model that knows nothing yet.
     assert before == pytest.approx(5.56, abs=0.05)
-    assert engine.evaluate(held_out_BT1) < 3.0
+    assert loss() < 3.0

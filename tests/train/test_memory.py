@@ -27,7 +27,7 @@ def sized(train, *, layers=3, length=128, vocab=600, hidden=64):
             "num_experts": 8,
             "moe_intermediate_size": hidden,
         },
-        data={"sequence_length": length, "validation_tokens": length + 1},
+        data={"sequence_length": length, "validation_bytes": length + 1},
         train={"batch_tokens": 4 * length, "micro_batch_sequences": 2, **train},
     )
 

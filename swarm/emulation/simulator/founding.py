@@ -5,17 +5,10 @@ from __future__ import annotations
 from swarm.emulation.simulator.cast import Setup
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
-from swarm.protocol.manifest import (
-    FOUNDING_GENERATION,
-    Entry,
-    Founding,
-    Kind,
-    Manifest,
-    Member,
-    Text,
-)
+from swarm.protocol.manifest import FOUNDING_GENERATION, Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.ownership import assign
 from swarm.protocol.rounds.deals import first_book
+from swarm.protocol.texts import Text
 
 TEXT = Text("text", "byte", "digest", documents=1, tokens=2001, windows=500)
 

@@ -16,11 +16,12 @@ export function drawFigures(state) {
   const newest = losses.at(-1);
   const before = losses.at(-2);
   const fall = newest && before ? `${newest[1] <= before[1] ? "−" : "+"}${Math.abs(newest[1] - before[1]).toFixed(3)} in a round` : "";
+  const bits = newest && state.bits_per_byte_of_nat ? `${loss(newest[1] * state.bits_per_byte_of_nat)} bits/byte` : "nats per token";
   const members = state.members === null ? "" : `of ${state.members} members`;
   const figures = [
     ["round", `${state.round}/${state.rounds_total}`, bar(state.round / Math.max(state.rounds_total, 1)), "round"],
     ["left", seconds(pace.eta_s), pace.round_s === null ? "not known yet" : `a round takes ${seconds(pace.round_s)}`, "eta"],
-    ["held-out loss", newest ? loss(newest[1]) : "–", fall || "nats per token", "val-loss"],
+    ["held-out loss", newest ? loss(newest[1]) : "–", fall ? `${fall}, ${bits}` : bits, "val-loss"],
     ["tokens in the model", amount(state.tokens), state.step === null ? "" : `step ${state.step}`, "tokens"],
     ["tokens/s", amount(pace.tokens_per_s), "sum over the peers", "tokens-per-s"],
     ["utilisation", percent(pace.utilisation), pace.committed_per_s === null ? "not known yet" : `${amount(pace.committed_per_s)}/s committed`, "utilisation"],

@@ -255,7 +255,6 @@ class Adopter(Role):
 
 def _digests(manifests: Iterable[Manifest]) -> Iterable[Digest]:
     for manifest in manifests:
-        founding = manifest.founding
-        yield from (manifest.blob, founding.config, founding.validation)
+        yield from (manifest.blob, *manifest.founding.blobs)
         for entry in manifest.entries.values():
             yield entry.digest

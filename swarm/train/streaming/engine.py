@@ -25,7 +25,7 @@ from swarm.model.attention import rotary_tables
 from swarm.model.losses import output_losses
 from swarm.model.routing import Guidance
 from swarm.train.adam_moments import Update
-from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained
+from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
@@ -273,23 +273,30 @@ class StreamingEngine:
         return dict.fromkeys(norms, factor / scale)
 
     @torch.no_grad()
-    def evaluate(self, tokens_BT1: Tensor, *, agreed: StandIn | None = None) -> float:
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
         """See `Engine`; fp32 masters pass instead of the usual type."""
         self._drain()
         options = dataclasses.replace(self._options, resident_layers=0)
         device = DeviceSide(self._run, options, self._store, masters=True)
+
+        def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
+            return self._cross_entropy(device, micro_BT1, scored_BT, agreed)
+
         try:
-            nats = 0.0
-            for micro_BT1 in tokens_BT1.split(self._run.train.micro_batch_sequences):
-                nats += self._cross_entropy(device, micro_BT1, agreed) * len(micro_BT1)
+            return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
         finally:
             device.release()
-        return nats / len(tokens_BT1)
 
     def _cross_entropy(
-        self, device: DeviceSide, tokens_BT1: Tensor, agreed: StandIn | None
+        self, device: DeviceSide, tokens_BT1: Tensor, scored_BT: Tensor, agreed: StandIn | None
     ) -> float:
-        ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:].flatten()
+        ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:][scored_BT]
         tables, x_BTD = self._tables(ids_BT.shape[1]), self._embed(device, ids_BT)
         for layer in range(self._run.model.num_hidden_layers):
             place = device.take_layer(layer)
@@ -299,9 +306,9 @@ class StreamingEngine:
             x_BTD, _ = place.layer(x_BTD, tables)
             device.give_back(place)
         norm, head_VD = device.take_head()
+        hidden_ND = norm(x_BTD)[scored_BT.to(device.bus.device)]
         labels_N = labels_N.to(device.bus.device)
-        z_weight = self._run.loss.output_z_weight
-        return output_losses(norm(x_BTD).flatten(0, 1), head_VD, labels_N, z_weight)[1].item()
+        return output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)[1].item()
 
     def _tables(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         model = self._run.model

@@ -1,0 +1,255 @@
+"""swarm-data: makes a tokenizer and shards of tokens out of text, and looks at them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from peers.option_values import require_folder
+from peers.options import OPTIONS, Program, option
+from peers.program_log import configure_logging
+from swarm import durable
+from swarm.data.corpus import Corpus, Split, open_corpus
+from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
+from swarm.data.ready import ReadyTokens, ready_tokens
+from swarm.data.shard_writer import HEADER, SHARD_TOKENS, OnProgress, write_shards
+from swarm.data.shards import Prepared, Shards, open_prepared
+from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import Tokenizer
+from swarm.data.tokenizer_file import FILE, FileTokenizer, open_tokenizer
+from swarm.data.training import decode, train_tokenizer
+from swarm.errors import DataError
+
+MODEL_MAX_LENGTH = 2**20
+"""What a tokenizer says of models that have none yet."""
+_SHOWN_BYTES = 2**20
+_CORPUS = (
+    "Folder of .txt, .md, .py, .jsonl and .jsonl.gz files; by default the Python standard library."
+)
+
+
+class Programs(Program, click.Group):
+    """Several commands with one way of ending."""
+
+
+@click.group("swarm-data", cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
+@OPTIONS["log_format"]
+def main(log_format: str) -> None:
+    """Makes a tokenizer and shards of tokens out of text, and looks at them.
+
+    \b
+    swarm-data train-tokenizer --corpus DIR --vocab-size 32000 --out TOKENIZER
+    swarm-data tokenize --corpus DIR --tokenizer TOKENIZER --out SHARDS
+    swarm-peer --run FILE --tokenizer TOKENIZER --corpus SHARDS
+    """  # noqa: D301 - click reads the backspace
+    configure_logging(log_format)
+
+
+@main.command("train-tokenizer")
+@option("--corpus", metavar="FOLDER", help=_CORPUS)
+@option("--vocab-size", type=click.IntRange(min=1), required=True, help="Ids, at most.")
+@option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
+def train(corpus: str | None, vocab_size: int, out: Path) -> None:
+    """Makes a byte-level BPE tokenizer of the documents that are trained on.
+
+    Equal text gives an equal file. Memory is that of the text's different words: a sample of some
+    gigabytes is enough for any vocabulary.
+    """
+    require_folder(out)
+    text = open_corpus(corpus)
+    with _progress(text, "reading") as say:
+        made = train_tokenizer(_training_documents(text, say), vocab_size)
+    durable.make_folder(out)
+    made.save(out, model_max_length=MODEL_MAX_LENGTH)
+    fewer = (
+        "" if made.num_ids == vocab_size else f", since the text has no more than {made.num_ids}"
+    )
+    click.echo(f"{out / FILE}: {made.name}, {made.num_ids:,} ids{fewer}")
+
+
+@main.command("tokenize")
+@option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files are tokens already.")
+@option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="Folder with a tokenizer.json; by default tokens are bytes.",
+)
+@option("--out", type=click.Path(path_type=Path), required=True, help="Folder of shards.")
+@option(
+    "--shard-tokens",
+    type=click.IntRange(min=1),
+    default=SHARD_TOKENS,
+    show_default=True,
+    help="A shard is closed by the first document that reaches this size.",
+)
+@option("--keep-copies", is_flag=True, help="Keeps documents that the text has already.")
+@option(
+    "--input-end-of-text",
+    type=click.IntRange(min=0),
+    help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
+)
+def tokenise(
+    *,
+    corpus: str | None,
+    tokenizer: Path | None,
+    out: Path,
+    shard_tokens: int,
+    keep_copies: bool,
+    input_end_of_text: int | None,
+) -> None:
+    """Makes shards of a text, which swarm-peer takes as --corpus.
+
+    The same text, tokenizer and options give the same shards, byte by byte, on any number of cores.
+    Killed at any moment it goes on where a shard ended, when it is run again as before.
+    """
+    require_folder(out)
+    used = _tokenizer(tokenizer)
+    ready = ready_tokens(Path(corpus), used, input_end_of_text) if corpus else None
+    source = ready or open_corpus(corpus)
+    if (out / HEADER).exists():
+        raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
+    durable.make_folder(out)
+    with _progress(source, "tokenising") as say:
+        write_shards(
+            source,
+            out,
+            used,
+            shard_tokens=shard_tokens,
+            drop_copies=not keep_copies,
+            held_out=_held_out(source, used),
+            on_progress=say,
+        )
+    _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
+
+
+@main.command("info")
+@click.argument("folder", type=click.Path(path_type=Path))
+@OPTIONS["as_json"]
+def info(folder: Path, as_json: bool) -> None:
+    """Says what a folder of shards, or of a tokenizer, holds."""
+    if not (folder / HEADER).exists() and (folder / FILE).exists():
+        found = open_tokenizer(folder)
+        _say(
+            {
+                "tokenizer": found.name,
+                "ids": found.num_ids,
+                "end_of_text": found.end_of_text,
+                "end_of_text_token": found.end_of_text_token,
+                "bytes": len(found.content),
+            },
+            as_json,
+        )
+        return
+    prepared = open_prepared(folder.absolute())
+    _show(prepared, prepared.opened(), as_json=as_json)
+
+
+@main.command("verify")
+@click.argument("folder", type=click.Path(path_type=Path))
+@option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="Folder of the tokenizer that must have made the shards; by default tokens are bytes.",
+)
+def verify(folder: Path, tokenizer: Path | None) -> None:
+    """Reads every byte of a folder of shards; ends with exit code 4 if anything is wrong."""
+    used = _tokenizer(tokenizer)
+    prepared = open_prepared(folder.absolute())
+    shards = prepared.open(used)
+    for number, array in enumerate(shards.arrays):
+        if int(array.max()) >= used.num_ids or int(array[-1]) != used.end_of_text:
+            raise DataError(
+                f"{folder}: shard {number} has ids that {used.name} has not, or ends in a document",
+                hint="make the folder anew with swarm-data tokenize",
+            )
+    kept = sum(1 for _ in prepared.documents())
+    click.echo(f"{folder}: whole; {shards.summary()}; {kept} held-out documents kept as text")
+
+
+def _tokenizer(folder: Path | None) -> Tokenizer:
+    return open_tokenizer(folder) if folder else BYTE
+
+
+def _training_documents(corpus: Corpus, say: OnProgress) -> Iterator[bytes]:
+    split, num_bytes = Split.of(corpus.documents()), 0
+    for content in corpus.documents():
+        num_bytes += len(content)
+        say(num_bytes, 0)
+        if not split.holds_out(content):
+            yield content
+
+
+def _held_out(source: Corpus | ReadyTokens, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Held-out documents as text, whole ones, as many as any run may ask for."""
+    size = 0
+    found = held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)
+    for document in dict.fromkeys(found):
+        is_ready = isinstance(source, ReadyTokens)
+        text = _text_of(document, tokenizer) if is_ready else document
+        size += len(text)
+        if size > MAX_HELD_OUT_TEXT:
+            return
+        yield text
+
+
+def _text_of(document: bytes, tokenizer: Tokenizer) -> bytes:
+    ids = memoryview(document).cast("I").tolist()
+    if isinstance(tokenizer, FileTokenizer):
+        return decode(tokenizer, ids)
+    return bytes(token for token in ids if token < 256).decode(errors="replace").encode()
+
+
+@contextmanager
+def _progress(source: Corpus | ReadyTokens, what: str) -> Iterator[OnProgress]:
+    """A bar over the bytes of the files on a terminal, elsewhere nothing."""
+    total = sum((source.root / file).stat().st_size for file in source.files)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,} of {task.total:,} bytes, {task.speed} a second"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task, shown = bar.add_task(f"{what} {source.name}", total=total), 0
+
+        def say(num_bytes: int, _: int) -> None:
+            nonlocal shown
+            if num_bytes - shown >= _SHOWN_BYTES:
+                shown = num_bytes
+                bar.update(task, completed=num_bytes)
+
+        yield say
+
+
+def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
+    found: dict[str, Any] = {
+        "text": prepared.name,
+        "tokenizer": prepared.tokenizer,
+        "shards": len(shards.arrays),
+        "tokens": shards.num_tokens,
+        **asdict(shards.contents),
+    }
+    per_token = shards.contents.training_bytes / max(shards.num_tokens, 1)
+    _say(found | {"bytes_per_token": round(per_token, 3)}, as_json)
+
+
+def _say(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for key, value in found.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        click.echo(f"{key.replace('_', ' '):>20}  {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A process that runs a tokenizer which strangers may have made: text in, token ids out.
+
+It is a script of its own that loads nothing of ours, so that whatever a tokenizer does (recursion,
+a panic of its parser, a regular expression without end, memory without bound) ends or stops this
+process alone, and the peer that waits for it with a deadline says so. Usage: `swarm.data.encoders`.
+
+Numbers are little-endian. First comes a header: bytes of the tokenizer.json (4), id of the token
+that closes a document (4), memory that may be used (8); then the file; the answer is one byte. Then
+batches: number of documents (4), bytes of each (4), the documents; the answer is the number of ids
+of each (4), then all ids (4).
+"""
+
+import array
+import resource
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+HEADER = struct.Struct("<IIQ")
+NO_PACKAGE = 3
+"""Exit code."""
+
+
+def main() -> int:
+    """Answers until its input ends."""
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+    size, end_of_text, memory_bytes = HEADER.unpack(_exactly(source, HEADER.size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    content = _exactly(source, size).decode()
+    try:
+        from tokenizers import Tokenizer  # optional: only runs with a tokenizer's file need it
+    except ImportError:
+        return NO_PACKAGE
+    tokenizer = Tokenizer.from_str(content)
+    del content
+    # None of these is as the file says: text that spells a special token is text, and whole.
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    out.write(b"!")
+    out.flush()
+    while head := source.read(4):
+        (count,) = struct.unpack("<I", head)
+        sizes = struct.unpack(f"<{count}I", _exactly(source, 4 * count))
+        texts = [_exactly(source, size).decode() for size in sizes]
+        counts, ids = array.array("I"), array.array("I")
+        for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids.extend(found.ids)
+            ids.append(end_of_text)
+            counts.append(len(found.ids) + 1)
+        out.write(counts.tobytes())
+        out.write(ids.tobytes())
+        out.flush()
+    return 0
+
+
+def _exactly(source: BinaryIO, size: int) -> bytes:
+    found = source.read(size)
+    if len(found) < size:
+        sys.exit(0)  # who started this one is gone
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Tokens that others made: .npy arrays and nanoGPT's .bin files, as documents of ids.
+
+A document is here the bytes of its ids, little-endian uint32, without what closed it. So it has a
+digest as a text has, and the same rules say which documents are held out and which are copies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from swarm.data.corpus import fingerprint_of, printable_name
+from swarm.data.documents import Skipped
+from swarm.data.tokenizer import Tokenizer, Tokens
+from swarm.errors import DataError
+
+SUFFIXES = (".npy", ".bin")
+MAX_DOCUMENT_TOKENS = 2**14
+"""Longer documents are cut, as texts are."""
+_MAGIC = 20240520
+"""Begins the .bin files of llm.c and modded-nanogpt: 256 int32, of which [1] is the version and [2]
+the number of tokens, then the tokens as uint16. Those of nanoGPT begin with their tokens."""
+_HEADER_INTS = 256
+_READ_TOKENS = 2**22
+
+
+@dataclass(frozen=True)
+class ReadyTokens:
+    """A folder of ready tokens; see `swarm.data.shard_writer.Source`.
+
+    Attributes:
+        name: what people call it.
+        root: the folder.
+        files: paths relative to it, sorted.
+        num_ids: ids are below it.
+        end_of_text: id that closes a document in these files.
+    """
+
+    name: str
+    root: Path
+    files: tuple[str, ...]
+    num_ids: int
+    end_of_text: int
+
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        said = [fingerprint_of(self.root, self.files), self.end_of_text]
+        return blake3(json.dumps(said).encode()).hexdigest()
+
+    def documents(self) -> Iterator[bytes]:
+        """See `Source`."""
+        for documents in self.documents_by_file(Skipped()):
+            yield from documents
+
+    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
+        """See `Source`; nothing is skipped.
+
+        Raises:
+            DataError: a file holds no tokens of this tokenizer.
+        """
+        del skipped  # an error says more: these files were all made as tokens
+        for file in self.files:
+            yield self._documents_of(file)
+
+    def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """See `Source`."""
+        for document in documents:
+            ids = np.frombuffer(document, dtype="<u4")
+            yield np.append(ids, np.uint32(tokenizer.end_of_text))
+
+    def _documents_of(self, file: str) -> Iterator[bytes]:
+        tokens = read_tokens(self.root / file)
+        begun = np.empty(0, dtype="<u4")
+        for start in range(0, len(tokens), _READ_TOKENS):
+            some = np.asarray(tokens[start : start + _READ_TOKENS])
+            if len(some) and not 0 <= int(some.min()) <= int(some.max()) < self.num_ids:
+                raise DataError(
+                    f"{self.root / file}: has ids from {some.min()} to {some.max()}, and the "
+                    f"tokenizer has ids from 0 to {self.num_ids - 1}",
+                    hint="name the tokenizer that made these tokens",
+                )
+            begun = np.concatenate([begun, some.astype("<u4")])
+            ends = np.flatnonzero(begun == self.end_of_text)
+            for piece in np.split(begun, ends + 1)[:-1]:
+                yield from _cut(piece[:-1])
+            begun = begun[ends[-1] + 1 :] if len(ends) else begun
+            whole = len(begun) // MAX_DOCUMENT_TOKENS * MAX_DOCUMENT_TOKENS
+            yield from _cut(begun[:whole])
+            begun = begun[whole:]
+        yield from _cut(begun)
+
+
+def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) -> ReadyTokens | None:
+    """The .npy and .bin files below a folder; None where there are none.
+
+    Args:
+        folder: where they are.
+        tokenizer: that made them.
+        end_of_text: id that closes documents in them; by default the tokenizer's.
+    """
+    root = folder.expanduser().absolute()
+    found = (path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    files = tuple(sorted(path.relative_to(root).as_posix() for path in found))
+    if not files:
+        return None
+    end = tokenizer.end_of_text if end_of_text is None else end_of_text
+    return ReadyTokens(printable_name(root.name), root, files, tokenizer.num_ids, end)
+
+
+def read_tokens(path: Path) -> Tokens:
+    """The tokens of a file, mapped.
+
+    Raises:
+        DataError: it is no one-dimensional array of integers, or torn.
+    """
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise DataError(
+                    f"{path}: an array of {array.dtype} with shape {array.shape}",
+                    hint="tokens are one row of integers",
+                )
+            tokens: Tokens = array
+            return tokens
+        size = path.stat().st_size
+        head = np.fromfile(path, dtype="<i4", count=_HEADER_INTS)
+        if len(head) == _HEADER_INTS and head[0] == _MAGIC:
+            if head[1] != 1 or size != 4 * _HEADER_INTS + 2 * int(head[2]):
+                raise DataError(
+                    f"{path}: its header says version {head[1]} and {head[2]} tokens, and it has "
+                    f"{size} bytes",
+                    hint="it is torn, or made by another version: fetch or make it again",
+                )
+            return np.memmap(path, dtype="<u2", mode="r", offset=4 * _HEADER_INTS)
+        if size % 2 or not size:
+            raise DataError(f"{path}: {size} bytes are no tokens of 2 bytes each")
+        return np.memmap(path, dtype="<u2", mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _cut(tokens: Tokens) -> Iterator[bytes]:
+    for start in range(0, len(tokens), MAX_DOCUMENT_TOKENS):
+        yield tokens[start : start + MAX_DOCUMENT_TOKENS].tobytes()

@@ -1,0 +1,329 @@
+"""Makes shards of a text: deterministic, and after a kill it goes on where a shard ended.
+
+A finished shard is durable before `progress.json` lists it. Who goes on reads the documents behind
+finished shards again, since what comes later depends on them (copies, the split), but does not
+tokenise them again. `header.json` is written last; with it the folder is finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from swarm import durable
+from swarm.data.corpus import Split
+from swarm.data.documents import Skipped
+from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
+from swarm.errors import DataError
+
+FORMAT = "swarm-shards-1"
+HEADER = "header.json"
+PROGRESS = "progress.json"
+HELD_OUT = "held_out.jsonl"
+SHARD_TOKENS = 2**27
+PROGRESS_S = 15.0
+"""How often a build says how far it is."""
+_COPY_BYTES = 16
+"""Of a digest by which copies are found."""
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+"""Told how many bytes of documents were read, and how many files are finished."""
+
+
+class Source(Protocol):
+    """Where documents come from: a folder of text, or of ready tokens."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths below it."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Equal while no file has changed."""
+        ...
+
+    def documents(self) -> Iterator[bytes]:
+        """All documents in order."""
+        ...
+
+    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
+        """The documents of each file."""
+        ...
+
+    def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
+        """Token ids of documents, each closed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a corpus.
+
+    Attributes:
+        digest: BLAKE3 of all training tokens in order, little-endian, however they are cut into
+            shards; hexadecimal.
+        files: those that are text.
+        documents: those that are trained on.
+        training_bytes: their size.
+        held_out_documents: the others.
+        held_out_bytes: their size.
+        copies: documents that were left out since the corpus has them already.
+        skipped: files, folders and lines that are not read.
+        skipped_first: the first of them, with the reason.
+    """
+
+    digest: str = ""
+    files: int = 0
+    documents: int = 0
+    training_bytes: int = 0
+    held_out_documents: int = 0
+    held_out_bytes: int = 0
+    copies: int = 0
+    skipped: int = 0
+    skipped_first: tuple[str, ...] = ()
+
+
+@dataclass
+class _Finished:
+    """The shards of a folder that are finished: (file name, tokens, digest, documents) each."""
+
+    folder: Path
+    key: str
+    shards: list[tuple[str, int, str, int]]
+
+    @staticmethod
+    def read(folder: Path, key: str) -> _Finished:
+        """What is finished in a folder; nothing in a new one.
+
+        Raises:
+            DataError: something else was begun in it, or a finished shard was changed.
+        """
+        path = folder / PROGRESS
+        if not path.exists():
+            return _Finished(folder, key, [])
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            shards = [(str(n), int(t), str(d), int(c)) for n, t, d, c in values["shards"]]
+            is_same = values["key"] == key
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{path}: damaged: {error}", hint=f"remove {folder}") from error
+        if not is_same:
+            raise DataError(
+                f"{folder}: shards of another text, tokenizer or other options were begun here",
+                hint="name another folder, or remove this one",
+            )
+        return _Finished(folder, key, shards)
+
+    def add(self, shard: tuple[str, int, str, int]) -> None:
+        self.shards.append(shard)
+        content = json.dumps({"key": self.key, "shards": self.shards}).encode()
+        durable.write_file(self.folder / PROGRESS, content)
+
+    def digest(self) -> blake3:
+        """Of all tokens in finished shards, to go on with.
+
+        Raises:
+            DataError: one of them is not what it was.
+        """
+        everything = blake3()
+        for name, _, digest, _ in self.shards:
+            path = self.folder / name
+            try:
+                if blake3().update_mmap(path).hexdigest() != digest:
+                    raise DataError(f"{path}: was changed", hint=f"remove {self.folder}")
+                everything.update_mmap(path)
+            except OSError as error:
+                raise DataError(f"{path}: {error}", hint=f"remove {self.folder}") from error
+        return everything
+
+
+def write_shards(
+    source: Source,
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    shard_tokens: int = SHARD_TOKENS,
+    drop_copies: bool = False,
+    held_out: Iterable[bytes] | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Makes the shards of a text, or goes on with them.
+
+    Args:
+        source: the documents.
+        folder: where they go; it must exist.
+        tokenizer: makes tokens of them.
+        shard_tokens: a shard is closed by the first document that reaches this size.
+        drop_copies: whether only the first of equal documents is kept.
+        held_out: held-out documents to keep as text; None where the text stays at hand.
+        on_progress: see `OnProgress`.
+
+    Raises:
+        DataError: no document is left for training, a file cannot be read, or the folder holds
+            something else.
+        TokenizerError: the tokenizer cannot be run.
+    """
+    named = [FORMAT, tokenizer.name, shard_tokens, drop_copies, source.fingerprint()]
+    finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
+    reading = _Reading(source, finished.digest(), on_progress or _log_progress(source))
+    dtype = token_dtype(tokenizer.num_ids)
+    here = sum(documents for *_, documents in finished.shards)
+    documents = itertools.islice(reading.training_documents(drop_copies), here, None)
+    training = (tokens.astype(dtype) for tokens in source.tokens(documents, tokenizer))
+    while (first := next(training, None)) is not None:
+        several = itertools.chain((first,), training)
+        written = _write_shard(folder, len(finished.shards), several, shard_tokens, reading.digest)
+        finished.add(written)
+    if not finished.shards:
+        raise _no_text(source, reading)
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "name": source.name,
+        "tokenizer": tokenizer.name,
+        "dtype": dtype.str,
+        "shards": [shard[:3] for shard in finished.shards],
+        "contents": asdict(reading.contents()),
+    }
+    if held_out is not None:
+        header["held_out"] = _write_held_out(folder / HELD_OUT, held_out)
+    header["digest"] = digest_of_header(header)
+    durable.write_file(folder / HEADER, json.dumps(header).encode())
+    (folder / PROGRESS).unlink()
+
+
+def digest_of_header(header: dict[str, Any]) -> str:
+    """The digest with which a header ends."""
+    return blake3(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+class _Reading:
+    """One pass through a corpus: hands the training documents out and counts everything."""
+
+    def __init__(self, source: Source, digest: blake3, on_progress: OnProgress) -> None:
+        self._source, self._on_progress = source, on_progress
+        self.digest = digest
+        """Of the tokens that were written."""
+        self.skipped = Skipped()
+        self._counted: Counter[str] = Counter()
+
+    @property
+    def held_out_documents(self) -> int:
+        return self._counted["held_out_documents"]
+
+    def training_documents(self, drop_copies: bool) -> Iterator[bytes]:
+        """The documents that are not held out; says how far it is."""
+        split, count = Split.of(self._source.documents()), self._counted
+        seen: set[bytes] = set()
+        num_bytes = 0
+        for documents in self._source.documents_by_file(self.skipped):
+            for content in documents:
+                num_bytes += len(content)
+                self._on_progress(num_bytes, count["files"])
+                digest = blake3(content).digest(length=_COPY_BYTES) if drop_copies else b""
+                if digest in seen:
+                    count["copies"] += 1
+                    continue
+                if drop_copies:
+                    seen.add(digest)
+                kind = "held_out" if split.holds_out(content) else "training"
+                count[f"{kind}_documents"] += 1
+                count[f"{kind}_bytes"] += len(content)
+                if kind == "training":
+                    yield content
+            count["files"] += 1
+        self._on_progress(num_bytes, count["files"])
+
+    def contents(self) -> Contents:
+        """What was found, once the pass is through."""
+        count = self._counted
+        return Contents(
+            digest=self.digest.hexdigest(),
+            files=count["files"],
+            documents=count["training_documents"],
+            training_bytes=count["training_bytes"],
+            held_out_documents=count["held_out_documents"],
+            held_out_bytes=count["held_out_bytes"],
+            copies=count["copies"],
+            skipped=self.skipped.count,
+            skipped_first=tuple(self.skipped.named),
+        )
+
+
+def _log_progress(source: Source) -> OnProgress:
+    said_s = time.monotonic()
+
+    def say(num_bytes: int, files: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            logger.info(
+                "tokenising %s: %.0f MB so far, %d of %d files done",
+                source.name, num_bytes / 1e6, files, len(source.files),
+            )  # fmt: skip
+
+    return say
+
+
+def _no_text(source: Source, reading: _Reading) -> DataError:
+    if reading.held_out_documents:
+        found = f"its {reading.held_out_documents} documents are all held out"
+    else:
+        found = "; ".join(("it holds no text", *reading.skipped.named))
+    return DataError(
+        f"{source.root}: no text is left for training: {found}",
+        hint="add documents; texts of more than 64 KiB are cut into several",
+    )
+
+
+def _write_shard(
+    folder: Path, index: int, documents: Iterator[Tokens], shard_tokens: int, all_tokens: blake3
+) -> tuple[str, int, str, int]:
+    """Writes the next shard, durably: file name, tokens, digest, documents.
+
+    Its tokens also go into the digest of all tokens.
+    """
+    digest, num_tokens, num_documents = blake3(), 0, 0
+    name = f"{index:05}.bin"
+    with (folder / name).open("wb") as file:
+        for tokens in documents:
+            data = tokens.tobytes()
+            digest.update(data)
+            all_tokens.update(data)
+            file.write(data)
+            num_tokens += len(tokens)
+            num_documents += 1
+            if num_tokens >= shard_tokens:
+                break
+        file.flush()
+        os.fsync(file.fileno())
+    return name, num_tokens, digest.hexdigest(), num_documents
+
+
+def _write_held_out(path: Path, documents: Iterable[bytes]) -> tuple[int, str]:
+    """Keeps held-out documents as text: size and digest of the file."""
+    lines = [json.dumps({"text": each.decode()}, ensure_ascii=False) + "\n" for each in documents]
+    content = "".join(lines).encode()
+    durable.write_file(path, content)
+    return len(content), blake3(content).hexdigest()

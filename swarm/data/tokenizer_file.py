@@ -1,0 +1,202 @@
+"""A tokenizer.json, as the packages tokenizers and Transformers write it, that may be a stranger's.
+
+It is read here as JSON alone, in bounded memory, for what a run must know: the ids in use and the
+end-of-text token. What runs it are processes of their own (`swarm.data.encoders`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from swarm.data.encoders import encode
+from swarm.data.tokenizer import Tokens, tokenizer_config, write_json
+from swarm.errors import TokenizerError
+
+FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+MAX_FILE_BYTES = 64 * 2**20
+"""The largest in wide use, that of Gemma 3, has 33 MB."""
+MAX_IDS = 2**20
+"""The largest `model.vocab_size`."""
+_MAX_BRACKETS = 2 * MAX_IDS
+_MAX_COMMAS = 8 * MAX_IDS
+_MAX_CONFIG_BYTES = 2**20
+_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+_END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[SEP]",
+)
+"""Of GPT and Qwen, Llama 3, SentencePiece, Gemma, DeepSeek and BERT; the first one counts."""
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """The tokenizer of a run with `data.tokenizer = "file"`; see `Tokenizer`.
+
+    Attributes:
+        content: the file.
+        end_of_text: id of the token that closes a document.
+        end_of_text_token: how it is spelled.
+        num_ids: ids in use are below it.
+        name: binds the content and what closes a document.
+    """
+
+    content: bytes
+    end_of_text: int
+    end_of_text_token: str
+    num_ids: int
+    name: str
+
+    @staticmethod
+    def of(content: bytes, end_of_text: int | str | None = None) -> FileTokenizer:
+        """Reads a tokenizer's file.
+
+        Args:
+            content: of a tokenizer.json.
+            end_of_text: id or spelling of the token that closes a document; by default the first
+                that the file has of those in wide use.
+
+        Raises:
+            TokenizerError: it is none, or one that no run can have; says what is wrong.
+        """
+        values = _parsed(content)
+        added = _added_tokens(values)
+        num_ids = 1 + max([*_ids(values), *(number for _, number, _ in added)], default=-1)
+        special = {spelled: number for spelled, number, is_special in added if is_special}
+        token = _end_of_text(special, end_of_text)
+        named = blake3(content)
+        named.update(f"end of text {special[token]}".encode())
+        name = f"file-{named.hexdigest()[:16]}"
+        return FileTokenizer(content, special[token], token, num_ids, name)
+
+    def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
+        """See `Tokenizer`."""
+        yield from encode(self.content, self.end_of_text, documents)
+
+    def save(self, folder: Path, *, model_max_length: int) -> None:
+        """See `Tokenizer`: what would add tokens that no document of the run had is left out."""
+        values = json.loads(self.content)
+        after = values.get("post_processor")
+        adds = isinstance(after, dict) and after.get("type") != "ByteLevel"
+        if adds or values.get("truncation") or values.get("padding"):
+            values |= {"truncation": None, "padding": None}
+            values["post_processor"] = None if adds else after
+            (folder / FILE).write_text(json.dumps(values), encoding="utf-8")
+        else:
+            (folder / FILE).write_bytes(self.content)
+        config = tokenizer_config(
+            self.end_of_text_token, pad=None, model_max_length=model_max_length
+        )
+        write_json(folder / CONFIG_FILE, config)
+
+
+def open_tokenizer(folder: Path) -> FileTokenizer:
+    """The tokenizer in a folder: its tokenizer.json, and `eos_token` of tokenizer_config.json.
+
+    Raises:
+        TokenizerError: there is none, or none that a run can have.
+    """
+    folder = folder.expanduser()
+    path = folder if folder.name == FILE else folder / FILE
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB")
+        content = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path}: {error.strerror}",
+            hint="name a folder with a tokenizer.json; swarm-data train-tokenizer makes one, and "
+            "Transformers' save_pretrained",
+        ) from error
+    try:
+        return FileTokenizer.of(content, _configured(path.with_name(CONFIG_FILE)))
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+
+
+def _configured(path: Path) -> str | None:
+    """The end-of-text token that a tokenizer_config.json names, where there is one."""
+    try:
+        with path.open("rb") as file:
+            named = json.loads(file.read(_MAX_CONFIG_BYTES)).get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    if isinstance(named, dict):
+        named = named.get("content")
+    return named if isinstance(named, str) else None
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    """The file's object; its memory is bounded by its size and by the number of its values."""
+    if len(content) > MAX_FILE_BYTES:
+        raise TokenizerError(f"a tokenizer of {len(content)} bytes (limit {MAX_FILE_BYTES})")
+    brackets = content.count(b"[") + content.count(b"{")
+    if brackets > _MAX_BRACKETS or content.count(b",") > _MAX_COMMAS:
+        raise TokenizerError("a tokenizer with too many values")
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"not a tokenizer.json: {type(error).__name__}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+        raise TokenizerError("not a tokenizer.json: it has no model")
+    if values["model"].get("dropout"):
+        raise TokenizerError("a tokenizer with dropout encodes a text differently each time")
+    return values
+
+
+def _ids(values: Mapping[str, Any]) -> Iterator[int]:
+    """Ids of the model's own vocabulary."""
+    kind, vocabulary = values["model"].get("type"), values["model"].get("vocab")
+    if kind not in _MODELS:
+        raise TokenizerError(f"a tokenizer's model is one of {', '.join(_MODELS)}")
+    if isinstance(vocabulary, list):
+        yield from range(len(vocabulary))
+    elif isinstance(vocabulary, dict):
+        yield from map(_checked_id, vocabulary.values())
+    else:
+        raise TokenizerError("a tokenizer without its vocabulary")
+
+
+def _added_tokens(values: Mapping[str, Any]) -> list[tuple[str, int, bool]]:
+    """Spelling and id of each, and whether it is special: only those are never found in text."""
+    added = values.get("added_tokens")
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise TokenizerError("a tokenizer without added tokens, so without an end of text")
+    found = []
+    for token in added:
+        number, spelled = _checked_id(token.get("id")), token.get("content")
+        if not isinstance(spelled, str) or not spelled.encode(errors="ignore"):
+            raise TokenizerError(f"the added token {number} has no spelling")
+        if spelled.encode(errors="ignore").decode() != spelled:
+            raise TokenizerError(f"the added token {number} is no text")
+        found.append((spelled, number, token.get("special") is True))
+    return found
+
+
+def _checked_id(number: object) -> int:
+    if type(number) is not int or not 0 <= number < MAX_IDS:
+        raise TokenizerError(f"a token's id is no number below {MAX_IDS}")
+    return number
+
+
+def _end_of_text(special: Mapping[str, int], wanted: int | str | None) -> str:
+    candidates = [token for token, number in special.items() if wanted in (token, number)]
+    if wanted is None:
+        candidates = [token for token in _END_OF_TEXT if token in special]
+    if candidates:
+        return candidates[0]
+    named = f"{wanted!r}" if wanted is not None else f"any of {', '.join(_END_OF_TEXT)}"
+    raise TokenizerError(
+        f"it has no special token {named[:120]} to close a document with",
+        hint='add one to "added_tokens", or name it as eos_token in tokenizer_config.json',
+    )

@@ -1,0 +1,132 @@
+"""swarm-data: from a folder of text to shards that a run takes."""
+
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from peers.data import main
+from swarm.config import RunConfig, parse_config
+from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer_file import open_tokenizer
+from swarm.errors import DataError
+from swarm.peer.run_text import RunText
+from tests.scenarios.swarms import EXACT
+
+
+def invoke(*args: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "text"
+    folder.mkdir()
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:12]
+    for path in library:
+        (folder / path.name).write_bytes(path.read_bytes())
+    lines = [json.dumps({"text": path.read_text(encoding="utf-8")}) for path in library[:2]]
+    (folder / "copies.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: Path) -> Path:
+    out = text.parent / "tokenizer"
+    code, said = invoke("train-tokenizer", "--corpus", text, "--vocab-size", 500, "--out", out)
+    assert code == 0, said
+    assert "500 ids" in said
+    return out
+
+
+def test_a_tokenizer_of_the_same_text_is_the_same(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    invoke("train-tokenizer", "--corpus", text, "--vocab-size", 500, "--out", tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tokenizer / name).read_bytes()
+    code, said = invoke("info", tokenizer)
+    assert code == 0 and open_tokenizer(tokenizer).name in said and "<|endoftext|>" in said
+
+
+def test_a_text_with_few_pairs_says_that_the_vocabulary_is_smaller(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("ab")
+    (tmp_path / "text" / "b.txt").write_text("cd")
+    out = tmp_path / "out"
+    code, said = invoke(
+        "train-tokenizer", "--corpus", tmp_path / "text", "--vocab-size", 9999, "--out", out
+    )
+    assert code == 0 and "since the text has no more" in said
+    code, said = invoke("train-tokenizer", "--vocab-size", 100, "--out", out)
+    assert code == 2 and "at least 257" in said
+
+
+def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    out, used = tmp_path / "shards", open_tokenizer(tokenizer)
+    making = ("tokenize", "--corpus", text, "--tokenizer", tokenizer, "--out", out)
+    code, said = invoke(*making, "--shard-tokens", 20_000)
+    assert code == 0, said
+    code, said = invoke("info", out, "--json")
+    found = json.loads(said)
+    assert found["tokenizer"] == used.name and found["shards"] > 2
+    assert found["copies"] >= 2 and found["bytes_per_token"] > 1.5
+    code, said = invoke("verify", out, "--tokenizer", tokenizer)
+    assert code == 0 and "whole" in said
+    assert invoke("verify", out)[0] == DataError.exit_code
+    code, said = invoke(*making)
+    assert code == DataError.exit_code and "holds finished shards" in said
+
+    overrides = ["model.vocab_size=512", "data.tokenizer=file"]
+    run = parse_config(RunConfig, EXACT, source="test", overrides=overrides)
+    taken = RunText(str(out), tmp_path / "cache", print)
+    given = taken.found(run, used)
+    assert given.common is not None and given.common.tokens == found["tokens"]
+    assert given.common.tokenizer == used.name and given.common.digest == found["digest"]
+    tokens = np.frombuffer(given.held_out, "<u4")
+    assert tokens[-1] == used.end_of_text and 0 < given.held_out_bytes <= run.data.validation_bytes
+    joiner = RunText(str(out), tmp_path / "cache", print)
+    joiner.require(run, used, given.common, None)
+    assert joiner.shards.num_tokens == found["tokens"]
+    byte_run = parse_config(RunConfig, EXACT, source="test")
+    with pytest.raises(DataError, match="made with the tokenizer"):
+        RunText(str(out), tmp_path / "cache", print).found(byte_run, BYTE)
+    (out / "00001.bin").write_bytes(b"torn")
+    code, said = invoke("verify", out, "--tokenizer", tokenizer)
+    assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "anew" in said
+
+
+def test_the_number_of_processes_changes_no_byte(
+    text: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr("swarm.data.encoders.available_cores", lambda n=cores: n)
+        out = tmp_path / str(cores)
+        invoke("tokenize", "--corpus", text, "--tokenizer", tokenizer, "--out", out)
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1]
+
+
+def test_ready_tokens_keep_their_held_out_text(text: Path, tokenizer: Path, tmp_path: Path) -> None:
+    used = open_tokenizer(tokenizer)
+    documents = [f"text {number} of a few words".encode() for number in range(200)]
+    (tmp_path / "in").mkdir()
+    stream = np.concatenate(list(used.encoded(documents)))
+    (tmp_path / "in" / "train.bin").write_bytes(stream.astype("<u2").tobytes())
+    out = tmp_path / "out"
+    code, said = invoke(
+        "tokenize", "--corpus", tmp_path / "in", "--tokenizer", tokenizer, "--out", out
+    )
+    assert code == 0, said
+    lines = (out / "held_out.jsonl").read_text().splitlines()
+    assert lines and {json.loads(line)["text"].encode() for line in lines} <= set(documents)
+    code, said = invoke("tokenize", "--corpus", tmp_path / "in", "--out", tmp_path / "bytes")
+    assert code == DataError.exit_code and "name the tokenizer" in said
