@@ -11,12 +11,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.moved import Moved
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
@@ -45,18 +46,6 @@ MAX_RECENT = 200
 MAX_COUNTED = 4096
 """Rounds that a partition may last until its tokens are no longer counted as lost."""
 MAX_NORMS = 64
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes since the start."""
-
-    blobs_sent: int
-    blobs_received: int
-    control_sent: int
-    control_received: int
-    moments_sent: int
-    moments_received: int
 
 
 class PeerStatus:
@@ -240,7 +229,7 @@ class PeerStatus:
         """A manifest was applied: the round's log line and event."""
         manifest, stats = report.manifest, report.stats
         now, traffic = time.monotonic(), self.traffic()
-        self._round_traffic = _difference(traffic, self._at_round_start)
+        self._round_traffic = traffic - self._at_round_start
         seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
         self.manifest, self._steps_done = manifest, 0
         owned = self.owned_experts()
@@ -346,17 +335,9 @@ class PeerStatus:
         owners = self.manifest.owners if self.manifest else {}
         return tuple(sorted(e for e, peers in owners.items() if self.node.peer_id in peers))
 
-    def traffic(self) -> Traffic:
-        """Bytes that this peer has moved."""
-        counted = self.node.traffic
-        return Traffic(
-            counted.blob_bytes_sent,
-            counted.blob_bytes_received,
-            counted.control_bytes_sent,
-            counted.control_bytes_received,
-            counted.moments_bytes_sent,
-            counted.moments_bytes_received,
-        )
+    def traffic(self) -> Moved:
+        """Bytes that this peer has moved since its start."""
+        return Moved.of(self.node.traffic)
 
     def record(self) -> PeerRecord:
         """Presence, progress and ownership, as published."""
@@ -401,14 +382,3 @@ class PeerStatus:
     def _median_norm(self) -> float | None:
         norms = [norm for norm in self._grad_norms if math.isfinite(norm)]
         return statistics.median(norms) if norms else None
-
-
-def _difference(now: Traffic, before: Traffic) -> Traffic:
-    return Traffic(
-        now.blobs_sent - before.blobs_sent,
-        now.blobs_received - before.blobs_received,
-        now.control_sent - before.control_sent,
-        now.control_received - before.control_received,
-        now.moments_sent - before.moments_sent,
-        now.moments_received - before.moments_received,
-    )
