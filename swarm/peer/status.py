@@ -17,12 +17,12 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.peer.moved import Moved
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
-from swarm.peer.traffic import Traffic
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
@@ -166,8 +166,8 @@ class PeerStatus:
         self._loss = stats.cross_entropy
         if stats.routing:
             found = asdict(stats.routing)
-            told = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
-            self._routing = RoutingFigures(**found | {"shares": told})
+            kept = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
+            self._routing = RoutingFigures(**found | {"shares": kept})
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -229,7 +229,7 @@ class PeerStatus:
         """A manifest was applied: the round's log line and event."""
         manifest, stats = report.manifest, report.stats
         now, traffic = time.monotonic(), self.traffic()
-        self._round_traffic = traffic.since(self._at_round_start)
+        self._round_traffic = traffic - self._at_round_start
         seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
         self.manifest, self._steps_done = manifest, 0
         owned = self.owned_experts()
@@ -335,9 +335,9 @@ class PeerStatus:
         owners = self.manifest.owners if self.manifest else {}
         return tuple(sorted(e for e, peers in owners.items() if self.node.peer_id in peers))
 
-    def traffic(self) -> Traffic:
-        """Bytes that this peer has moved."""
-        return Traffic.of(self.node.traffic)
+    def traffic(self) -> Moved:
+        """Bytes that this peer has moved since its start."""
+        return Moved.of(self.node.traffic)
 
     def record(self) -> PeerRecord:
         """Presence, progress and ownership, as published."""

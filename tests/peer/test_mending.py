@@ -21,13 +21,20 @@ from tests.protocol.round_pump import found, make_rules
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 RUN = parse_config(RunConfig, DEMO.read_text(), source="demo")
+HELD_OUT = bytes(8)
 
 
 def first_manifest() -> Manifest:
     """Manifest 0 of the demo, with one peer."""
     config = RUN.canonical_json()
     bare = found(make_rules(), ["A"])
-    founding = replace(bare.founding, config=digest_of(config), config_bytes=len(config))
+    founding = replace(
+        bare.founding,
+        config=digest_of(config),
+        config_bytes=len(config),
+        validation=digest_of(HELD_OUT),
+        validation_bytes=len(HELD_OUT),
+    )
     return decode_manifest(replace(bare, founding=founding).encoded)
 
 
@@ -92,19 +99,31 @@ def test_a_peer_is_alone_when_nobody_else_is_a_member() -> None:
 
 # ---------------------------------------------------------------- values that are damaged
 
-SECOND = replace(FIRST, height=1, round=1, parent=FIRST.digest)
-THIRD = replace(FIRST, height=2, round=2, parent=SECOND.digest)
+
+def value_of(height: int) -> bytes:
+    return str(height).encode()
+
+
+def after(parent: Manifest) -> Manifest:
+    """The next manifest; all of its units have one value of its own."""
+    height = parent.height + 1
+    digest = digest_of(value_of(height))
+    entries = {unit: replace(entry, digest=digest) for unit, entry in parent.entries.items()}
+    return replace(parent, height=height, round=height, parent=parent.digest, entries=entries)
+
+
+SECOND = after(FIRST)
+THIRD = after(SECOND)
 CERTIFICATE = Certificate(Ballot(0, "A"), {})
 NEWEST = Record(THIRD, CERTIFICATE, SECOND)
 
 
-def values_of(manifest: Manifest) -> list[str]:
-    return [digest_of(manifest.digest.encode())]
-
-
 def with_values(folder: Path, *manifests: Manifest) -> BlobStore:
     store = BlobStore(folder)
-    store.sync([store.put(manifest.digest.encode()) for manifest in manifests])
+    blobs = [RUN.canonical_json(), HELD_OUT]
+    blobs += [manifest.encoded for manifest in (FIRST, SECOND, THIRD)]
+    blobs += [value_of(manifest.height) for manifest in manifests]
+    store.sync([store.put(blob) for blob in blobs])
     return store
 
 
@@ -115,7 +134,7 @@ def test_the_round_before_is_taken_though_both_record_files_have_the_damaged_one
     file = RecordFile(tmp_path / "record")
     file.write(NEWEST, [Link(FIRST.head), Link(SECOND.head, CERTIFICATE)])
     file.write(replace(NEWEST, promised=Ballot(1, "A")))
-    earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND), values_of)
+    earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND))
     assert earlier
     assert (earlier.tip, earlier.certificate) == (SECOND, CERTIFICATE)
     assert earlier.abstain_until_height > THIRD.height, "it may have voted on what is lost"
@@ -125,7 +144,7 @@ def test_the_record_before_is_taken_where_it_has_an_earlier_tip(tmp_path: Path) 
     file = RecordFile(tmp_path / "record")
     file.write(Record(SECOND, CERTIFICATE, FIRST))
     file.write(NEWEST)
-    earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND), values_of)
+    earlier = earlier_record(NEWEST, file, with_values(tmp_path, SECOND))
     assert earlier and earlier.tip == SECOND
 
 
@@ -133,4 +152,4 @@ def test_there_is_no_going_back_to_values_that_are_damaged_too(tmp_path: Path) -
     file = RecordFile(tmp_path / "record")
     file.write(Record(SECOND, CERTIFICATE, FIRST))
     file.write(NEWEST)
-    assert earlier_record(NEWEST, file, with_values(tmp_path, THIRD), values_of) is None
+    assert earlier_record(NEWEST, file, with_values(tmp_path, THIRD)) is None

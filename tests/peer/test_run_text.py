@@ -61,7 +61,7 @@ def test_a_founder_binds_its_text(books: Path, cache: Path) -> None:
 def test_the_same_text_elsewhere_and_under_another_name_is_the_runs(
     books: Path, cache: Path, tmp_path: Path
 ) -> None:
-    needed = founded(books, cache, print)
+    needed = founded(books, cache)
     shutil.copytree(books, tmp_path / "x" / "copy")
     joiner = RunText(str(tmp_path / "x" / "copy"), cache, print)
     joiner.require(RUN, BYTE, needed, None)
@@ -69,12 +69,12 @@ def test_the_same_text_elsewhere_and_under_another_name_is_the_runs(
 
 
 def test_another_text_is_refused_with_both_digests_and_the_remedy(books: Path, cache: Path) -> None:
-    needed = founded(books, cache, print)
+    needed = founded(books, cache)
     (books / "0.txt").write_text("something else " * 1000)
     joiner = RunText(str(books), cache, print)
     with pytest.raises(TextMismatch) as refused:
         joiner.require(RUN, BYTE, needed, None)
-    have = founded(books, cache, print)
+    have = founded(books, cache)
     assert have.digest != needed.digest
     for part in (needed.digest, have.digest, "'books'", str(books), "--corpus", "7 documents"):
         assert part in str(refused.value)
@@ -86,7 +86,7 @@ def test_another_text_is_refused_with_both_digests_and_the_remedy(books: Path, c
 def test_a_joiner_without_corpus_has_the_standard_library_which_is_refused(
     books: Path, cache: Path
 ) -> None:
-    needed, library = founded(books, cache, print), founded(None, cache, print)
+    needed, library = founded(books, cache), founded(None, cache)
     with pytest.raises(TextMismatch) as refused:
         RunText(None, cache, print).require(RUN, BYTE, needed, None)
     for part in (needed.digest, library.digest, "standard library of Python", "--corpus FOLDER"):
@@ -98,7 +98,7 @@ def test_a_joiner_without_corpus_has_the_standard_library_which_is_refused(
 def test_the_remembered_folder_is_used_and_a_named_one_wins(
     books: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = founded(books, cache, print)
+    needed = founded(books, cache)
     again = RunText(None, cache, print)
     again.require(RUN, BYTE, needed, str(books))
     assert again.folder == str(books)
@@ -110,7 +110,7 @@ def test_the_remembered_folder_is_used_and_a_named_one_wins(
 
 
 def test_a_folder_that_is_gone_is_an_error_that_names_the_text(books: Path, cache: Path) -> None:
-    needed = founded(books, cache, print)
+    needed = founded(books, cache)
     shutil.rmtree(books)
     with pytest.raises(TextMismatch) as refused:
         RunText(None, cache, print).require(RUN, BYTE, needed, str(books))
@@ -119,7 +119,7 @@ def test_a_folder_that_is_gone_is_an_error_that_names_the_text(books: Path, cach
 
 
 def test_a_run_that_is_wrong_about_its_own_text_is_refused(books: Path, cache: Path) -> None:
-    needed = founded(books, cache, print)
+    needed = founded(books, cache)
     with pytest.raises(BadManifest, match="is wrong about the text 'books'"):
         RunText(str(books), cache, print).require(
             RUN, BYTE, replace(needed, windows=needed.windows + 1), None
@@ -134,7 +134,7 @@ def test_a_run_that_is_wrong_about_its_own_text_is_refused(books: Path, cache: P
 def test_whether_there_is_a_common_text_follows_from_the_mode(
     books: Path, cache: Path, run: RunConfig, has_text: bool
 ) -> None:
-    needed = founded(books, cache, print) if has_text else None
+    needed = founded(books, cache) if has_text else None
     with pytest.raises(BadManifest, match=r"contradicts data\.mode"):
         RunText(str(books), cache, print).require(run, BYTE, needed, None)
 
@@ -167,7 +167,7 @@ def test_a_text_too_small_for_a_batch_is_refused_before_a_run_is_founded(
 def test_the_line_about_the_text_is_said_once(
     books: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    joiner, needed = RunText(str(books), cache, print), founded(books, cache, print)
+    joiner, needed = RunText(str(books), cache, print), founded(books, cache)
     capsys.readouterr()
     joiner.require(RUN, BYTE, needed, None)
     joiner.require(RUN, BYTE, needed, None)

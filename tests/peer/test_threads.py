@@ -203,7 +203,8 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str, most: in
 def test_the_program_lets_threads_wait_passively_before_torch_is_there() -> None:
     """OpenMP says itself what it has read."""
     environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
-    script = "import sys; from peers.launch import main; assert 'torch' not in sys.modules; main()"
+    script = "import sys; from peers.launch import main; assert 'torch' not in sys.modules\n"
+    script += "try:\n    main()\nfinally:\n    import torch"  # which --help does not load
     result = subprocess.run(
         [sys.executable, "-c", script, "--help"],
         env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"},

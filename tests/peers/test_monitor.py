@@ -1,11 +1,14 @@
 """swarm-monitor: when it asks for what, what it remembers, and how it ends."""
 
+import subprocess
+import sys
 from typing import cast
 
 import pytest
 from click.testing import CliRunner
 
 from peers.monitor import _show, main
+from peers.monitor_page import bound_to, url_of
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
@@ -149,6 +152,36 @@ def test_nobody_reachable_is_one_error_line_and_status_3(extra: tuple[str, ...])
     assert err.startswith("swarm-monitor: error: ") and err.count("\n") == 1
 
 
+def test_a_terminal_loads_nothing_of_the_page() -> None:
+    code = "import sys, peers.monitor; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "rich" in loaded
+    assert loaded.isdisjoint({"starlette", "uvicorn", "prometheus_client", "anyio"})
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:70000", ":", ""])
+def test_an_address_of_the_page_that_is_none_is_told(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"for example 127\.0\.0\.1:8080"):
+        bound_to(address)
+
+
+def test_a_port_alone_is_one_of_this_machine() -> None:
+    for address in ("0", "127.0.0.1:0", ":0"):
+        bound = bound_to(address)
+        with bound:
+            assert bound.getsockname()[0] == "127.0.0.1"
+            assert url_of(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}/"
+
+
+def test_the_page_and_lines_exclude_each_other() -> None:
+    for extra in ("--once", "--follow", "--json"):
+        code, _, err = run_program("--initial-peers", DEAD, "--http", "0", extra)
+        assert code == ConfigError.exit_code and "--http goes with none of" in err
+
+
 def test_an_address_is_needed() -> None:
     code, _, err = run_program("--once")
     assert code == ConfigError.exit_code and "--initial-peers is missing" in err
@@ -176,5 +209,5 @@ def test_what_goes_into_a_file_is_not_cut_at_80_columns(
     monkeypatch.delenv("COLUMNS", raising=False)
     reason = "round 8 decided by 4 of 4 members: " + "x" * 100
     guest.seen = Seen({"QmA": peer_record("QmA", reason=reason)}, {}, {})
-    _show(watch.look(), in_json=False)
+    _show(watch, in_json=False)
     assert reason in capsys.readouterr().out

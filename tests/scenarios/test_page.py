@@ -89,10 +89,10 @@ def test_the_page_shows_the_living_swarm(swarm: LocalSwarm, url: str) -> None:
 def test_rounds_that_are_decided_reach_the_page_and_the_metrics(url: str) -> None:
     before = snapshot_when(url, lambda state: bool(state["rounds"]), "a round")
     found = snapshot_when(
-        url, lambda state: state["pace"]["eta_s"] is not None, "two rounds seen whole"
+        url, lambda state: state["pace"]["utilisation"] is not None, "a round seen whole"
     )
     assert found["round"] > before["rounds"][0]["round"]
-    assert 0 < found["pace"]["utilisation"] <= 1.5
+    assert found["pace"]["utilisation"] > 0 and found["pace"]["eta_s"] > 0
     status, body = get(f"{url}metrics")
     families = {f.name: f for f in text_string_to_metric_families(body.decode())}
     assert status == 200

@@ -302,29 +302,23 @@ def _of(
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "accept_before_fetch": Mutant(
-        "A2: ACCEPT only with all blobs on disk", _of(_AcceptBeforeFetch)
-    ),
+    "accept_before_fetch": Mutant("A2: ACCEPT only with all blobs", _of(_AcceptBeforeFetch)),
     "accepted_not_persisted": Mutant("P2: the vote is durable", _of(_AcceptedNotPersisted)),
     "accept_before_write": Mutant("P2: write, then send", _of(_AcceptSentBeforeWrite)),
     "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), REVOLTS),
     "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), REVOLTS),
     "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", _of(_NoPhase1)),
-    "lowest_accepted": Mutant(
-        "C2: the highest vote is proposed again", _of(_LowestAccepted), REVOLTS
-    ),
+    "lowest_accepted": Mutant("C2: the highest vote is proposed", _of(_LowestAccepted), REVOLTS),
     "ballot_zero_reused": Mutant("P3, C1: ballot 0 is used once", _of(_BallotZeroReused), DUELS),
     "any_half": Mutant("C5: half decides only with the tie-breaker", _of(_AnyHalf)),
     "any_proposal": Mutant("A4: a proposal must follow from the tip", _of(_AnyProposal)),
-    "liar_convenes_on": Mutant(
-        "A4: whose proposal was refused is not followed", _of(_LiarConvenesOn)
-    ),
+    "liar_convenes_on": Mutant("A4: a refused convener is not followed", _of(_LiarConvenesOn)),
     "any_update": Mutant("U1: updates are bounded", _of(_AnyUpdate)),
     "joiners_vote": Mutant("only members(tip) vote", _of(_JoinersVote)),
     "older_roster": Mutant("C3: results of one roster only", _of(_OlderRoster)),
     "apply_before_blobs": Mutant("X1: apply only complete manifests", _of(_ApplyBeforeBlobs)),
     "duplicate_commit_restarts": Mutant(
-        "X1: a duplicate COMMIT does not restart the fetch", _of(_DuplicateCommitRestarts)
+        "X1: a duplicate starts no fetch", _of(_DuplicateCommitRestarts)
     ),
     "fetch_never_dropped": Mutant(
         "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
@@ -335,21 +329,15 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
     "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
-    "generation_counted": Mutant(
-        "F3: generations have unique ids", _of(_GenerationCounted), SHATTERED
-    ),
-    "reform_although_quorum": Mutant(
-        "F2: no reform while a quorum is heard", _of(_ReformAlthoughQuorum)
-    ),
+    "generation_counted": Mutant("F3: an id is unique", _of(_GenerationCounted), SHATTERED),
+    "reform_although_quorum": Mutant("F2: no reform beside a quorum", _of(_ReformAlthoughQuorum)),
     "most_tokens_win": Mutant("F1: the total order of manifests", _of(_MostTokensWin)),
     "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, trainer=MergesOnApply)),
     "due_by_own_count": Mutant("M1: due by the manifest alone", _of(_DueByOwnCount)),
     "round_while_due": Mutant("M2: no round while a merge is due", _of(_NeverDue)),
     "due_by_kind": Mutant("M1: the kind of the tip plays no part", _of(_DueByKind)),
     "due_by_rise": Mutant("M1: due by step and merged", _of(_DueByRise)),
-    "no_phase_1_at_merge": Mutant(
-        "M6: full phase 1 for merges", _of(_NoPhase1AtMerge), MERGE_DUELS
-    ),
+    "no_phase_1_at_merge": Mutant("M6: phase 1 for merges", _of(_NoPhase1AtMerge), MERGE_DUELS),
     "accepted_merge_not_persisted": Mutant(
         "M6: a merge's vote is durable", _of(_AcceptedMergeNotPersisted)
     ),
