@@ -20,9 +20,9 @@ from peers.findings import (
     Local,
     Needs,
     Sight,
-    can_take_part,
     findings_of,
     nat_of,
+    verdict_of,
 )
 from peers.options import Options, option, options, program
 from swarm.config import ComputeSection, NetworkSection, RunConfig
@@ -44,7 +44,7 @@ from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
-from swarm.peer.machine import this_machine, wishes_of
+from swarm.peer.machine import processor, this_machine, wishes_of
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.printable import printable
@@ -60,13 +60,20 @@ FIND_S = 8.0
 SETTLE_S = 3.0
 ASKED = 6
 """Peers that are asked what they see."""
+VERDICTS = {
+    True: "This machine can take part.",
+    False: "This machine cannot take part.",
+    None: "Nothing here keeps this machine from taking part, but no peer was asked whether it can: "
+    "name one with --initial-peers.",
+}
+CODES = {True: 0, False: 1, None: NobodyReachable.exit_code}
 MARKS = {Level.GOOD: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
 @program("swarm-doctor")
 @options(
     "run", "initial_peers", "state_dir", "host_maddrs", "announce_maddrs", "client_mode",
-    "peers", "rounds", "settings", "as_json", "log_format",
+    "peers", "rounds", "settings", "as_json", "log_format", "log_level",
 )  # fmt: skip
 @option("--run-id", help="Which run, where several are announced.")
 @click.pass_context
@@ -75,14 +82,17 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
 
     Asks peers what they see: whether they can dial this machine, its clock, rates and latency.
     Takes the addresses from --initial-peers or from the state directory; publishes nothing. With
-    --run it also says whether that run fits this machine. Exit code 0: it can take part; 1: not.
+    --run it also says whether that run fits this machine. Exit code 0: it can take part; 1: not;
+    3: nobody was asked.
     """
-    logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
     config, folder = given.peer_config(), given.state_dir.expanduser()
     local, remembered, port = _local(folder)
     wanted = given.run_config() if given.run else None
     around = Around()
     if config.network.initial_peers or remembered:
+        click.echo(f"asking peers, for at most {START_S + LOOK_S:.0f} s ...", err=True)
         around = _look_around(config.network, remembered, port, Asked(wanted, run_id))
     run = around.run or wanted
     examined = Examined(
@@ -94,14 +104,14 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
         _needs(run, around, config.compute, folder) if run else None,
     )
     findings = findings_of(examined)
+    verdict = verdict_of(examined, findings)
     if given.as_json:
         click.echo(json.dumps(as_json(examined, findings)))
     else:
         for finding in findings:
             click.echo(line_of(finding))
-        verdict = "can" if can_take_part(findings) else "cannot"
-        click.echo(f"This machine {verdict} take part.")
-    context.exit(0 if can_take_part(findings) else 1)
+        click.echo(VERDICTS[verdict])
+    context.exit(CODES[verdict])
 
 
 def line_of(finding: Finding) -> str:
@@ -114,7 +124,7 @@ def line_of(finding: Finding) -> str:
 def as_json(examined: Examined, findings: Sequence[Finding]) -> dict[str, object]:
     """What scripts may rely on."""
     return {
-        "can_take_part": can_take_part(findings),
+        "can_take_part": verdict_of(examined, findings),
         "nat": nat_of(examined.addresses, [s.seen_at for s in examined.sights]).value,
         "down_mbit": examined.down_mbit,
         "up_mbit": examined.up_mbit,
@@ -149,6 +159,7 @@ def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
         state_fault=fault,
         state_in_use=in_use,
         version=__version__,
+        computes_with=processor(),
     )
     return local, remembered, port
 

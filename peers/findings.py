@@ -46,6 +46,8 @@ class Local:
     """Why the state directory cannot be written."""
     state_in_use: bool
     version: str
+    computes_with: str = ""
+    """The GPU with its memory, or that there is none."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,13 @@ def can_take_part(findings: Sequence[Finding]) -> bool:
     return all(finding.level is not Level.FAULT for finding in findings)
 
 
+def verdict_of(examined: Examined, findings: Sequence[Finding]) -> bool | None:
+    """Whether this machine can take part; None where nobody was asked who could tell."""
+    if not can_take_part(findings):
+        return False
+    return True if examined.sights else None
+
+
 def nat_of(addresses: Sequence[str], seen_at: Sequence[str]) -> Nat:
     """What translates this machine's addresses.
 
@@ -192,7 +201,8 @@ def _of_local(local: Local) -> list[Finding]:
             "open files", Level.WARNING, f"limit {local.open_files}, below {FEW_FILES}",
             f"ulimit -n {FEW_FILES} before the start",
         )  # fmt: skip
-    return [state, files]
+    device = Finding("device", Level.GOOD, local.computes_with or "not looked at")
+    return [state, files, device]
 
 
 def _of_clock(sights: Sequence[Sight]) -> Finding:

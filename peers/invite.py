@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from peers.options import Options, option, options, program
 from swarm.errors import InvitationError, StateError
-from swarm.network.identity import load_or_create_identity
-from swarm.network.invitations import invite
-from swarm.network.record_file import RecordFile
-from swarm.peer.state_directory import RunDirectory, current_run_of
 from swarm.protocol.invitation import MAX_ROUND, MAX_USES, as_text
+
+if TYPE_CHECKING:
+    from swarm.peer.state_directory import RunDirectory
 
 PACE_ROUNDS = 32
 """The present pace is that of so many rounds."""
@@ -22,7 +22,7 @@ DEFAULT_ROUNDS = 1000
 
 
 @program("swarm-invite")
-@options("state_dir", "identity_path", "run_id", "log_format")
+@options("state_dir", "identity_path", "run_id", "log_format", "log_level")
 @option("--uses", type=click.IntRange(1, MAX_USES), default=1, help="How many peers may come.")
 @option(
     "--rounds",
@@ -39,6 +39,11 @@ def main(given: Options, uses: int, good_for: int) -> None:
     invitation ends with a round and not at an hour, since all peers must agree on whether it is
     good; stderr says what that is at the run's present pace.
     """
+    from swarm.network.identity import load_or_create_identity  # with the next: not for --help
+    from swarm.network.invitations import invite  # loads hivemind and torch
+    from swarm.network.record_file import RecordFile  # loads hivemind and torch
+    from swarm.peer.state_directory import current_run_of  # loads hivemind and torch
+
     folder = given.state_dir.expanduser()
     run_id, directory = current_run_of(folder, given.run_id)
     key = Path(given.identity_path).expanduser() if given.identity_path else None

@@ -26,10 +26,11 @@ from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
 from swarm.errors import ConfigError, SwarmError
-from swarm.peer.run_text import corpus_of
-from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.run_files import read_text
 
+EVERY_S = 15.0
+"""So often something is said, even if no round ends."""
+LOCAL = "127.0.0.1"
 STALL_S = 600.0
 """Without a new manifest anywhere for so long, the swarm is given up."""
 _OF_EACH = frozenset(
@@ -52,6 +53,8 @@ class Progress:
     """Height of the last manifest said; manifest 0 is not."""
     losses_said: set[str] = field(default_factory=set)
     last_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When something was said last, be it only how far a peer is."""
 
     def __call__(self, swarm: LocalSwarm) -> None:
         """Looks at the peers' histories.
@@ -78,6 +81,9 @@ class Progress:
                     f"round {event['round']}: held-out loss {event['val_loss']:.4f} nats/token, "
                     f"{event['bits_per_byte']:.4f} bits/byte"
                 )
+        if time.monotonic() - self.heard_s > EVERY_S:
+            self.heard_s = time.monotonic()
+            click.echo(how_far(histories), err=True)
         if time.monotonic() - self.last_s > STALL_S:
             raise SwarmError(f"no round within {STALL_S:.0f} s; logs in {swarm.folder}")
 
@@ -93,19 +99,30 @@ class Progress:
         )
 
     def _say(self, line: str) -> None:
-        self.last_s = time.monotonic()
+        self.last_s = self.heard_s = time.monotonic()
         click.echo(line, err=self.as_json)
+
+
+def how_far(histories: Sequence[Sequence[Event]]) -> str:
+    """What the peers do between two rounds: the first one that has said so, and how many more."""
+    for index, events in enumerate(histories):
+        if events and events[-1]["event"] == "progress":
+            more = f"; {len(histories) - 1} more peers" if len(histories) > 1 else ""
+            return f"peer {index}: {events[-1]['text']}{more}"
+    return f"{len(histories)} peers start or end a round"
 
 
 @program("swarm-local")
 @options(
-    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "as_json",
-    "log_format",
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer",
+    "as_json",
+    "log_format", "log_level",
 )  # fmt: skip
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
 )
 @option("--monitor/--no-monitor", default=False, help="Shows swarm-monitor while it trains.")
+@option("--page", is_flag=True, help="Serves swarm-monitor's page, and prints its address.")
 @option(
     "--faults",
     type=click.Path(path_type=Path),
@@ -115,8 +132,10 @@ class Progress:
 @option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
 def main(
     options: Options,
+    *,
     export_to: Path | None,
     monitor: bool,
+    page: bool,
     faults: Path | None,
     link: str | None,
 ) -> None:
@@ -130,6 +149,9 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
+    from swarm.peer.run_text import corpus_of  # loads torch: not for --help
+    from swarm.peer.run_tokenizer import founders_tokenizer  # loads hivemind: not for --help
+
     # A missing text or an unfit tokenizer ends it before it begins.
     corpus_of(run, options.peer_config().corpus.folder)
     founders_tokenizer(run, options.tokenizer)
@@ -141,7 +163,7 @@ def main(
             folder,
             options.run,
             run.run.peers,
-            options=["--linger", "86400", *_set(for_all)],
+            options=["--linger", "86400", *_level(options), *_set(for_all)],
             founder_options=[*_set(options.run_settings()), *_tokenizer(options)],
         )
         with _network(link) as swarm.links:
@@ -149,7 +171,7 @@ def main(
             progress = None if monitor else Progress(run.run.rounds, options.as_json)
             began_s = time.time()
             with swarm:
-                present = _train(swarm, runner, progress)
+                present = _train(swarm, runner, progress, page)
         if export_to:
             _export(swarm.peers[min(present)], export_to, options.as_json)
         verdict = summary(swarm, present)
@@ -188,6 +210,10 @@ def _tokenizer(options: Options) -> list[str]:
     return ["--tokenizer", str(options.tokenizer)] if options.tokenizer else []
 
 
+def _level(options: Options) -> list[str]:
+    return ["--log-level", options.log_level] if options.log_level else []
+
+
 def _say(line: str) -> None:
     click.echo(line, err=True)
 
@@ -216,7 +242,9 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     )
 
 
-def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None) -> list[int]:
+def _train(
+    swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | None, page: bool
+) -> list[int]:
     """Trains until the run is finished; returns the peers that were there at the end."""
     if runner:
         runner.prepare()
@@ -229,21 +257,27 @@ def _train(swarm: LocalSwarm, runner: FaultRunner | None, progress: Progress | N
             if act:
                 act(swarm)
 
-    shown = None if progress else _monitor(swarm.peers[0])
+    shown = [_monitor(swarm.peers[0], "--http", f"{LOCAL}:0")] if page else []
+    shown += [] if progress else [_monitor(swarm.peers[0])]
     try:
         swarm.wait_until(
             LocalSwarm.finished, what="the run", timeout_s=float("inf"), on_poll=on_poll
         )
     finally:
-        if shown:
-            shown.terminate()
-            shown.wait(10)
+        for process in shown:
+            process.terminate()
+            process.wait(10)
     return [peer.index for peer in swarm.peers if peer.alive]
 
 
-def _monitor(founder: LocalPeer) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "peers.monitor", "--initial-peers", founder.join_address()]
-    return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL)
+def _monitor(founder: LocalPeer, *options: str) -> subprocess.Popen[bytes]:
+    address = ["--initial-peers", founder.join_address()]
+    if not options:
+        _say(f"in a browser: swarm-monitor {' '.join(address)} --http 8080")
+    command = [sys.executable, "-m", "peers.monitor", *address, *options]
+    # Only the verdict is for stdout, so the page's address goes where the progress of --json does.
+    out = sys.stderr if options else None
+    return subprocess.Popen([*founder.prefix, *command], stdin=subprocess.DEVNULL, stdout=out)
 
 
 def _export(peer: LocalPeer, folder: Path, as_json: bool) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import os
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
 
 import click
 from rich.console import Console
@@ -13,76 +19,153 @@ from rich.live import Live
 from peers.options import Options, option, options, program
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.monitor.metrics import glossary
-from swarm.monitor.snapshot import Snapshot, as_json
+from swarm.monitor.schema import as_json
+from swarm.monitor.snapshot import Snapshot
 from swarm.monitor.terminal import render, waiting
-from swarm.network.blobs import BlobStore
-from swarm.network.observer import Observer
-from swarm.peer.looking import START_S, Watch
 from swarm.protocol.printable import printable
 
 REFRESH_S = 2.0
+FILE_WIDTH = 160
+"""Characters a line in a file or pipe."""
+
+
+class Source(Protocol):
+    """What shows a run: one that lives, or one that is over."""
+
+    before: Snapshot | None
+    """The last look; None before the first."""
+
+    def look(self) -> Snapshot:
+        """The newest snapshot; a `SwarmError` when there is none now."""
 
 
 @program("swarm-monitor")
-@options("initial_peers", "tip", "as_json", "log_format")
+@options("initial_peers", "tip", "as_json", "log_format", "log_level")
 @option("--once", is_flag=True, help="Shows the swarm once and ends.")
+@option("--follow", is_flag=True, help="A line per look or change, also on a terminal.")
+@option("--http", metavar="HOST:PORT", help="Serves a page instead; 8080 is 127.0.0.1:8080.")
 @option("--run-id", help="Which run, where several are announced.")
+@option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keeps losses, rounds and events there over restarts.",
+)
+@option(
+    "--replay",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Walks through the run in this state directory instead, a manifest at a time.",
+)
 @option(
     "--glossary", dest="show_glossary", is_flag=True, help="Says what each figure is, and ends."
 )
-def main(given: Options, once: bool, run_id: str | None, show_glossary: bool) -> None:
+def main(
+    given: Options,
+    *,
+    once: bool,
+    follow: bool,
+    http: str | None,
+    run_id: str | None,
+    history: Path | None,
+    replay: Path | None,
+    show_glossary: bool,
+) -> None:
     """Watches a run: peers, owners of experts, rounds, losses, traffic, decisions.
 
     Reads signed records only; it publishes nothing and takes no part. Off a terminal it prints a
-    line per change, with --json one object per look.
+    line per change, with --json one object per look. With --http a browser shows it.
     """
     if show_glossary:
         click.echo(glossary())
+        return
+    if http and (once or follow or given.as_json):
+        raise ConfigError(
+            "--http goes with none of --once, --follow, --json", hint="the page has /snapshot.json"
+        )
+    show: Callable[[Source], None] = _live
+    if http:
+        from peers.monitor_page import page_at  # starlette and uvicorn: only for the page
+
+        show = page_at(http, REFRESH_S)
+    elif once:
+        show = functools.partial(_show, in_json=given.as_json)
+    elif follow or given.as_json or not Console().is_terminal:
+        show = functools.partial(_follow, in_json=given.as_json)
+    try:
+        with _source(given, run_id, history, replay, to_end=once) as source:
+            show(source)
+    except KeyboardInterrupt:
+        return
+
+
+@contextlib.contextmanager
+def _source(
+    given: Options, run_id: str | None, history: Path | None, replay: Path | None, *, to_end: bool
+) -> Iterator[Source]:
+    if replay:
+        from peers.monitor_files import Replay  # reads state directories: only for this
+
+        yield Replay(replay, to_end=to_end)
         return
     if not given.initial_peers:
         raise ConfigError(
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
+    kept = None
+    if history:
+        from peers.monitor_files import HistoryFile  # as above: only where it is asked for
+
+        kept = HistoryFile(history)
     # What one look misses the next one sees; lines on stderr would tear the view.
-    logging.getLogger().setLevel(logging.ERROR)
+    if given.log_level is None:
+        logging.getLogger().setLevel(logging.ERROR)
+    from swarm.network.blobs import BlobStore  # with the next: not for --help
+    from swarm.network.observer import Observer  # loads hivemind and torch
+    from swarm.peer.looking import START_S, Watch  # loads hivemind and torch
+
     store = BlobStore(None)
     observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
     try:
-        watch = Watch(observer, store, run_id)
-        if once:
-            _show(watch.look(), given.as_json)
-        elif given.as_json or not Console().is_terminal:
-            _follow(watch, given.as_json)
-        else:
-            _live(watch)
-    except KeyboardInterrupt:
-        return
+        yield Watch(observer, store, run_id, kept)
     finally:
         observer.stop()
 
 
-def _show(snapshot: Snapshot, in_json: bool) -> None:
+def _show(source: Source, in_json: bool) -> None:
+    snapshot = source.look()
     if in_json:
         click.echo(json.dumps(as_json(snapshot)))
         return
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH  # nobody's screen cuts it
     console.print(render(snapshot, width=console.width, height=max(console.height - 1, 23)))
 
 
-def _follow(watch: Watch, in_json: bool) -> None:
+def _follow(source: Source, in_json: bool) -> None:
     """One line per look (JSON) or per change; ends only with an interrupt."""
     said = ""
     while True:
         try:
-            snapshot = watch.look()
+            snapshot = source.look()
         except NobodyReachable as error:
-            line = f"unreachable reason={str(error)!r}"
+            line = (
+                _lost(source.before, str(error))
+                if in_json
+                else f"unreachable reason={str(error)!r}"
+            )
         else:
             line = json.dumps(as_json(snapshot)) if in_json else _line(snapshot)
         if in_json or line != said:
             click.echo(printable(line, len(line)))
         said = line
         time.sleep(REFRESH_S)
+
+
+def _lost(before: Snapshot | None, reason: str) -> str:
+    """The last look, marked as such; before the first one its health is all that there is."""
+    if before is None:
+        return json.dumps({"health": {"word": "unreachable", "reason": reason}})
+    return json.dumps(as_json(before, unreachable=reason))
 
 
 def _line(snapshot: Snapshot) -> str:
@@ -99,13 +182,13 @@ def _line(snapshot: Snapshot) -> str:
     )
 
 
-def _live(watch: Watch) -> None:
+def _live(source: Source) -> None:
     """Fills the terminal until it is interrupted."""
     console = Console(highlight=False)
     with Live(waiting("looking for the run ..."), console=console, screen=True) as live:
         while True:
             try:
-                snapshot = watch.look()
+                snapshot = source.look()
             except NobodyReachable as error:
                 live.update(waiting(printable(f"{error}; trying again")), refresh=True)
             else:

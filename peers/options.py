@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 import click
 
 from peers.option_values import Setting, file_of, head_digest, split_addresses
-from peers.program_log import LOG_FORMATS, configure_logging
-from swarm.config import PeerConfig, RunConfig, parse_config, parse_override
+from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
+from peers.toml_text import toml_value
+from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
 from swarm.errors import ConfigError, SwarmError
 from swarm.peer.local_faults import named_fault
 from swarm.protocol.printable import printable
@@ -164,6 +165,9 @@ class Options:
         type=click.Choice(LOG_FORMATS),
         default="auto",
     )
+    log_level: str | None = _flag(
+        "--log-level", "The least that is said.", type=click.Choice(LOG_LEVELS), default=None
+    )
     initial_peers: tuple[str, ...] = _addresses(
         "--initial-peers",
         "Addresses of peers; several, or @FILE with one a line.",
@@ -195,6 +199,12 @@ class Options:
         default=None,
     )
     run_id: str | None = _flag("--run-id", "Which run to join, where several are announced.")
+    new_run: bool = _flag(
+        "--new-run",
+        "Founds the run of --run even where the peers of --initial-peers are in another.",
+        is_flag=True,
+        default=False,
+    )
     tip: str | None = _flag(
         "--tip",
         "Believes what follows from this manifest, which somebody you trust has named, "
@@ -297,7 +307,7 @@ class Options:
             ConfigError: the file is missing or a setting is wrong.
         """
         text = read_text(self.config) if self.config else ""
-        source = str(self.config) if self.config else "command line"
+        source = str(self.config) if self.config else COMMAND_LINE
         return parse_config(PeerConfig, text, source=source, overrides=self.peer_settings())
 
     def _overrides(self, kind: type[RunConfig | PeerConfig]) -> tuple[str, ...]:
@@ -306,7 +316,7 @@ class Options:
         for name in flags_of(kind):
             value = getattr(self, name)
             if value not in (None, ()):
-                setting = f"{_DECLARED[name]['sets']}={_toml(value)}"
+                setting = f"{_DECLARED[name]['sets']}={toml_value(value)}"
                 flags[name in self.from_environment].append(setting)
         settings = _of_sections(self.settings, kind)
         if "settings" in self.from_environment:
@@ -343,7 +353,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 **{name: values.pop(name) for name in names},
                 from_environment=frozenset(n for n in names if source_of(n) is environment),
             )
-            configure_logging(common.log_format)
+            configure_logging(common.log_format, common.log_level or "info")
             return function(common, **values)
 
         decorated: Callable[..., Any] = collected
@@ -352,20 +362,6 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return decorated
 
     return decorate
-
-
-def as_toml(*configs: RunConfig | PeerConfig) -> str:
-    """Configurations as TOML that reads back as the same; defaults included."""
-    lines: list[str] = []
-    for config in configs:
-        for name, section in config.model_dump().items():
-            several = section if isinstance(section, tuple) else (section,)
-            header = f"[[{name}]]" if isinstance(section, tuple) else f"[{name}]"
-            for values in several:
-                lines += ["", header]
-                kept = {key: value for key, value in values.items() if value is not None}
-                lines += [f"{key} = {_toml(value)}" for key, value in kept.items()]
-    return "\n".join(lines).strip()
 
 
 def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) -> list[str]:
@@ -382,14 +378,3 @@ def _of_sections(settings: Sequence[str], kind: type[RunConfig | PeerConfig]) ->
         if section in kind.model_fields:
             kept.append(setting)
     return kept
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, str):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{quoted}"'
-    return repr(value)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from peers.options import Options, as_toml, options, program
+from peers.options import Options, option, options, program
+from peers.toml_text import as_toml
 from swarm.config import RunConfig
 from swarm.data.tokenizer import require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
-from swarm.model.cost import Cost
-from swarm.peer.planning import plan_run
-from swarm.train.ladder import EnginePlan, Machine, describe
+from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, Forecast, forecast
+from swarm.progress import duration
+
+if TYPE_CHECKING:
+    from swarm.model.cost import Cost
+    from swarm.train.ladder import EnginePlan, Machine
 
 KEYS = (
     "parameters_total",
@@ -42,6 +46,11 @@ KEYS = (
     "host_merge_bytes",
     "engine_disk_bytes",
     "step_s",
+    "round_training_s",
+    "round_averaging_s",
+    "run_days",
+    "tflops",
+    "mbit",
 )
 """What scripts may rely on."""
 
@@ -49,9 +58,15 @@ KEYS = (
 @program("swarm-plan")
 @options(
     "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
-    "as_json", "print_config", "log_format",
+    "as_json", "print_config", "log_format", "log_level",
 )  # fmt: skip
-def main(given: Options) -> None:
+@option(
+    "--mbit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=ASSUMED_MBIT,
+    help="Rate of a peer's link each way, Mbit/s.",
+)
+def main(given: Options, mbit: float) -> None:
     """What a run costs a peer, and which engine runs it on this machine or a described one.
 
     \b
@@ -59,26 +74,35 @@ def main(given: Options) -> None:
     Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
-    phase; a corpus comes on top. Seconds of a step are from assumed speeds where a GPU is only
-    described. A run that does not fit is exit code 12, after the figures.
+    phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
+    or that is assumed where a GPU is only described, and from --mbit. A run that does not fit is
+    exit code 12, after the figures.
     """  # noqa: D301 - click reads the backspace
     run, config = given.run_config(), given.peer_config()
     if given.print_config:
         click.echo(as_toml(run))
         return
+    from swarm.peer.planning import plan_run  # loads torch: not for --help
+
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
     cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit
+    times = forecast(
+        run, step_s=plan.step_s, round_bytes=cost.bytes_sent_per_peer_per_round, mbit=mbit
+    )
     if given.as_json:
         figures = asdict(cost) | _engine_figures(run, planned.owned_experts, plan, most)
+        figures |= _times(times, planned.machine, mbit)
         figures["fits"] = planned.fits
         click.echo(json.dumps({key: figures[key] for key in KEYS}))
     else:
         console = Console(highlight=False)
         console.print(table_of(run, cost))
         console.print(engine_table(run, planned.machine, plan, most))
+        described = given.gpu is not None
+        console.print(times_table(run, times, planned.machine, mbit, is_described=described))
     if not planned.fits:
         raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
 
@@ -86,6 +110,8 @@ def main(given: Options) -> None:
 def _engine_figures(
     run: RunConfig, owned: int, plan: EnginePlan, most: int | None
 ) -> dict[str, Any]:
+    from swarm.train.ladder import describe  # loads torch: not for --help
+
     return {
         "engine": plan.options.kind.value,
         "level": describe(plan.options, run),
@@ -100,6 +126,48 @@ def _engine_figures(
         "engine_disk_bytes": round(plan.need.disk),
         "step_s": round(plan.step_s, 4),
     }
+
+
+def _times(times: Forecast, machine: Machine, mbit: float) -> dict[str, float]:
+    return {
+        "round_training_s": round(times.training_s, 3),
+        "round_averaging_s": round(times.averaging_s, 3),
+        "run_days": round(times.run_days, 5),
+        "tflops": round(machine.tflops, 4),
+        "mbit": mbit,
+    }
+
+
+def times_table(
+    run: RunConfig, times: Forecast, machine: Machine, mbit: float, *, is_described: bool
+) -> Table:
+    """How long it takes, for people, and from which speeds that follows."""
+    how = "assumed" if is_described and machine.device == "cuda" else "measured here"
+    table = Table(title="time", title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    share = times.averaging_s / max(times.round_s, 1e-12)
+    steps = "seconds that the run sets" if run.round.seconds else f"{run.round.local_steps} steps"
+    for row in [
+        ("speed", f"{machine.tflops:.3g} TFLOP/s", f"of matrix products, {how}"),
+        ("link", f"{mbit:g} Mbit/s", "each way; --mbit"),
+        ("a round", in_words(times.round_s), "without waiting for others"),
+        ("  training", in_words(times.training_s), steps),
+        ("  averaging", in_words(times.averaging_s), f"of its bytes; {share:.0%} of the round"),
+        ("the run", in_words(times.run_s), f"{run.run.rounds:,} rounds"),
+    ]:
+        table.add_row(*row)
+    return table
+
+
+def in_words(duration_s: float) -> str:
+    """Seconds in the unit that suits them, up to days."""
+    if duration_s < 90:
+        return seconds_of(duration_s)
+    if duration_s < 36 * 3600:
+        return duration(duration_s)
+    return f"{duration_s / DAY_S:,.1f} days"
 
 
 def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int | None) -> Table:

@@ -14,10 +14,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
 
+from swarm.progress import Progress
+from swarm.progress import logger as progress_logger
 from swarm.protocol.printable import printable
 
 LOG_FORMATS = ("auto", "plain", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class PrintableFormatter(logging.Formatter):
@@ -58,20 +63,63 @@ class JsonFormatter(PrintableFormatter):
         return json.dumps(fields)
 
 
-def configure_logging(log_format: str) -> None:
+class TerminalHandler(RichHandler):
+    """Lines with colours, and below them a bar for work that takes long."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, show_path=False, markup=False)
+        self.setFormatter(PrintableFormatter("%(message)s", "[%H:%M:%S]"))
+        words = TextColumn("{task.description}", markup=False)
+        self.bars = Bars(BarColumn(20), words, console=console, transient=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line, or a new state of the bar."""
+        progress = getattr(record, "progress", None)
+        if isinstance(progress, Progress):
+            self.draw(progress)
+        else:
+            super().emit(record)
+
+    def close(self) -> None:
+        """At the end of the program: gives the cursor back."""
+        self.bars.stop()
+        super().close()
+
+    def draw(self, progress: Progress) -> None:
+        """Shows how far the work is; nothing any more once it is done."""
+        words = printable(str(progress))
+        if progress.done >= progress.total:
+            self.bars.stop()
+            for task in self.bars.task_ids:
+                self.bars.remove_task(task)
+            return
+        if not self.bars.task_ids:
+            self.bars.add_task(words, total=progress.total)
+            self.bars.start()
+        self.bars.update(
+            self.bars.task_ids[0],
+            completed=progress.done,
+            total=progress.total,
+            description=words,
+        )
+
+
+def configure_logging(log_format: str, level: str = "info") -> None:
     """Sets the root logger up, in place of what was there.
 
     Args:
         log_format: one of `LOG_FORMATS`; "auto" looks whether stderr is a terminal.
+        level: one of `LOG_LEVELS`, the least that is said.
     """
     handler: logging.Handler
+    draws = log_format == "auto" and sys.stderr.isatty() and level in ("debug", "info")
     if log_format == "auto" and sys.stderr.isatty():
-        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
-        handler.setFormatter(PrintableFormatter("%(message)s", "[%H:%M:%S]"))
+        handler = TerminalHandler(Console(stderr=True))
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter() if log_format == "json" else PlainFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    progress_logger.setLevel(logging.DEBUG if draws else max(logging.INFO, logging.root.level))
     theirs = logging.getLogger("hivemind")
     theirs.setLevel(logging.WARNING)  # its INFO lines are for its authors
     # It has a handler of its own, which would show what p2pd and other peers say as it is.

@@ -1,27 +1,28 @@
 #!/usr/bin/env python
-"""What the loss of an expert's owner costs, and how much of it its Adam moments are.
+"""What the Adam moments of an adopted expert are worth to the loss.
 
-Four peers of the demo model in one process, fp32 throughout, in the plain arithmetic of SPES: local
-steps, a mean of the shared tensors, each expert from its owner. In every fifth round one of them is
-lost. What it held is gone; nobody renews its experts until they are adopted, two rounds later, by
-the swarm's own rules (silent owners, `assign`), and it comes back then without experts. Beside the
-run without loss there are, on the same data and seed:
+Two peers of a model of 21 M parameters in one process, fp32 throughout, in the plain arithmetic of
+SPES: local steps, a mean of the shared tensors, each expert from its owner. After `BEFORE` rounds
+one peer goes, and the other trains all experts on. What it adopts is the same in every variant, the
+newest agreed values, and so are data and seed; only the moments differ:
 
-backup    a copy of the moments from every second round, and hand-over where an owner lives
-zero      moments of an expert that changes hands are zero
-warmup    the same, and the new owner's first steps on it are scaled from 1/N to 1
+handed    the newest, as an owner hands them over that leaves
+old 1     of one round before, as a backup of every round would hold at best
+old 5     of five rounds before
+zero      none
 
-Each prints one JSON line; `--table FILE...` makes the table from such lines.
+Each variant of a seed appends a JSON line to `--out`; what is there is not computed again.
+`--table` makes the table from these lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import statistics
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,205 +32,147 @@ from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import open_corpus
 from swarm.data.held_out import HeldOut, held_out_documents, measured_on
 from swarm.data.loader import Loader
-from swarm.data.shards import Shards, open_shards
+from swarm.data.shards import open_shards
 from swarm.data.tokenise import BYTE
 from swarm.experts import expert_shapes, shared_shapes
+from swarm.model.cost import parameters
 from swarm.model.initialise import initial_tensors
-from swarm.protocol.ownership import assign
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import learning_rate
 
 TEXT = ((0, 2**40),)
-NUM_PEERS = 4
-LOST_EVERY, LOST_ROUNDS, BACKUP_EVERY = 5, 2, 2
-WARMUP_STEPS = 10
-VARIANTS = ("none", "backup", "zero", "warmup")
+BEFORE, STEPS = 16, 10
+"""Rounds until one of the two goes, and local steps of a round."""
+MEASURED = (5, 10, 20, 40, 60)
+"""Steps after the adoption at which the held-out loss is measured."""
+AGES = {"handed": 0, "old 1": 1, "old 5": 5}
+VARIANTS = (*AGES, "zero")
+SETTINGS = (
+    "model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=8",
+    "model.num_key_value_heads=4", "model.num_experts=16", "model.moe_intermediate_size=416",
+    f"run.rounds={BEFORE + MEASURED[-1] // STEPS}", f"round.local_steps={STEPS}",
+    "optimizer.lr=1e-3", "merging.alpha=0.0", "wire.experts='fp32'", "train.frozen='fp32'",
+    "data.sequence_length=128", "data.validation_bytes=8192", "train.micro_batch_sequences=4",
+)  # fmt: skip
 Named = dict[str, Tensor]
 
 
-@dataclass
-class Swarm:
-    """Four peers, their agreed model, and who owns what."""
+class Pair:
+    """Two peers that share the experts, until the second goes."""
 
-    run: RunConfig
-    variant: str
-    engines: list[ResidentEngine]
-    agreed: Named
-    owners: dict[int, tuple[str, ...]]
-    backups: dict[int, Named] = field(default_factory=dict)
-    warming: dict[int, int] = field(default_factory=dict)
-    """Expert -> steps since it was taken up, while its steps are scaled."""
-
-    @classmethod
-    def found(cls, run: RunConfig, variant: str) -> Swarm:
-        """Everybody with the initial model and its share of the experts."""
+    def __init__(self, run: RunConfig, loader: Loader) -> None:
+        """Both with the initial model and their halves of the experts."""
+        self.run, self.loader = run, loader
         experts = range(run.model.num_experts)
-        names = [*shared_shapes(run.model), *(n for e in experts for n in names_of(run, e))]
-        swarm = cls(run, variant, [], initial_tensors(run, names), {})
-        swarm.engines = [ResidentEngine(run) for _ in range(NUM_PEERS)]
-        for engine in swarm.engines:
-            engine.write(swarm.agreed)
-        swarm.assign_owners(set(range(NUM_PEERS)), lost=[])
-        return swarm
+        self.halves = [[e for e in experts if e % 2 == peer] for peer in (0, 1)]
+        self.agreed = initial_tensors(run, [*shared_shapes(run.model), *self.names(experts)])
+        self.engines = [ResidentEngine(run), ResidentEngine(run)]
+        for engine, half in zip(self.engines, self.halves, strict=True):
+            engine.write(self.agreed)
+            engine.own(half)
+        self.moments: list[Named] = []
+        """Of the second peer's experts after each round; index -1: the newest."""
 
-    def owned_by(self, peer: int) -> list[int]:
-        """The experts of a peer."""
-        return [e for e, owners in sorted(self.owners.items()) if owners == (str(peer),)]
+    def names(self, experts: range | list[int]) -> list[str]:
+        """The tensors of experts."""
+        return [name for expert in experts for name in expert_shapes(self.run.model, expert)]
 
-    def assign_owners(self, present: set[int], lost: list[int]) -> None:
-        """Ownership by the swarm's rules, and what becomes of the moments of what moves."""
-        before = self.owners
-        self.owners = assign(
-            before,
-            {str(peer): 1.0 for peer in range(NUM_PEERS)},
-            [str(peer) for peer in sorted(present)],
-            stale=lost,
-            owners_per_expert=1,
-            num_experts=self.run.model.num_experts,
-            seed="bench",
-        ).owners
-        moved = {e: before.get(e) for e in self.owners if before.get(e) != self.owners[e]}
-        moments = {e: self._moments(e, owner, lost) for e, owner in moved.items() if owner}
+    def step(self, engine: ResidentEngine, number: int, peer: int) -> None:
+        """The local step `number` of a peer, from 0."""
+        tokens_BT1 = self.loader.read(TEXT, 2 * number + peer, self.run.train.batch_tokens)
+        engine.step(tokens_BT1, lr=learning_rate(number, self.run))
+
+    def train(self, number: int) -> None:
+        """The round `number`, from 0: local steps of both, then what they agree on."""
         for peer, engine in enumerate(self.engines):
-            engine.own(self.owned_by(peer))
-        for expert, given in moments.items():
-            self.engines[int(self.owners[expert][0])].write_moments(given)
-            self.warming |= {expert: 0} if self.variant == "warmup" else {}
-
-    def _moments(self, expert: int, owner: tuple[str, ...], lost: list[int]) -> Named:
-        living = self.engines[int(owner[0])].read_moments(names_of(self.run, expert))
-        if self.variant == "backup":
-            return self.backups[expert] if expert in lost else living
-        return {name: torch.zeros_like(tensor) for name, tensor in living.items()}
-
-    def train(self, peer: int, loader: Loader, step: int) -> None:
-        """A peer's local steps of a round."""
-        engine, warming = self.engines[peer], set(self.warming) & set(self.owned_by(peer))
-        for now in range(step, step + self.run.round.local_steps):
-            before = {e: engine.read(names_of(self.run, e)) for e in sorted(warming)}
-            tokens_BT1 = loader.read(TEXT, NUM_PEERS * now + peer, self.run.train.batch_tokens)
-            engine.step(tokens_BT1, lr=learning_rate(now, self.run))
-            for expert, values in before.items():
-                self._scale(engine, expert, values)
-            warming &= set(self.warming)
-
-    def _scale(self, engine: ResidentEngine, expert: int, before: Named) -> None:
-        self.warming[expert] += 1
-        share = self.warming[expert] / WARMUP_STEPS
-        after = engine.read(before)
-        engine.write({n: before[n] + share * (after[n] - before[n]) for n in before})
-        if share >= 1:
-            del self.warming[expert]
-
-    def agree(self, present: set[int]) -> None:
-        """The round: means of shared tensors, experts from owners that are there."""
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                self.step(engine, step, peer)
         shared = list(shared_shapes(self.run.model))
-        values = [self.engines[peer].read(shared) for peer in sorted(present)]
-        for name in shared:
-            total = values[0][name]
-            for value in values[1:]:
-                total = total + value[name]
-            self.agreed[name] = total / len(values)
-        for expert, (owner,) in self.owners.items():
-            if int(owner) in present:
-                self.agreed |= self.engines[int(owner)].read(names_of(self.run, expert))
+        first, second = (engine.read(shared) for engine in self.engines)
+        self.agreed |= {name: (first[name] + second[name]) / 2 for name in shared}
+        for engine, half in zip(self.engines, self.halves, strict=True):
+            self.agreed |= engine.read(self.names(half))
         for engine in self.engines:
             engine.write(self.agreed)
+        self.moments.append(self.engines[1].read_moments(self.names(self.halves[1])))
+        del self.moments[: -1 - max(AGES.values())]
 
-    def back_up(self) -> None:
-        """Copies of all moments, as their holders would have them."""
-        for expert, (owner,) in self.owners.items():
-            names = names_of(self.run, expert)
-            self.backups[expert] = self.engines[int(owner)].read_moments(names)
-
-
-def names_of(run: RunConfig, expert: int) -> list[str]:
-    """The tensors of an expert."""
-    return list(expert_shapes(run.model, expert))
-
-
-def losses_of(run: RunConfig, variant: str, shards: Shards, held_out: HeldOut) -> Iterator[float]:
-    """Held-out loss of the agreed state after each round."""
-    swarm = Swarm.found(run, variant)
-    loader = Loader(shards, run)
-    lost, lost_since = -1, 0
-    for number in range(1, run.run.rounds + 1):
-        present = set(range(NUM_PEERS))
-        if variant != "none" and number >= LOST_EVERY:
-            if number % LOST_EVERY == 0:
-                lost, lost_since = (number // LOST_EVERY) % NUM_PEERS, number
-            if number - lost_since < LOST_ROUNDS:
-                present -= {lost}
-        step = (number - 1) * run.round.local_steps
-        for peer in sorted(present):
-            swarm.train(peer, loader, step)
-        swarm.agree(present)
-        if number % BACKUP_EVERY == 0 and len(present) == NUM_PEERS:
-            swarm.back_up()
-        is_adopted = lost >= 0 and number - lost_since == LOST_ROUNDS - 1
-        swarm.assign_owners(present, lost=swarm.owned_by(lost) if is_adopted else [])
-        yield held_out.mean(
-            lambda tokens, scored: swarm.engines[0].evaluate(
-                tokens, scored_BT=scored, agreed=swarm.agreed.__getitem__
-            )
-        )
-    loader.close()
+    def losses(self, variant: str, held_out: HeldOut) -> Iterator[float]:
+        """Held-out loss of the peer that stays after `MEASURED` steps with all experts."""
+        engine = copy.deepcopy(self.engines[0])
+        engine.own(range(self.run.model.num_experts))
+        if variant in AGES:
+            engine.write_moments(self.moments[-1 - AGES[variant]])
+        for done in range(MEASURED[-1]):
+            self.step(engine, BEFORE * STEPS + done, 0)
+            if done + 1 in MEASURED:
+                yield held_out.mean(
+                    lambda tokens, scored: engine.evaluate(tokens, scored_BT=scored)
+                )
 
 
-def table(paths: list[Path]) -> str:
-    """Per variant: held-out loss at the end and its distance from no loss, over paired seeds."""
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    by_variant: dict[str, dict[int, list[float]]] = {}
-    for line in lines:
-        by_variant.setdefault(line["variant"], {})[line["seed"]] = line["losses"]
-    base = by_variant["none"]
-    rows = ["| moments | final | worse than no loss, final | mean of last half | worst round |"]
-    rows += ["|---|---|---|---|---|"]
-    for variant in VARIANTS:
-        runs: Mapping[int, list[float]] = by_variant[variant]
-        seeds = sorted(runs)
-        gaps = [[x - y for x, y in zip(runs[s], base[s], strict=True)] for s in seeds]
-        half = len(gaps[0]) // 2
-        final = statistics.mean(runs[s][-1] for s in seeds)
-        ends = [gap[-1] for gap in gaps]
-        halves = [statistics.mean(gap[half:]) for gap in gaps]
-        worst = max(max(gap) for gap in gaps)
-        rows.append(
-            f"| {variant} | {final:.4f} | {statistics.mean(ends):+.4f} "
-            f"[{min(ends):+.4f}..{max(ends):+.4f}] | {statistics.mean(halves):+.4f} "
-            f"[{min(halves):+.4f}..{max(halves):+.4f}] | {worst:+.4f} |"
-        )
-    return "\n".join(rows)
+def lines_of(path: Path) -> list[dict[str, object]]:
+    """What was measured so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main() -> None:
-    """Runs one seed of some variants, or makes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--local-steps", type=int, default=8)
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    if asked.table:
-        print(table(asked.table))
+def measure(seed: int, path: Path) -> None:
+    """Appends the variants of a seed that are not there yet."""
+    there = {line["variant"] for line in lines_of(path) if line["seed"] == seed}
+    left = [variant for variant in VARIANTS if variant not in there]
+    if not left:
         return
-    torch.set_num_threads(1)
-    overrides = [
-        f"run.seed={asked.seed}", f"run.rounds={asked.rounds}",
-        f"round.local_steps={asked.local_steps}", "merging.alpha=0.0", "wire.experts='fp32'",
-        "train.frozen='fp32'", "data.validation_bytes=8192",
-    ]  # fmt: skip
     file = Path(__file__).parent.parent / "configs" / "runs" / "demo.toml"
+    overrides = [*SETTINGS, f"run.seed={seed}"]
     run = parse_config(RunConfig, file.read_text(), source=str(file), overrides=overrides)
     corpus = open_corpus(None)
     documents = held_out_documents(corpus.documents(), run.data.validation_bytes)
     held_out = measured_on(BYTE, documents, run.data.sequence_length)
-    shards = open_shards(corpus, Path("out") / "bench_adoption", BYTE)
-    for variant in asked.variants:
-        losses = [round(x, 6) for x in losses_of(run, variant, shards, held_out)]
-        print(json.dumps({"variant": variant, "seed": asked.seed, "losses": losses}))
-        sys.stdout.flush()
+    with Loader(open_shards(corpus, Path("out") / "bench_adoption", BYTE), run) as loader:
+        pair = Pair(run, loader)
+        for number in range(BEFORE):
+            pair.train(number)
+        for variant in left:
+            losses = [round(loss, 6) for loss in pair.losses(variant, held_out)]
+            line = {"variant": variant, "seed": seed, "losses": losses}
+            line["parameters"] = parameters(run.model).total
+            with path.open("a") as file_out:
+                file_out.write(json.dumps(line) + "\n")
+
+
+def table(path: Path) -> str:
+    """Held-out loss above that of "zero" of the same seed: mean and standard error over seeds."""
+    by_seed: dict[object, dict[object, list[float]]] = {}
+    for line in lines_of(path):
+        by_seed.setdefault(line["seed"], {})[line["variant"]] = line["losses"]  # type: ignore[assignment]
+    whole = [runs for _, runs in sorted(by_seed.items(), key=str) if len(runs) == len(VARIANTS)]
+    head = " | ".join(f"{steps} steps" for steps in MEASURED)
+    rows = [f"| moments (n = {len(whole)}) | {head} |", "|---" * (len(MEASURED) + 1) + "|"]
+    zero = [statistics.mean(runs["zero"][at] for runs in whole) for at in range(len(MEASURED))]
+    rows.append("| zero: loss | " + " | ".join(f"{loss:.4f}" for loss in zero) + " |")
+    for variant in AGES:
+        cells = []
+        for at in range(len(MEASURED)):
+            gaps = [runs[variant][at] - runs["zero"][at] for runs in whole]
+            error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+            cells.append(f"{statistics.mean(gaps):+.4f} ± {error:.4f}")
+        rows.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Measures some seeds, or makes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--out", type=Path, default=Path("out") / "bench_adoption.jsonl")
+    parser.add_argument("--table", action="store_true", help="of what was measured so far")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    asked.out.parent.mkdir(exist_ok=True)
+    if not asked.table:
+        for seed in asked.seeds:
+            measure(seed, asked.out)
+    print(table(asked.out))
 
 
 if __name__ == "__main__":

@@ -44,5 +44,6 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         routing=None,
         grad_norm=None,
         grad_spikes=0,
+        last_round=None,
     )
     return dataclasses.replace(record, **changes)

@@ -1,6 +1,7 @@
 """Configurations: what is refused and in which words, what overrides what, what is shipped."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_the_demo_merges_before_it_ends() -> None:
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(override: str, words: str) -> None:
     message = refusal(override)
-    assert message.startswith("demo.toml: ")
+    assert message.startswith("command line: ")
     assert words in message
     assert "\n" not in message and "pydantic" not in message
 
@@ -290,3 +291,28 @@ def test_all_keys_are_listed_with_their_sections() -> None:
 def test_plain_values_and_text_give_the_same() -> None:
     values = demo().model_dump(mode="json")
     assert validate_config(RunConfig, values, source="x") == demo()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "optimizer.lr=1e9",
+            "optimizer.lr = 1000000000.0: input should be less than or equal to 1",
+        ),
+        ("ownership.owners_per_expert=50", "50 owners are more than run.peers 4"),
+    ],
+)
+def test_what_no_run_can_mean_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        demo(override)
+
+
+def test_a_wrong_override_is_not_blamed_on_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: run\.rounds = 'x': "):
+        demo("run.rounds=x")
+    with pytest.raises(ConfigError, match=r"^command line: .*train\.batch_tokens: 100 is not"):
+        demo("train.batch_tokens=100")
+    with pytest.raises(ConfigError, match=r"^x: run\.rounds = 'eight': "):
+        wrong = DEMO.replace("rounds = 8", "rounds = 'eight'")
+        parse_config(RunConfig, wrong, source="x", overrides=["run.seed=1"])

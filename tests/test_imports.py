@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_LONG_FUNCTIONS = 5
+MAX_CHAIN_LINES = 600
+"""Of a class and of all of ours that it inherits from: what a reader of it has to know."""
 
 # Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
 BASE = frozenset({"swarm.config", "swarm.errors", "swarm.experts", "swarm.version"})
@@ -33,6 +35,7 @@ MAY_IMPORT = {
     "swarm.config": BASE,
     "swarm.durable": frozenset[str](),
     "swarm.errors": frozenset[str](),
+    "swarm.progress": frozenset[str](),
     "swarm.experts": BASE,
     "swarm.run_files": BASE,
     "swarm.version": frozenset[str](),
@@ -56,6 +59,10 @@ FACADE = ("swarm.api", "swarm.version")
 RESERVED = {
     "hivemind": frozenset({"swarm.network"}),
     "click": frozenset({"peers"}),
+    # The page and its metrics: nothing else needs a server.
+    "starlette": frozenset({"swarm.monitor"}),
+    "uvicorn": frozenset({"swarm.monitor"}),
+    "prometheus_client": frozenset({"swarm.monitor"}),
     "pickle": frozenset[str](),
     "cPickle": frozenset[str](),
     "cloudpickle": frozenset[str](),
@@ -277,6 +284,35 @@ def long_functions(sources: tuple[Module, ...]) -> list[str]:
     ]
 
 
+def long_chains(sources: tuple[Module, ...]) -> list[str]:
+    """Classes that are too long together with all of ours that they inherit from."""
+    lines: dict[str, int] = {}
+    bases: dict[str, list[str]] = {}
+    imported: dict[str, str] = {}  # as each module calls it -> what it names
+    for module in sources:
+        for _, name in imports_of(module):
+            imported[f"{module.name}.{name.rpartition('.')[2]}"] = name
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                of = [
+                    base.value if isinstance(base, ast.Subscript) else base for base in node.bases
+                ]
+                name = f"{module.name}.{node.name}"
+                lines[name] = node.end_lineno - node.lineno + 1
+                bases[name] = [f"{module.name}.{ast.unparse(base)}" for base in of]
+
+    def ancestry(name: str) -> set[str]:
+        holder, _, attribute = name.rpartition(".")
+        if name not in lines and name in imported:
+            return ancestry(imported[name])
+        if name not in lines and holder in imported:
+            return ancestry(f"{imported[holder]}.{attribute}")
+        return {name}.union(*map(ancestry, bases[name])) if name in lines else set()
+
+    totals = {name: sum(lines[each] for each in ancestry(name)) for name in lines}
+    return [f"{name}: {total} lines" for name, total in totals.items() if total > MAX_CHAIN_LINES]
+
+
 BREAKS = {
     "facade": (direction_offences, "swarm/__init__.py", "from swarm.peer.peer import Peer"),
     "upward": (direction_offences, "swarm/protocol/a.py", "from swarm.network import node"),
@@ -297,6 +333,11 @@ BREAKS = {
         "swarm/model/a.py",
         "def f():\n" + "    g()\n" * MAX_FUNCTION_LINES,
     ),
+    "long chain": (
+        long_chains,
+        "swarm/model/a.py",
+        "class A:\n" + "    x = 1\n" * (MAX_CHAIN_LINES - 2) + "class B(A):\n    y = 1\n",
+    ),
 }
 
 
@@ -311,6 +352,21 @@ def test_a_cycle_of_modules_is_caught() -> None:
     second = module_at("swarm/model/b.py", "from swarm.model import a")
     assert cycles((first, second))
     assert not cycles((first,))
+
+
+def test_a_class_counts_with_what_it_inherits_from_other_modules() -> None:
+    half = "    x = 1\n" * (MAX_CHAIN_LINES // 2)
+    first = module_at("swarm/model/a.py", "class A(Generic[T]):\n" + half)
+    again = module_at("swarm/model/__init__.py", "from swarm.model.a import A")
+    for text in (
+        "from swarm.model.a import A\nclass B(A[int]):\n",
+        "from swarm.model import a\nclass B(a.A):\n",
+        "from swarm.model import A\nclass B(Protocol, A):\n",
+    ):
+        second = module_at("swarm/model/b.py", text + half)
+        found = long_chains((first, again, second))
+        assert found == [f"swarm.model.b.B: {MAX_CHAIN_LINES + 2} lines"]
+        assert not long_chains((second,))
 
 
 def test_a_hidden_import_with_its_reason_is_accepted() -> None:
@@ -381,6 +437,10 @@ def test_importing_the_library_loads_nothing_heavy_until_a_name_is_used() -> Non
 
 def test_no_file_is_too_long() -> None:
     hold(long_files(modules()))
+
+
+def test_no_class_is_too_long_with_all_that_it_inherits() -> None:
+    hold(long_chains(modules()))
 
 
 def test_hardly_any_function_is_too_long() -> None:

@@ -5,7 +5,13 @@ Both are frozen values. Nothing here reads a file, the environment or a global: 
 """
 
 from swarm.config.model import ModelConfig
-from swarm.config.parse import parse_config, parse_override, valid_keys, validate_config
+from swarm.config.parse import (
+    COMMAND_LINE,
+    parse_config,
+    parse_override,
+    valid_keys,
+    validate_config,
+)
 from swarm.config.peer import (
     ComputeSection,
     CorpusSection,
@@ -30,6 +36,7 @@ from swarm.config.run import (
 from swarm.config.section import Codec, RunName
 
 __all__ = [
+    "COMMAND_LINE",
     "Codec",
     "ComputeSection",
     "CorpusSection",

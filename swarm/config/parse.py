@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
@@ -15,6 +16,8 @@ from swarm.config.run import RunConfig
 from swarm.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, PeerConfig)
+COMMAND_LINE = "command line"
+"""What errors call overrides and flags."""
 
 
 def parse_config(
@@ -26,28 +29,47 @@ def parse_config(
         kind: `RunConfig` or `PeerConfig`.
         text: TOML.
         source: what errors call the text, usually its path.
-        overrides: as given with `--set`; the value is TOML, bare words are strings.
+        overrides: as given with `--set`; the value is TOML, bare words are strings. Errors name
+            `COMMAND_LINE` in place of a source that is sound by itself.
 
     Raises:
         ConfigError: names source, key, value, what is allowed and the nearest valid key.
     """
     try:
-        values = tomllib.loads(text)
+        in_file = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    values = copy.deepcopy(in_file)
     for override in overrides:
         _apply(values, override)
-    return validate_config(kind, values, source=source)
+    try:
+        return validate_config(kind, values, source=source)
+    except ConfigError:
+        if overrides and _is_sound(kind, in_file):  # so the file is not to blame
+            source = COMMAND_LINE
+        return validate_config(kind, values, source=source)
 
 
 def validate_config(kind: type[AnyConfig], values: Mapping[str, Any], *, source: str) -> AnyConfig:
     """Builds a configuration from plain values; see `parse_config` for the errors."""
     try:
-        # As JSON, so that a list may stand for a tuple while everything else is strict. A date
-        # becomes a string, which only a name may be.
-        return kind.model_validate_json(json.dumps(values, default=str))
+        return _built(kind, values)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(kind, error)}") from error
+
+
+def _built(kind: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
+    # As JSON, so that a list may stand for a tuple while everything else is strict. A date
+    # becomes a string, which only a name may be.
+    return kind.model_validate_json(json.dumps(values, default=str))
+
+
+def _is_sound(kind: type[AnyConfig], values: Mapping[str, Any]) -> bool:
+    try:
+        _built(kind, values)
+    except ValidationError:
+        return False
+    return True
 
 
 def parse_override(override: str) -> tuple[str, str, Any]:

@@ -67,8 +67,8 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule, both over the run's cumulative steps."""
 
-    lr: PositiveReal
-    """Learning rate after the warm-up."""
+    lr: Annotated[float, Field(gt=0, le=1)]
+    """Learning rate after the warm-up; AdamW moves a weight by about so much a step."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments; the first, squared, is below the second."""
     eps: PositiveReal = 1e-8
@@ -204,6 +204,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_size()
+        self._check_owners()
         self._check_betas()
         self._check_batches()
         self._check_merging()
@@ -233,6 +234,13 @@ class RunConfig(Section):
                 "it needs 256 bytes and two specials, at least 258"
             )
         return self
+
+    def _check_owners(self) -> None:
+        if self.ownership.owners_per_expert > self.run.peers:
+            raise ValueError(
+                f"ownership.owners_per_expert: {self.ownership.owners_per_expert} owners are more "
+                f"than run.peers {self.run.peers}; the same number is FedAvg, 1 is SPES"
+            )
 
     def _check_betas(self) -> None:
         first, second = self.optimizer.betas

@@ -158,6 +158,19 @@ def tokens_lost(events: Sequence[Event]) -> int:
     return lost + counted
 
 
+def bytes_sent(events: Sequence[Event]) -> int:
+    """Blob bytes that a peer sent in all its lives, as its history says."""
+    before, life = 0, 0
+    for event in events:
+        if event["event"] == "started":
+            before, life = before + life, event["blobs_sent"]
+        elif event["event"] == "applied":
+            life += event["blob_bytes_sent"]
+        elif event["event"] == "ended":
+            life = event["blobs_sent"]
+    return before + life
+
+
 def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[str, Any]:
     """What a script wants to know of a finished swarm; call it after `stop`.
 
@@ -167,7 +180,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
 
     `tokens_lost` counts tokens of local steps whose shared result entered no manifest of the
     winning chain. `bytes_sent_per_peer_per_round` is the mean of the blob bytes sent between
-    founding and end.
+    founding and end; what a life sent after its last round counts only if it ended politely.
     """
     histories = [events for peer in swarm.peers if (events := peer.events())]
     last = [applied(events)[-1] for events in histories if applied(events)]
@@ -182,8 +195,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
     }
     first, newest = (measured[at(measured)] for at in (min, max)) if measured else ({}, {})
     rounds = max((event["round"] for event in last), default=0)
-    ends = [event for events in histories for event in events if event["event"] == "ended"]
-    sent = [event["blobs_sent"] for event in ends]
+    sent = sum(bytes_sent(events) for events in histories)
     return {
         "run_id": next((e["run"] for events in histories for e in events if "run" in e), None),
         "peers": len(histories),
@@ -195,7 +207,7 @@ def summary(swarm: LocalSwarm, present: Collection[int] | None = None) -> dict[s
         "manifest_digests": sorted(chain),
         "tokens_total": max((event["tokens"] for event in last), default=0),
         "tokens_lost": sum(tokens_lost(events) for events in histories),
-        "bytes_sent_per_peer_per_round": round(sum(sent) / max(len(sent) * rounds, 1)),
+        "bytes_sent_per_peer_per_round": round(sent / max(len(histories) * rounds, 1)),
         "merges": max((len(applied(events, "merge")) for events in histories), default=0),
         "digests_per_height": [len(found) for found in digests_by_height(histories).values()],
         "seconds": round(time.monotonic() - swarm.started_s, 1),

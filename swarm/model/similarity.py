@@ -19,6 +19,8 @@ MAX_TOKENS = 128
 """Tokens of a pair that are compared. MAX_PAIRS * 2 * MAX_TOKENS rows bound the cost."""
 MIN_TOKENS = 16
 """With fewer the estimate says nothing; it needs 4."""
+_LEAST_VARIANCE = 1e-5
+"""Of outputs scaled to a sum of squares of 1; what fp32 rounds them by is below it."""
 
 
 class Pair(NamedTuple):
@@ -36,6 +38,7 @@ class Pair(NamedTuple):
 def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
     """Similarity of two representations of the same tokens: 1 for equal ones, about 0 for unlike.
 
+    From -1 to 1, since the estimate may go beyond; 0 where one side is the same for all tokens.
     Unchanged by rotation, scaling and shifts of either side. Linear kernel, and the unbiased
     estimate of HSIC: the biased one, which SimSMoE uses, reads D / (D + n) for independent
     outputs, far above 0 where there are fewer tokens than dimensions.
@@ -45,8 +48,12 @@ def cka(x_nD: Tensor, y_nD: Tensor) -> Tensor:
     """
     x_nn, y_nn = _gram(x_nD), _gram(y_nD)
     both, x_alone, y_alone = _hsic(x_nn, y_nn), _hsic(x_nn, x_nn), _hsic(y_nn, y_nn)
-    # An estimate of a variance; below 0 only when all outputs are (nearly) equal.
-    return both / (x_alone.clamp_min(0) * y_alone.clamp_min(0)).sqrt().clamp_min(1e-30)
+    n = len(x_nD)
+    # Estimates of variances; about 0, or below it, when outputs are (nearly) alike for all tokens:
+    # then there is nothing to compare, and the ratio would be noise divided by almost nothing.
+    varies = torch.minimum(x_alone, y_alone) > _LEAST_VARIANCE / (n * (n - 3))
+    scale = torch.where(varies, x_alone * y_alone, 1.0).sqrt()
+    return torch.where(varies, both / scale, 0.0).clamp(-1, 1)
 
 
 def _gram(x_nD: Tensor) -> Tensor:

@@ -136,7 +136,71 @@ COVERAGE = Metric(
     "again; rises with every round",
     "not the windows that members read now or left open, which are shown beside it",
 )
+HEALTH = Metric(
+    "health",
+    "one word, as a label",
+    "the worst that applies to the run, see swarm/monitor/README.md",
+    "not the health of a machine: a peer may be ill while the run goes on",
+)
+ROUND_S = Metric(
+    "round time",
+    "seconds",
+    "from one round's manifest to the next, median of the last 20 that the monitor saw whole; "
+    "before, of what peers say of their last",
+    "not what a peer's local steps take, which is a part of it",
+)
+ETA = Metric(
+    "left",
+    "seconds",
+    "rounds that are left by the usual round time",
+    "not a promise: peers come and go",
+)
+COMMITTED = Metric(
+    "committed",
+    "tokens per second",
+    "tokens that entered the agreed model a second, median of the last 20 rounds seen whole",
+    "not the sum of the peers' tokens/s, which leaves out what rounds take",
+)
+UTILISATION = Metric(
+    "utilisation",
+    "share of 1",
+    "committed tokens/s by the sum of the peers' tokens/s",
+    "not the load of processors: it falls with waiting, moving and lost work",
+)
+SHARE = Metric(
+    "routed share",
+    "permille of choices",
+    "tokens that an expert got in a peer's last local steps, over all layers",
+    "not a share of the run's tokens: every peer counts its own",
+)
+PHASE = Metric(
+    "phase",
+    "seconds",
+    "how long a peer's last round spent in each phase, by the peer's own clock",
+    "not when: clocks of peers differ",
+)
+SEEN = Metric(
+    "last seen",
+    "seconds ago",
+    "since a peer published its record; it is gone after 24",
+    "not a round-trip time",
+)
+AGE = Metric(
+    "age",
+    "rounds",
+    "since the agreed value of an expert last changed",
+    "not a fault by itself: an expert without tokens or owner grows old",
+)
 METRICS = (
+    HEALTH,
+    ROUND_S,
+    ETA,
+    COMMITTED,
+    UTILISATION,
+    SHARE,
+    PHASE,
+    SEEN,
+    AGE,
     ROUND,
     DIGEST,
     OWNED,

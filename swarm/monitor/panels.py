@@ -6,8 +6,7 @@ never parsed as markup.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,7 @@ from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.printable import printable
+from swarm.protocol.printable import PEER_ID, printable, ranges
 from swarm.protocol.records import PeerState
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
@@ -27,10 +26,10 @@ AGREEMENT_STYLES = {
     Agreement.DIFFERENT: "bold white on red",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
-"""A libp2p peer id in base58."""
 MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
+MIN_ROUNDS = 20
+"""Of the loss curve, where there are as many."""
 UNKNOWN_OWNER = "?"
 """An owner of the newest manifest whose own record is not there (any more)."""
 
@@ -177,15 +176,21 @@ def _owner_ranges(snapshot: Snapshot, keys: Keys) -> Text:
 
 
 def loss_plot(losses: Sequence[tuple[int, float]], width: int, height: int) -> list[Text]:
-    """The held-out loss by round, with its newest value in the title."""
+    """The held-out loss by round, with its newest value in the title.
+
+    Of a long run only the newer half: beside its first rounds all later ones are a flat line.
+    """
     if not losses:
         title = Text(f"{metrics.VAL_LOSS.title}: none yet", style="dim")
         return [title, *(Text("") for _ in range(height - 1))]
-    newest_round, newest = losses[-1]
+    losses = losses[-max(MIN_ROUNDS, len(losses) // 2) :]
+    (oldest_round, _), (newest_round, newest) = losses[0], losses[-1]
+    rounds = f", rounds {oldest_round}-{newest_round}"
+    whole = f" {metrics.VAL_LOSS.unit}{rounds}"
     title = Text.assemble(
         (f"{metrics.VAL_LOSS.title}  ", "dim"),
         (f"{newest:.3f}", "bold"),
-        (f" {metrics.VAL_LOSS.unit}, round {newest_round}", "dim"),
+        (whole if len(whole) + 22 <= width else rounds, "dim"),
     )
     curve = braille([(float(x), y) for x, y in losses], width - 7, height - 1)
     values = [loss for _, loss in losses]
@@ -293,7 +298,21 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
         Text.assemble(("why ", "dim"), _who(who), *_with_keys(reason, keys))
         for reason, who in said.items()
     ]
-    return [cut(line, width) for line in lines[:max_lines]]
+    return _wrapped(lines[:max_lines], width, max_lines)
+
+
+def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:
+    """Lines cut to a width; those for which there is room go on below."""
+    shown, room = [], max_lines - len(lines)
+    for line in lines:
+        while room and line.cell_len > width:
+            end = line.plain.rfind(" ", width // 2, width)
+            end = end if end > 0 else width
+            shown.append(line[:end])
+            line = Text("    ").append_text(line[end:])
+            room -= 1
+        shown.append(cut(line, width))
+    return shown
 
 
 def _with_keys(reason: str, keys: Keys) -> list[Text]:
@@ -315,17 +334,6 @@ def _who(who: Sequence[Text]) -> Text:
 def digest_width(width: int) -> int:
     """How many digits of a digest are shown."""
     return 16 if width >= 120 else 8
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short: `0-3,7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def amount(value: float) -> str:

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from swarm.experts import expert_unit
 from swarm.protocol.dealing import num_samples
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import MergeRecord, PeerRecord, ValidationRecord
 from swarm.protocol.voting import TRIAL_ROUNDS
-
-MAX_POINTS = 2000
-ROW_KEYS = (
-    "peer_id",
-    "name",
-    "state",
-    "generation",
-    "round",
-    "manifest_digest",
-    "owned_experts",
-    "tokens_per_s",
-)
-"""Keys that `as_json` shows of a peer."""
 
 
 class Agreement(Enum):
@@ -53,6 +39,9 @@ class Sighting:
         merges: merge announcements, likewise.
         validations: held-out losses, likewise.
         tip: the newest manifest, when a peer gave it.
+        published: when a peer published its presence, in seconds since 1970 by its own clock.
+        at: when this was read, in seconds since 1970.
+        wait_for_peers: how many peers a founder that gathers waits for.
     """
 
     run: str | None
@@ -61,6 +50,9 @@ class Sighting:
     merges: Mapping[PeerId, MergeRecord]
     validations: Mapping[PeerId, ValidationRecord]
     tip: Manifest | None
+    published: Mapping[PeerId, float] = field(default_factory=dict)
+    at: float = 0.0
+    wait_for_peers: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +65,15 @@ class PeerRow:
     """By the newest manifest; None: it is no member, or nobody gave the manifest."""
     counted: int = 0
     """Of a trainee: rounds that have counted it, of `TRIAL_ROUNDS`."""
+    contributed: bool | None = None
+    """Whether its work is in the newest round's mean; None: nobody gave the manifest."""
+    published: float | None = None
+    """When it was last heard of: seconds since 1970 by its own clock; None: unknown."""
+
+    @property
+    def called(self) -> str:
+        """What people call it: its name, else the end of its id."""
+        return self.record.name or f"…{self.record.peer_id[-6:]}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class Merge:
     alpha: float
     donors: Mapping[int, tuple[tuple[int, ...], ...]]
 
+    def when(self) -> tuple[int, int, str]:
+        """Sorts merges by time."""
+        return self.step, self.merged, self.generation
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -126,6 +131,52 @@ class Coverage:
 
 
 @dataclass(frozen=True)
+class RoundPoint:
+    """A round as the monitor saw it decided; figures of peers are those of its first look after.
+
+    Attributes:
+        at: seconds since 1970 at that look.
+        seconds: since the round before; None where that was not seen to begin. Where a look
+            missed rounds, the mean over them.
+        tokens: of all rounds up to this one; None: nobody gave the manifest.
+        train_loss: mean over the peers of their last local steps, in nats per token.
+        tokens_per_s: sum over the peers that train.
+        present: peers with a record.
+        contributors: peers whose work is in the mean; None: nobody gave the manifest.
+    """
+
+    round: int
+    at: float
+    seconds: float | None
+    tokens: int | None
+    train_loss: float | None
+    tokens_per_s: float
+    present: int
+    contributors: int | None
+    committed_per_s: float | None = None
+    """Tokens that entered the model a second, since the round before; None like `seconds`."""
+
+
+class Topic(Enum):
+    """What a happening is about."""
+
+    ROUND = "round"  # a round was decided
+    MERGE = "merge"  # similar experts were merged
+    PEER = "peer"  # a peer came, went, or says another state
+    MEMBERS = "members"  # a manifest took members or owners in or out
+    CHAIN = "chain"  # a generation or a tip is another one
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One thing that changed between two looks, in a sentence, and when it was seen."""
+
+    at: float
+    topic: Topic
+    text: str
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The swarm at one moment; `losses` are (round, held-out loss), ascending."""
 
@@ -146,6 +197,32 @@ class Snapshot:
     """None without a manifest, and where every peer has its own text."""
     bits_per_byte_of_nat: float | None = None
     """How many bits per byte are one nat per token of the losses; None before the first."""
+    at: float = 0.0
+    """When it was read, in seconds since 1970."""
+    live: bool = True
+    """False of a replay: a history tells neither states nor refusals of peers, nor their ways."""
+    wait_for_peers: int = 0
+    """How many peers a founder that gathers waits for."""
+    step: int | None = None
+    """Optimizer steps of the run; like all below None or () when nobody gave the manifest."""
+    tokens: int | None = None
+    """Of all contributors in all rounds."""
+    members: int | None = None
+    absent: tuple[PeerId, ...] = ()
+    """Members without a record."""
+    left_out: tuple[PeerId, ...] = ()
+    """Members whose work is not in the newest round's mean."""
+    quorum: bool | None = None
+    """Whether the voters that are present can decide a round."""
+    rounds: tuple[RoundPoint, ...] = ()
+    """What the monitor saw, oldest first; see `swarm.monitor.history`."""
+    events: tuple[Happening, ...] = ()
+    """Likewise."""
+
+    def called(self, peer: PeerId) -> str:
+        """What people call a peer, also one that is not there."""
+        rows = (row.called for row in self.peers if row.record.peer_id == peer)
+        return next(rows, f"…{peer[-6:]}")
 
 
 def snapshot_of(seen: Sighting) -> Snapshot | None:
@@ -156,7 +233,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
     rows = [seen.peers[p] for p in sorted(seen.peers, key=lambda p: (p not in members, p))]
     totals = Counter(row.rounds_total for row in rows[: len(members) or len(rows)])
     generation, height, round_, digest = _tip_of(seen.tip, rows)
-    return Snapshot(
+    found = Snapshot(
         run_id=seen.run,
         name=seen.name,
         generation=generation,
@@ -164,57 +241,42 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         round=round_,
         rounds_total=max(totals, key=lambda total: (totals[total], total)),
         manifest_digest=digest,
-        peers=tuple(
-            PeerRow(row, _agreement(row, generation, height, digest), *_standing(row, seen.tip))
-            for row in rows
-        ),
+        peers=tuple(_row(row, seen, _agreement(row, generation, height, digest)) for row in rows),
         experts=_experts(seen.tip, rows),
         merges=_merges(seen.merges),
         losses=_losses(seen.validations),
-        reasons=seen.tip.reasons if seen.tip else (),
-        coverage=_coverage(seen.tip) if seen.tip else None,
         bits_per_byte_of_nat=_bits_per_byte_of_nat(seen.validations),
+        reasons=(),
+        at=seen.at,
+        wait_for_peers=seen.wait_for_peers,
+    )
+    return _by_manifest(found, seen.tip, seen.peers) if seen.tip else found
+
+
+def _row(record: PeerRecord, seen: Sighting, agreement: Agreement) -> PeerRow:
+    member = seen.tip.members.get(record.peer_id) if seen.tip else None
+    return PeerRow(
+        record,
+        agreement,
+        votes=member.votes if member else None,
+        counted=min(member.counted, TRIAL_ROUNDS) if member else 0,
+        contributed=record.peer_id in seen.tip.contributors if seen.tip else None,
+        published=seen.published.get(record.peer_id),
     )
 
 
-def as_json(snapshot: Snapshot) -> dict[str, Any]:
-    """The contract with scripts; see `swarm-monitor --json`."""
-    peers = []
-    for row in snapshot.peers:
-        values = {key: getattr(row.record, key) for key in ROW_KEYS}
-        state, owned = row.record.state.value, list(row.record.owned_experts)
-        votes = {"votes": row.votes, "counted": row.counted}
-        peers.append(values | {"state": state, "owned_experts": owned} | votes)
-    return {
-        "run_id": snapshot.run_id,
-        "generation": snapshot.generation,
-        "round": snapshot.round,
-        "manifest_digest": snapshot.manifest_digest,
-        "peers": peers,
-        "experts": [
-            {"expert": row.expert, "owners": list(row.owners), "version": row.version}
-            for row in snapshot.experts
-        ],
-        "coverage": _coverage_as_json(snapshot.coverage) if snapshot.coverage else None,
-    }
-
-
-def _coverage_as_json(coverage: Coverage) -> dict[str, Any]:
-    found = {"laps": coverage.laps, "share": coverage.share}
-    return found | {key: getattr(coverage, key) for key in ("windows", "dealt", "open")}
-
-
-def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
-    """The snapshot with the losses and merges that an earlier one of the same run knew."""
-    if before is None or before.run_id != snapshot.run_id:
-        return snapshot
-    losses = dict(before.losses) | dict(snapshot.losses)
-    merges = {(m.generation, m.merged): m for m in (*before.merges, *snapshot.merges)}
+def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object]) -> Snapshot:
+    """What only the newest manifest says."""
     return replace(
-        snapshot,
-        bits_per_byte_of_nat=snapshot.bits_per_byte_of_nat or before.bits_per_byte_of_nat,
-        losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
-        merges=tuple(sorted(merges.values(), key=_when))[-MAX_POINTS:],
+        found,
+        reasons=tip.reasons,
+        coverage=_coverage(tip),
+        step=tip.step,
+        tokens=tip.tokens,
+        members=len(tip.members),
+        absent=tuple(sorted(tip.members.keys() - present.keys())),
+        left_out=tuple(sorted(tip.members.keys() - set(tip.contributors))) if tip.round else (),
+        quorum=tip.is_quorum(present),
     )
 
 
@@ -234,12 +296,6 @@ def _agreement(row: PeerRecord, generation: str, height: int, digest: Digest) ->
     if row.generation != generation or row.height == height:
         return Agreement.DIFFERENT
     return Agreement.BEHIND if row.height < height else Agreement.AHEAD
-
-
-def _standing(row: PeerRecord, tip: Manifest | None) -> tuple[bool | None, int]:
-    """Whether a member votes, and how far its trial is."""
-    member = tip.members.get(row.peer_id) if tip else None
-    return (member.votes, min(member.counted, TRIAL_ROUNDS)) if member else (None, 0)
 
 
 def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, ...]:
@@ -269,10 +325,6 @@ def _version(tip: Manifest, expert: int) -> int | None:
     return entry.version if entry else None
 
 
-def _when(merge: Merge) -> tuple[int, int, str]:
-    return merge.step, merge.merged, merge.generation
-
-
 def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
     """One merge per (generation, round, merged), with the donors of all peers that announced it."""
     found: dict[tuple[str, int, int], Merge] = {}
@@ -282,7 +334,7 @@ def _merges(records: Mapping[PeerId, MergeRecord]) -> tuple[Merge, ...]:
         known = found[place].donors if place in found else {}
         donors = dict(sorted((dict(known) | dict(record.donors)).items()))
         found[place] = Merge(*place, record.step, record.alpha, donors)
-    return tuple(sorted(found.values(), key=_when))
+    return tuple(sorted(found.values(), key=Merge.when))
 
 
 def _bits_per_byte_of_nat(validations: Mapping[PeerId, ValidationRecord]) -> float | None:

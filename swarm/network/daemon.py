@@ -87,9 +87,16 @@ async def probe(address: Address, timeout_s: float) -> str | None:
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
+        return connection_fault(error)
     writer.close()
     return None
+
+
+def connection_fault(error: OSError) -> str:
+    """Why a connection could not be opened, in the system's words."""
+    if isinstance(error, socket.gaierror):  # its numbers are not those of the system
+        return f"the name cannot be resolved: {error.strerror}"
+    return os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
 
 
 def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ...]:

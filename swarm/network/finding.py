@@ -32,10 +32,13 @@ POLL_S = 0.3
 ASK_S = 3.0
 ALONE_S = 0.5
 """For so long only the answers of those who were asked directly are waited for."""
+BEGUN_S = 60.0
 OPEN_S = 20.0
 """For configuration and manifest 0 of one candidate."""
 NEXT_AFTER_S = 1.0
 """A candidate that has not been opened by then does not keep the next one waiting."""
+OTHERS_S = 4.0
+"""Where other runs than the named one are announced, it is looked for no longer."""
 MAX_CANDIDATES = 32
 MAX_ASKED = 8
 
@@ -135,12 +138,15 @@ async def find_run(
         deadline_s: how long to look; what is found by then is still opened.
 
     Raises:
-        RunMismatch: several runs are announced and none was asked for.
+        RunMismatch: several runs are announced and none was asked for, or others than that one.
         NobodyReachable: a peer whose address was given is in the run, and it cannot be opened.
     """
-    end_s = time.monotonic() + deadline_s
+    begin_s = time.monotonic()
+    end_s = begin_s + deadline_s
+    others: set[str] = set()
 
     def meant(runs: list[Announced]) -> list[Announced]:
+        others.update(run.record.run for run in runs if wanted not in (None, run.record.run))
         return [
             run
             for run in runs
@@ -154,7 +160,9 @@ async def find_run(
             await asyncio.wait([asking], timeout=ALONE_S)
             told = meant(asking.result()) if asking.done() else []
             rumours = [] if told else meant(await announced_runs(node))
-            if not rumours or asking.done():
+            several = len({run.record.run for run in rumours}) > 1
+            # Of several runs that of the given addresses is meant, unless another was named.
+            if not rumours or asking.done() or (several and not is_named):
                 told = meant(await asking)
         finally:
             asking.cancel()
@@ -162,11 +170,25 @@ async def find_run(
             rumours = meant(await runs_of(node, node.neighbours))
         if opened := await _open(node, downloads, told or rumours, is_named=is_named):
             return opened
+        if others and not (told or rumours) and time.monotonic() > begin_s + OTHERS_S:
+            raise RunMismatch(
+                f"no peer announces {wanted}; announced are {', '.join(sorted(others))}",
+                hint="name one of these with --run-id, or leave it out",
+            )
         if time.monotonic() > end_s:
             if told:
                 raise NobodyReachable(f"{told[0].record.run} is announced and cannot be fetched")
             return None
         await asyncio.sleep(POLL_S)
+
+
+async def runs_here(node: Node, downloads: Downloads) -> list[tuple[str, RunConfig]]:
+    """Id and configuration of each run that is announced here and proves true."""
+    found = [*await runs_of(node, node.entrances), *await announced_runs(node)]
+    return [
+        (opened.announced.record.run, opened.run)
+        for opened in await _open_each(node, downloads, found)
+    ]
 
 
 async def _open(
@@ -175,17 +197,24 @@ async def _open(
     """The run among the candidates; where none was named there must be only one that is true."""
     if is_named:
         return await _open_first(node, downloads, candidates)
-    by_run: dict[str, list[Announced]] = {}
-    for candidate in candidates[:MAX_CANDIDATES]:
-        by_run.setdefault(candidate.record.run, []).append(candidate)
-    tries = (_open_first(node, downloads, by_run[run]) for run in sorted(by_run))
-    opened = [one for one in await asyncio.gather(*tries) if one]
+    opened = await _open_each(node, downloads, candidates)
     if len(opened) > 1:
         names = ", ".join(one.announced.record.run for one in opened)
         raise RunMismatch(
             f"several runs are announced here: {names}", hint="name one with --run-id"
         )
     return opened[0] if opened else None
+
+
+async def _open_each(
+    node: Node, downloads: Downloads, candidates: Sequence[Announced]
+) -> list[Opened]:
+    """Each run among the candidates that proves true."""
+    by_run: dict[str, list[Announced]] = {}
+    for candidate in candidates[:MAX_CANDIDATES]:
+        by_run.setdefault(candidate.record.run, []).append(candidate)
+    tries = (_open_first(node, downloads, by_run[run]) for run in sorted(by_run))
+    return [one for one in await asyncio.gather(*tries) if one]
 
 
 async def _open_first(
@@ -254,6 +283,13 @@ async def open_run(announced: Announced, downloads: Downloads, *, timeout_s: flo
     if (fixed.founder, fixed.config, fixed.config_bytes) != said:
         raise RunMismatch(f"the announcement of {record.run} contradicts its manifest 0")
     return Opened(announced, run, founding)
+
+
+async def begun(announced: Announced, downloads: Downloads) -> Manifest:
+    """Manifest 0 of a run that has just begun, as its founder announces it."""
+    founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
+    assert founding is not None, "it is not announced as gathering"
+    return founding
 
 
 async def fetch_config(

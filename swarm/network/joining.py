@@ -29,10 +29,10 @@ from swarm.protocol.manifest import (
     Unit,
 )
 from swarm.protocol.records import (
-    NUM_SHARDS,
     PeerRecord,
     RunRecord,
     peers_key,
+    peers_keys,
     shard_of,
 )
 
@@ -45,8 +45,7 @@ STUCK_S = 10.0
 
 async def present_peers(node: Node, run: str) -> dict[PeerId, PeerRecord]:
     """Records of the peers that are in a run now."""
-    keys = [peers_key(run, shard) for shard in range(NUM_SHARDS)]
-    return await fetch_records(node, PeerRecord, keys)
+    return await fetch_records(node, PeerRecord, peers_keys(run))
 
 
 async def publish_peer(node: Node, run: str, record: PeerRecord) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarm.config import NetworkSection, RunConfig
@@ -15,17 +15,20 @@ from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.finding import Announced, fetch_config, find_run, whom_to_ask
-from swarm.network.joining import fetch_state, present_peers
+from swarm.network.joining import fetch_state
 from swarm.network.node import Node
-from swarm.network.records import fetch_records
+from swarm.network.records import fetch_dated, fetch_records
+from swarm.network.steady_clock import dht_clock
 from swarm.network.tips import Trust, newest_tip
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import (
+    RECORD_TTL_S,
     MergeRecord,
     PeerRecord,
     ValidationRecord,
     merges_keys,
+    peers_keys,
     validation_keys,
 )
 
@@ -34,11 +37,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Seen:
-    """Records of one run that have not expired, by the peer that signed them."""
+    """Records of one run that have not expired, by the peer that signed them.
+
+    Attributes:
+        published: when a peer published its presence: seconds since 1970 by its own clock.
+        at: when all this was read, likewise by the clock here.
+    """
 
     peers: Mapping[PeerId, PeerRecord]
     merges: Mapping[PeerId, MergeRecord]
     validations: Mapping[PeerId, ValidationRecord]
+    published: Mapping[PeerId, float] = field(default_factory=dict)
+    at: float = 0.0
 
 
 class Observer:
@@ -112,11 +122,17 @@ class Observer:
         async def read() -> Seen:
             node = self._node
             peers, merges, validations = await asyncio.gather(
-                present_peers(node, run),
+                fetch_dated(node, PeerRecord, peers_keys(run)),
                 fetch_records(node, MergeRecord, merges_keys(run)),
                 fetch_records(node, ValidationRecord, validation_keys(run)),
             )
-            return Seen(peers, merges, validations)
+            return Seen(
+                {peer: record for peer, (_, record) in peers.items()},
+                merges,
+                validations,
+                {peer: expires - RECORD_TTL_S for peer, (expires, _) in peers.items()},
+                dht_clock()(),
+            )
 
         return self._within(deadline_s, "records", read)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import struct
 import time
@@ -20,6 +19,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.errors import BadMessage, HostileInput, Unreachable
+from swarm.network.daemon import connection_fault
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.node import Node
 from swarm.network.streams import receive_into
@@ -177,8 +177,7 @@ async def _dial(seen_at: str, port: int) -> str | None:
     except TimeoutError:
         return f"no answer from {host} port {port} within {_DIAL_S:g} s"
     except (OSError, asyncio.IncompleteReadError) as error:
-        number = getattr(error, "errno", None)
-        why = os.strerror(number) if number else "it hung up at once"
+        why = connection_fault(error) if isinstance(error, OSError) else "it hung up at once"
         return f"{host} port {port}: {why}"
     return None if greeting[1:] == _BANNER else f"another program is at {host} port {port}"
 

@@ -71,7 +71,10 @@ class RecordFile:
             return _rolled_back(record, problems) if problems else record
         if self.path.exists() or self.previous.exists():
             raise CorruptState(
-                "; ".join(problems), hint="start with a new --state-dir: the swarm has the model"
+                f"{self.path.parent}: {'; '.join(problems)}",
+                hint="without a record a peer cannot tell what it has promised: join the others "
+                "with a new --state-dir and --initial-peers ADDRESS, or, if there are none, found "
+                "the run anew with --run FILE and a new --state-dir",
             )
         return None
 
@@ -91,9 +94,7 @@ class RecordFile:
             record = _read(self.previous)
         except (FileNotFoundError, CorruptState):
             return None
-        return _rolled_back(
-            replace(record, promised=None, accepted=None), ["the newest manifest's blobs are lost"]
-        )
+        return abstaining.rolled_back(replace(record, promised=None, accepted=None))
 
 
 def _rolled_back(record: Record, problems: list[str]) -> Record:

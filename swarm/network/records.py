@@ -36,9 +36,23 @@ async def publish(node: Node, key: str, record: Record) -> bool:
 async def fetch_records(
     node: Node, kind: type[AnyRecord], keys: Sequence[str]
 ) -> dict[str, AnyRecord]:
-    """All valid records under the keys, by the peer that signed them; bad ones are counted.
+    """All valid records under the keys, by the peer that signed them; see `fetch_dated`.
 
-    If a peer has records under several keys, the one that expires last counts.
+    Raises:
+        TimeoutError: the DHT did not answer.
+        NetworkDown: the daemon is dead.
+    """
+    dated = await fetch_dated(node, kind, keys)
+    return {peer: record for peer, (_, record) in dated.items()}
+
+
+async def fetch_dated(
+    node: Node, kind: type[AnyRecord], keys: Sequence[str]
+) -> dict[str, tuple[float, AnyRecord]]:
+    """Each valid record with its expiration, by the peer that signed both; bad ones are counted.
+
+    Expirations are seconds since 1970 by the owner's clock. If a peer has records under several
+    keys, the one that expires last counts.
 
     Raises:
         TimeoutError: the DHT did not answer.
@@ -55,7 +69,7 @@ async def fetch_records(
                 continue
             if peer not in newest or newest[peer][0] < expiration:
                 newest[peer] = (expiration, record)
-    return {peer: record for peer, (_, record) in sorted(newest.items())}
+    return dict(sorted(newest.items()))
 
 
 def _decoded(kind: type[AnyRecord], value: bytes, peer: str) -> AnyRecord:

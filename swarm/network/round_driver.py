@@ -2,7 +2,8 @@
 
 One actor in the node's loop takes events from a queue, hands each to the machine and carries
 out the returned effects in order. Long work runs beside it and comes back as an event. The
-trainer's thread meets the driver in three places only: `store_value`, `offer`, `wait_for_tip`.
+trainer's thread meets the driver only as `swarm.peer.rounds.Rounds`, from which nothing leads to
+the machine, its record or the queue.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,7 @@ from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, ReducedUnit
 from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.training import Applied
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +80,6 @@ SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK, Topic.ADMISSION)
 
 Merger = Callable[[Manifest], Mapping[Unit, Content]]
 """The merged experts of a due tip, computed from its agreed values as they are asked for."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One tip that this peer moved to, with when and why."""
-
-    manifest: Manifest
-    at_s: float
-    reason: str
 
 
 class RoundDriver:
@@ -107,7 +99,7 @@ class RoundDriver:
     ) -> None:
         self.node, self.store, self.machine, self.observer = node, store, machine, observer
         self.record_file, self.layout, self.merger = record_file, layout, merger
-        self.settings, self._expected_at = settings, 0.0
+        self.settings, self.rules, self._expected_at = settings, machine.rules, 0.0
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
@@ -123,7 +115,9 @@ class RoundDriver:
         self._work = Tasks("the round driver's work", on_failure=self._work_failed)
         self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
-        self._applied: list[Applied] = [Applied(machine.tip, time.monotonic(), "start")]
+        self._parent = machine.record.parent  # of the tip that is recorded
+        start = Applied(machine.tip, time.monotonic(), "start", self._parent)
+        self._applied: list[Applied] = [start]
         self._left: str | None = None
         self._failure: BaseException | None = None
         store.on_lost = self._lost
@@ -133,7 +127,12 @@ class RoundDriver:
     @property
     def tip(self) -> Manifest:
         """The newest manifest that this peer has applied."""
-        return self._applied[-1].manifest
+        return self.newest.manifest
+
+    @property
+    def newest(self) -> Applied:
+        """The same, with its parent and when it was applied, by `time.monotonic`."""
+        return self._applied[-1]
 
     @property
     def last_reason(self) -> str:
@@ -271,6 +270,7 @@ class RoundDriver:
     async def _persist(self, effect: Persist) -> None:
         await self._patiently("record", self.record_file.write, effect.record, effect.links)
         self.node.ledger.admit(*who_takes_part(effect.record))
+        self._parent = effect.record.parent
 
     async def _rewrite_chain(self, effect: RewriteChain) -> None:
         await self._patiently("chain of heads", self.record_file.chain.rewrite, effect.links)
@@ -349,7 +349,7 @@ class RoundDriver:
     async def _apply(self, effect: Apply) -> None:
         self._adapt_timers()
         with self._tip_changed:
-            applied = Applied(effect.manifest, time.monotonic(), self.last_reason)
+            applied = Applied(effect.manifest, time.monotonic(), self.last_reason, self._parent)
             self._applied = [*self._applied[-7:], applied]
             self._tip_changed.notify_all()
 

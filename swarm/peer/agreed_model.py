@@ -16,6 +16,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
 from swarm.peer.live_model import Agreed
 from swarm.peer.state_directory import StateDirectory
+from swarm.progress import Reporter
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Manifest
 
@@ -51,7 +52,8 @@ def named_tensors(
         BadBlob: a blob has not the size of its unit.
     """
     agreed, pending, left = Agreed(store, layout), dict[str, Tensor](), dict[str, int]()
-    for unit in layout.units:
+    reading = Reporter("reading the model", "unit")
+    for unit in reading.each(layout.units, len(layout.units)):
         digest = manifest.entries[unit.unit].digest
         size = store.size(digest)
         if size is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,25 @@ def explain_difference(asked: RunConfig, running: RunConfig) -> str:
         for key in sorted(asked_flat.keys() | running_flat.keys())
         if asked_flat.get(key) != running_flat.get(key)
     )
+
+
+def require_no_other(wanted: RunConfig, there: Iterable[tuple[str, RunConfig]]) -> None:
+    """Refuses to found a run, of which its joiners would not know which of the two is meant.
+
+    Args:
+        wanted: the file of the run to be founded.
+        there: id and configuration of each run of those that this peer enters by.
+
+    Raises:
+        RunMismatch: there is one; says in what it differs from the file.
+    """
+    for name, running in there:
+        raise RunMismatch(
+            f"{name} runs there, which is not the run of this file: "
+            f"{explain_difference(wanted, running)}",
+            hint="join it without --run, leave --initial-peers out, or found a second run beside "
+            "it with --new-run",
+        )
 
 
 def require_settings(run: RunConfig, overrides: Mapping[str, object]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,22 +18,31 @@ from swarm.errors import CorruptState, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.fetch import Downloads
-from swarm.network.finding import Announced, Opened, find_run, open_run, runs_of, whom_to_ask
+from swarm.network.finding import (
+    Opened,
+    begun,
+    find_run,
+    runs_here,
+    runs_of,
+    whom_to_ask,
+)
 from swarm.network.founding import await_founding
 from swarm.network.joining import fetch_newest_state, present_peers
 from swarm.network.record_file import RecordFile
 from swarm.network.tips import Shown, Trust, newest_tip
-from swarm.peer.agreement import require_admission
+from swarm.peer.agreement import require_admission, require_no_other
 from swarm.peer.host import Host
 from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import initial_contents
+from swarm.peer.mending import earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.run_text import RunText
 from swarm.peer.run_tokenizer import FETCH_S, given_tokenizer, wanted_tokenizer
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.wanted import Wanted
+from swarm.progress import fetching
 from swarm.protocol.abstaining import without_record
 from swarm.protocol.digests import Buffer, digest_of_chunks
 from swarm.protocol.events import Record
@@ -47,7 +55,6 @@ logger = logging.getLogger(__name__)
 FIND_S = 60.0
 """How long a joiner without a run file looks for a run."""
 FIND_BEFORE_FOUNDING_S = 6.0
-BEGUN_S = 60.0
 START_S = 24 * 3600.0
 """A large model over a slow link takes hours; the person may stop it at any time."""
 STOP_POLL_S = 0.2
@@ -113,10 +120,13 @@ class Starter:
         """The run on disk, unless the person, or the swarm they named, means another one."""
         wanted = self.wanted
         current = wanted.run_id or self.state.current_run
-        if current is None or not self.state.run(current).config_path.exists():
+        if current is None or not self.state.run(current).path.exists():
             return None
         if wanted.run:
-            run = self.state.run(current).read_config()
+            try:
+                run = self.state.run(current).read_config()
+            except CorruptState:  # mended, and compared, once it is resumed
+                return current
             return current if run.fingerprint() == wanted.run.fingerprint() else None
         if wanted.run_id or not self.config.network.initial_peers:
             return current
@@ -131,7 +141,8 @@ class Starter:
     def resume(self, run_id: str, *, may_join: bool) -> Started | None:
         """Goes on from the state directory; None when there is no record of the run.
 
-        None too if its configuration or manifest 0 is damaged, if it `may_join`: others have both.
+        None too if its configuration or manifest 0 is damaged and not in the store either, if it
+        `may_join` others, who have both.
 
         Raises:
             CorruptState: files of the run are damaged beyond what the protocol may go on from.
@@ -141,14 +152,14 @@ class Starter:
         record = RecordFile(directory.record_path).read() if directory.path.exists() else None
         if record is None:
             return None
+        store = BlobStore(directory.path)
         try:
-            run, founding = directory.read_config(), directory.read_founding()
+            run, founding = settings_of(run_id, directory, record, store)
         except CorruptState as error:
-            if not may_join:
+            if not may_join or is_alone(self.node.peer_id, record):
                 raise
             logger.error("%s; joining the run anew", error)
             return None
-        store = BlobStore(directory.path)
         downloads, folder = self.host.serve(store), directory.read_text_folder()
         self._open_text(run, founding.founding, downloads, record.tip.members, folder)
         directory.write_text_folder(self.text.folder)
@@ -168,9 +179,19 @@ class Starter:
         record, directory, store = started.record, started.directory, started.store
         self._recompute_initial(record, started.run, started.layout, store)
         others = [peer for peer in record.tip.members if peer != self.node.peer_id]
-        if not others:
-            return self._earlier(directory, store)
         file = RecordFile(directory.record_path)
+        if not others:
+            if not store.verify(record.tip.blobs):
+                return record
+            earlier = earlier_record(record, file, store, lambda tip: tip.blobs)
+            if earlier is None:
+                raise CorruptState(
+                    f"{directory.path}: values of round {record.tip.round} and of the one before "
+                    "are damaged, and no other member has them",
+                    hint="found the run anew with --run FILE and a new --state-dir",
+                )
+            file.write(earlier)
+            return earlier
         repaired = self.wait_for(
             fetch_newest_state(
                 self.node,
@@ -181,23 +202,12 @@ class Starter:
                 shown=Shown(record),
                 trust=Trust(record.tip.digest, file.read_chain(record).trusted, is_new=False),
                 peers=others,
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         if repaired.record is not record:
             file.write(repaired.record, repaired.path)
         return repaired.record
-
-    def _earlier(self, directory: RunDirectory, store: BlobStore) -> Record:
-        """The manifest before the newest, for a peer that is alone."""
-        earlier = RecordFile(directory.record_path).read_earlier()
-        if earlier is None or store.verify(earlier.tip.blobs):
-            raise CorruptState(
-                "blobs of the newest manifests are damaged and no other member has them",
-                hint=f"restore {directory.path} from a copy",
-            )
-        RecordFile(directory.record_path).write(earlier)
-        return earlier
 
     # ------------------------------------------------ join
 
@@ -209,7 +219,8 @@ class Starter:
 
         Raises:
             NobodyReachable: no run was announced in time (only when no file was given).
-            RunMismatch: the run is not what was asked for; nothing of it is kept then.
+            RunMismatch: the run is not what was asked for, of which nothing is kept then; or a
+                configuration is wanted that no run here has, and there is another.
             DataError: this machine's text is not the run's.
         """
         self.observer.on_joining()
@@ -226,6 +237,8 @@ class Starter:
         )
         if opened is None:
             if wanted:
+                if not self.wanted.beside_others:
+                    require_no_other(wanted, self.wait_for(runs_here(self.node, downloads)))
                 return None
             raise NobodyReachable(
                 f"no run was announced within {FIND_S:.0f} s",
@@ -278,7 +291,7 @@ class Starter:
                 shown=shown,
                 trust=trust,
                 peers=peers | set(shown.record.tip.members),
-                on_blob=self._progress(),
+                on_blob=fetching(self.observer.on_fetched),
             )
         )
         RecordFile(directory.record_path).write(shown.record, shown.path)
@@ -324,8 +337,9 @@ class Starter:
         folder: str | None,
     ) -> list[Buffer]:
         """Opens this machine's text, which must be the run's; returns the run's tokenizer file."""
-        others = [peer for peer in sources if peer != self.node.peer_id]
-        wanted = wanted_tokenizer(run, fixed.tokenizer, others, downloads.store)
+        wanted = wanted_tokenizer(
+            run, fixed.tokenizer, {*sources} - {self.node.peer_id}, downloads.store
+        )
         content = self.wait_for(downloads.fetch_one(wanted, timeout_s=FETCH_S)) if wanted else None
         tokenizer = given_tokenizer(run, fixed.tokenizer, content, self.wanted.tokenizer)
         self.text.require(run, tokenizer, fixed.text, folder)
@@ -357,18 +371,6 @@ class Starter:
             is_seeded = True
             store_content(store, content)
 
-    def _progress(self) -> Callable[[int, int], None]:
-        said_s = time.monotonic()
-
-        def say(here: int, total: int) -> None:
-            nonlocal said_s
-            self.observer.on_fetched(here, total)
-            if time.monotonic() - said_s > 5 or here == total:
-                said_s = time.monotonic()
-                logger.info("fetched %.1f of %.1f MB of the model", here / 1e6, total / 1e6)
-
-        return say
-
 
 def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
     """What every member repeats about the run, so that it outlives its founder.
@@ -390,10 +392,3 @@ def announcement(run_id: str, run: RunConfig, manifest: Manifest) -> RunRecord:
         state=RunState.RUNNING,
         wait_for_peers=len(manifest.members),
     )
-
-
-async def begun(announced: Announced, downloads: Downloads) -> Manifest:
-    """Manifest 0 of a run that has just begun, as its founder announces it."""
-    founding = (await open_run(announced, downloads, timeout_s=BEGUN_S)).founding
-    assert founding is not None, "it is not announced as gathering"
-    return founding

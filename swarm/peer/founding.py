@@ -22,6 +22,7 @@ from swarm.peer.live_model import initial_contents
 from swarm.peer.run_text import FoundText
 from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.peer.status import NO_DIGEST
+from swarm.progress import Reporter
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record
 from swarm.protocol.layout import layout_of
@@ -67,14 +68,16 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
     with _gathering_on(starter, run, gathering):
         # Made twice, so that the whole model is never in memory: the digests name the folder.
         contents = dict(initial_contents(run, layout, weights))
-        initial = {u: (digest_of_chunks(c), c.num_bytes) for u, c in contents.items()}
+        making = Reporter("making the first state", "unit").each(contents.items(), len(contents))
+        initial = {unit: (digest_of_chunks(c), c.num_bytes) for unit, c in making}
         manifest = founding_manifest(founding, run, layout, initial, present)
         name = run_id(run.run.name, run.fingerprint(), manifest.blob)
         directory = starter.new_directory(name, run, manifest)
         store = BlobStore(directory.path)
         for blob in (*blobs, text.held_out, manifest.encoded):
             store.put(blob)
-        for content in contents.values():
+        storing = Reporter("storing the first state", "unit")
+        for content in storing.each(contents.values(), len(contents)):
             store_content(store, content)
         store.sync(manifest.blobs)
     starter.host.serve(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from swarm.network.probing import QUESTION, Prober, dial_fault
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
+from swarm.peer.kept_settings import with_kept
 from swarm.peer.observing import PeerObserver
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Digest, PeerId
@@ -116,25 +118,37 @@ class Host:
     is_dialable: bool
 
     @classmethod
-    def open(cls, config: PeerConfig, folder: Path, observer: PeerObserver) -> Host:
+    def open(
+        cls,
+        config: PeerConfig,
+        folder: Path,
+        observer: PeerObserver,
+        check: Callable[[StateDirectory], None] | None = None,
+    ) -> Host:
         """Locks a state directory and starts the network with the identity in it.
 
-        With a run on disk the peer starts even when nobody answers.
+        With a run on disk the peer starts even when nobody answers. Its name and addresses are
+        those of an earlier start, where `config` leaves them open.
 
         Args:
             config: of this machine.
             folder: the state directory; made if missing.
             observer: told the address by which others may join.
+            check: raises before the network starts if what is on disk will not do.
 
         Raises:
             StateError, StateLocked: the directory cannot be used.
             NobodyReachable: none of the given addresses answered.
             NetworkDown: libp2p's daemon did not start.
         """
-        network, reception = config.network, Reception()
+        reception = Reception()
         with ExitStack() as undo:
             state = StateDirectory(folder)
             undo.callback(state.close)
+            if check:
+                check(state)
+            config = with_kept(config, state.settings_path)
+            network = config.network
             identity = network.identity_path
             node = Node.start(
                 identity_path=Path(identity).expanduser() if identity else state.identity_path,

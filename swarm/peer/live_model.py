@@ -1,7 +1,7 @@
 """The live model of one peer, and its way to and from the agreed blobs.
 
-The engine trains, the store holds what was agreed; this class moves values between them as
-`swarm.protocol.adoption` decides.
+The engine trains, the store holds what was agreed; this class moves values between them as it is
+told.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,11 +37,10 @@ from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
-from swarm.protocol.adoption import Action, Adoption, ExpertDecision, adopt, due_units
+from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
-from swarm.protocol.messages import Offer
 from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
 
@@ -134,21 +133,6 @@ class LiveModel:
 
     # ------------------------------------------------ engine -> blobs
 
-    def offered_values(
-        self, tip: Manifest, late: Collection[int] | None = None
-    ) -> Iterator[tuple[Unit, Content, Digest]]:
-        """Encoded value and base digest of each unit that this peer offers on `tip`.
-
-        With `late` only of these experts, which rounds before left out. Contents are read from the
-        engine as they are asked for; 8 bytes for each of `CHUNK_ELEMENTS` are all that is held.
-        """
-        for unit in due_units(self.me, tip, self.run.round.experts_every):
-            expert = expert_of_unit(unit)
-            if late is not None and expert not in late:
-                continue
-            base = tip.entries[unit].digest if expert is None else self.bases[expert]
-            yield unit, self.value_of(unit), base
-
     def value_of(self, unit: Unit) -> Content:
         """The encoded value of a unit that is trained here."""
         return encoded(self.agreed.layout.by_unit[unit], self.engine.read_part)
@@ -177,23 +161,19 @@ class LiveModel:
 
     # ------------------------------------------------ blobs -> engine
 
-    def adopt(
-        self, manifest: Manifest, *, previous: Digest, offers: Sequence[Offer] = ()
-    ) -> Adoption:
-        """Moves the engine to an agreed state, keeping what local progress may be kept.
+    def adopt(self, manifest: Manifest, decision: Adoption) -> None:
+        """Moves the engine to an agreed state, as was decided for each piece of local progress.
 
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is as it was.
         """
-        decision = adopt(self.me, manifest, previous=previous, bases=self.bases, offers=offers)
         mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
         with self.agreed.held(_digests(manifest)):
             self.engine.own(mine)
             for expert, choice in decision.experts.items():
                 self._adopt_expert(manifest, expert, choice)
             self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
-        self.bases = {e: d.base for e, d in decision.experts.items() if d.base is not None}
-        return decision
+        self.bases = decision.bases
 
     def _adopt_expert(self, manifest: Manifest, expert: int, choice: ExpertDecision) -> None:
         unit = expert_unit(expert)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarm.errors import NobodyReachable
-from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of, with_history
+from swarm.monitor.history import with_history
+from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
 from swarm.network.observer import Observer, Seen
@@ -19,6 +21,16 @@ LOOK_S = 4.0
 TIP_S = 2.5
 
 
+class History(Protocol):
+    """What outlives a restart, see `peers.monitor_files`."""
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known before the first look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps what is new."""
+
+
 @dataclass
 class Watch:
     """Looks at one run again and again; remembers what records forget."""
@@ -27,6 +39,7 @@ class Watch:
     store: BlobStore
     """Where the observer's manifests go; emptied, since one a round adds up."""
     wanted: str | None
+    history: History | None = None
     announced: Announced | None = None
     tip: Manifest | None = None
     before: Snapshot | None = None
@@ -52,12 +65,20 @@ class Watch:
                 seen.merges,
                 seen.validations,
                 self.tip,
+                seen.published,
+                seen.at,
+                self.announced.record.wait_for_peers,
             )
         )
         if snapshot is None:
             self.announced = None
             raise NobodyReachable(f"no peer of {run} is present")
-        self.before = with_history(snapshot, self.before)
+        known = self.before
+        if known is None and self.history:
+            known = self.history.before(snapshot)
+        self.before = with_history(snapshot, known)
+        if self.history:
+            self.history.keep(self.before)
         return self.before
 
     def _is_stale(self, seen: Seen) -> bool:

@@ -79,6 +79,16 @@ def device_of(asked: str) -> str:
     return asked
 
 
+def processor() -> str:
+    """What computes here, in words: the GPU with its memory, or that there is none."""
+    if not torch.cuda.is_available():
+        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
+        return f"no GPU, {usable_cores()} CPU cores: PyTorch {torch.__version__} {why}"
+    free, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return f"GPU {name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+
+
 def this_machine(compute: ComputeSection, folder: Path) -> Machine:
     """What this machine has for an engine, or what the person lets it use.
 

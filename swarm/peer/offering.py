@@ -6,8 +6,8 @@ import logging
 
 from swarm.codecs import Content
 from swarm.errors import BadBlob
-from swarm.network.round_driver import RoundDriver
 from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.rounds.plausible import update_bound
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Offering:
     """Stores offered values; one that nobody would take begins anew from the agreed one."""
 
-    def __init__(self, model: LiveModel, rounds: RoundDriver, status: PeerStatus) -> None:
+    def __init__(self, model: LiveModel, rounds: Rounds, status: PeerStatus) -> None:
         self.model, self.rounds, self.status = model, rounds, status
 
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
@@ -27,8 +27,8 @@ class Offering:
         A value further from the agreed one than these steps can have moved it is not offered: this
         peer says why, in log and events, goes on from the agreed value and offers that.
         """
-        me, rules = self.model.me, self.rounds.machine.rules
-        bound = update_bound(unit, [me], {me: tokens}, tip, rules)
+        me = self.model.me
+        bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
         if bound is None:
             return self.rounds.store_value(value)
         try:

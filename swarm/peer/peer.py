@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -30,9 +31,11 @@ from swarm.peer.live_model import Agreed, LiveModel, held_out_of, merge_blobs
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher
+from swarm.peer.state_directory import StateDirectory
 from swarm.peer.threads import start_threads
 from swarm.peer.trainer import StopAsked, Trainer
 from swarm.peer.wanted import Wanted
+from swarm.peer.way_in import require_way_in
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.records import PeerState
@@ -183,7 +186,7 @@ class Peer:
                 raise NobodyReachable("no run with this configuration is announced there")
             return joined
 
-        return cls._enter(folder, config, joining, wanted=wanted, observer=observer)
+        return cls._enter(folder, config, joining, wanted, observer=observer)
 
     @classmethod
     def resume(
@@ -247,7 +250,8 @@ class Peer:
                 return found(starter, wanted.run)
             return started
 
-        return cls._enter(folder, config, starting, wanted=wanted, stop=stop, observer=observer)
+        check = partial(require_way_in, wanted, config.network.initial_peers)
+        return cls._enter(folder, config, starting, wanted, stop, observer=observer, check=check)
 
     @classmethod
     def _enter(
@@ -255,14 +259,15 @@ class Peer:
         folder: Path | str,
         config: PeerConfig,
         way: Callable[[Starter], Started],
-        *,
         wanted: Wanted = NO_WISH,
         stop: Stop | None = None,
+        *,
         observer: PeerObserver,
+        check: Callable[[StateDirectory], None] | None = None,
     ) -> Peer:
         device_of(config.compute.device)  # a missing GPU ends it before it begins
         start_threads(config.compute)
-        host = Host.open(config, Path(folder), observer)
+        host = Host.open(config, Path(folder), observer, check)
         with ExitStack() as undo:
             undo.callback(host.close)
             stop = stop or Stop(config.peer.leave_timeout_s)
@@ -289,7 +294,7 @@ class Peer:
         """
         with self._loader:
             try:
-                self._trainer.train()
+                self._trainer.main_loop()
             except StopAsked:
                 self.status.begin(PeerState.LEAVING)
                 adopted = self.status.manifest or self._started.record.tip

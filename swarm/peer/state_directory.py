@@ -6,6 +6,7 @@ STATE_DIR/
 ├── port                the port chosen first, used again
 ├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
+├── settings            its name and addresses, kept for later starts
 ├── data/               tokenised corpus
 └── runs/RUN_ID/
     ├── config.json     the run configuration, canonical
@@ -15,7 +16,7 @@ STATE_DIR/
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with every offer
     ├── packs/          blobs of the newest manifests
-    └── events.jsonl    one line per round
+    └── events.jsonl    one line per round, and for each 15 s of work or waiting within one
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from swarm import durable
-from swarm.config import RunConfig
-from swarm.errors import BadManifest, CorruptState, StateError, StateLocked
+from swarm.config import RunConfig, validate_config
+from swarm.errors import BadManifest, ConfigError, CorruptState, StateError, StateLocked
 from swarm.network.address_book import Remembered, freshest
 from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 
@@ -85,9 +86,12 @@ class RunDirectory:
             CorruptState: it cannot be read.
         """
         try:
-            return RunConfig.model_validate_json(self.config_path.read_bytes())
+            values = json.loads(self.config_path.read_bytes())
+            return validate_config(RunConfig, values, source=str(self.config_path))
+        except ConfigError as error:
+            raise CorruptState(str(error)) from error
         except (OSError, ValueError) as error:
-            raise CorruptState(f"{self.config_path}: {error}") from error
+            raise CorruptState(f"{self.config_path} is damaged: {error}") from error
 
     def write_config(self, run: RunConfig) -> None:
         """Keeps the run's configuration, as every peer derives it."""
@@ -103,7 +107,7 @@ class RunDirectory:
         try:
             return decode_manifest((self.path / "founding").read_bytes())
         except (OSError, BadManifest) as error:
-            raise CorruptState(f"{self.path / 'founding'}: {error}") from error
+            raise CorruptState(f"{self.path / 'founding'} is damaged: {error}") from error
 
     def write_founding(self, manifest: Manifest) -> None:
         """Keeps manifest 0, which the run id is made of."""
@@ -198,8 +202,18 @@ class StateDirectory:
         durable.write_file(self.path / "known_peers", "".join(lines).encode())
 
     @property
+    def settings_path(self) -> Path:
+        """What later starts need not repeat."""
+        return self.path / "settings"
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """The runs that this peer has a record of, sorted."""
+        return _runs_in(self.path)
+
+    @property
     def current_run(self) -> str | None:
-        """Id of the run that this peer was in last."""
+        """Id of the run that this peer was in last; where that is lost, of the only one there."""
         return _current_run(self.path)
 
     @current_run.setter
@@ -227,15 +241,25 @@ def current_run_of(path: Path, run_id: str | None) -> tuple[str, RunDirectory]:
     """
     chosen = run_id or _current_run(path)
     if chosen is None:
+        here = ", ".join(_runs_in(path))
         raise StateError(
-            f"--state-dir {path} knows of no run", hint="name the --state-dir of a peer of the run"
+            f"--state-dir {path} knows of no run" if not here else f"--state-dir {path} has {here}",
+            hint="name one with --run-id" if here else "name the --state-dir of a peer of the run",
         )
     return chosen, _run_directory(path, chosen)
 
 
 def _current_run(path: Path) -> str | None:
     run_id = _read_text(path / "current_run").strip()
-    return run_id if IS_RUN_ID.fullmatch(run_id) else None
+    if IS_RUN_ID.fullmatch(run_id):
+        return run_id
+    here = _runs_in(path)
+    return here[0] if len(here) == 1 else None
+
+
+def _runs_in(path: Path) -> tuple[str, ...]:
+    found = (folder.parent.name for folder in path.glob("runs/*/record"))
+    return tuple(sorted(name for name in found if IS_RUN_ID.fullmatch(name)))
 
 
 def _run_directory(path: Path, run_id: str) -> RunDirectory:

@@ -20,12 +20,16 @@ from swarm.network.round_driver import RoundDriver
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.state_directory import RunDirectory
+from swarm.peer.step_progress import StepProgress
+from swarm.peer.telling import because, told
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
-from swarm.protocol.manifest import Code, Manifest, PeerId, is_ancestor
+from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
 from swarm.protocol.records import (
+    MAX_SHARES,
     PeerRecord,
     PeerState,
+    RoundFigures,
     RoutingFigures,
     ValidationRecord,
     shortened,
@@ -80,6 +84,8 @@ class PeerStatus:
         self.tokens_per_s = 0.0
         self.zero_moments = 0
         self.moments_reason = ""
+        self.progress = StepProgress(lambda text: self._event("progress", text=text))
+        """Of the local steps under way."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
         self._state = PeerState.STARTING
@@ -87,6 +93,7 @@ class PeerStatus:
         self._steps_done = 0
         self._loss: float | None = None
         self._routing: RoutingFigures | None = None
+        self._last_round: RoundFigures | None = None
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
         self._counted: list[tuple[Code, int]] = []
@@ -140,6 +147,12 @@ class PeerStatus:
         self.changed.set()
         self.observer.on_state(state)
 
+    def waits(self, why: str) -> None:
+        """The peer has waited for a while."""
+        said = because(why)
+        logger.info("waiting state=%s%s", self._state.value, said)
+        self._event("progress", text=f"waiting: {self._state.value}{said}")
+
     def since_begin_s(self) -> float:
         """Seconds since the last `begin`."""
         return time.monotonic() - self._since_s
@@ -149,6 +162,10 @@ class PeerStatus:
         self._steps_done += 1
         self.grad_spikes += stats.spike
         self._grad_norms = (*self._grad_norms, stats.grad_norm)[-MAX_NORMS:]
+        self.progress.stepped(stats)
+        self.tokens_per_s = self.progress.tokens_per_s or 0.0
+        if self._loss is None:  # of the first round, which may take long
+            self._loss = self.progress.loss
         if stats.skipped:
             logger.warning("step=%d skipped: loss or gradient is not finite", step)
         self.observer.on_step(step, stats)
@@ -159,7 +176,9 @@ class PeerStatus:
         self.skipped += stats.skipped
         self._loss = stats.cross_entropy
         if stats.routing:
-            self._routing = RoutingFigures(**asdict(stats.routing))
+            found = asdict(stats.routing)
+            told = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
+            self._routing = RoutingFigures(**found | {"shares": told})
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -169,7 +188,7 @@ class PeerStatus:
     def lose_tokens(self, tokens: int, why: str) -> None:
         """The result of local steps entered no manifest."""
         self.tokens_lost += tokens
-        logger.warning("tokens_lost=%d reason=%r", tokens, why)
+        logger.warning("tokens_lost=%d%s", tokens, because(why))
 
     def gave_moments(self, moments: Moments, peers: Sequence[PeerId]) -> None:
         """Moments of an expert are out for its next owners."""
@@ -192,28 +211,13 @@ class PeerStatus:
 
     def validated(self, manifest: Manifest, val_loss: float, held_out: HeldOut) -> None:
         """The held-out loss of an agreed state was measured here, in nats per token."""
-        before = self.validation
-        recent = (*before.recent, (before.round, before.val_loss)) if before else ()
-        self.validation = ValidationRecord(
-            manifest.round,
-            manifest.digest,
-            val_loss,
-            held_out.num_tokens,
-            held_out.num_bytes,
-            recent[-MAX_RECENT:],
-        )
-        bits_per_byte = held_out.bits_per_byte(val_loss)
-        logger.info(
-            "round=%d val_loss=%.4f nats/token bits_per_byte=%.4f",
-            manifest.round, val_loss, bits_per_byte,
-        )  # fmt: skip
-        self._event(
-            "validation",
-            round=manifest.round,
-            digest=manifest.digest,
-            val_loss=val_loss,
-            bits_per_byte=bits_per_byte,
-        )
+        recent = (*was.recent, (was.round, was.val_loss)) if (was := self.validation) else ()
+        size, bits = (held_out.num_tokens, held_out.num_bytes), held_out.bits_per_byte(val_loss)
+        newest = (manifest.round, manifest.digest, val_loss)
+        self.validation = ValidationRecord(*newest, *size, recent[-MAX_RECENT:])
+        logger.info("round=%d val_loss=%.4f bits_per_byte=%.4f", manifest.round, val_loss, bits)
+        measured = {"round": manifest.round, "val_loss": val_loss, "bits_per_byte": bits}
+        self._event("validation", digest=manifest.digest, **measured)
         self.changed.set()
         self.observer.on_validation(manifest.round, val_loss)
 
@@ -227,19 +231,30 @@ class PeerStatus:
         owned = self.owned_experts()
         logger.info(
             "round=%d/%d kind=%s height=%d digest=%s members=%d contributors=%d owned=%s "
-            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d reason=%r",
+            "loss=%s %s wait_s=%.2f round_s=%.2f tokens_per_s=%.0f sent_bytes=%d%s",
             manifest.round, self.run.run.rounds, manifest.kind.value, manifest.height,
             manifest.digest[:12], len(manifest.members), len(manifest.contributors),
             ",".join(map(str, owned)) or "none",
             f"{stats.cross_entropy:.4f}" if stats and stats.cross_entropy is not None else "none",
             self._routing_words(stats),
             report.wait_s, seconds, self.tokens_per_s, self._round_traffic.blobs_sent,
-            report.reason,
+            because(report.reason),
         )  # fmt: skip
-        for reason in manifest.reasons:
-            logger.info("round=%d %s", manifest.round, reason)
+        for line in told(manifest.reasons):
+            logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
+        phases = self.phases.take()
+        if manifest.kind is Kind.QUORUM:
+            took = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
+            self._last_round = RoundFigures(
+                manifest.round,
+                report.counted,
+                round(seconds, 3),
+                took,
+                self._round_traffic.blobs_sent,
+                self._round_traffic.blobs_received,
+            )
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
@@ -257,7 +272,7 @@ class PeerStatus:
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
             routing=asdict(stats.routing) if stats and stats.routing else None,
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
-            phases=self.phases.take(),
+            phases=phases,
         )  # fmt: skip
         self.changed.set()
         self.observer.on_round(report)
@@ -365,6 +380,7 @@ class PeerStatus:
             routing=self._routing,
             grad_norm=self._median_norm(),
             grad_spikes=self.grad_spikes,
+            last_round=self._last_round,
         )
 
     def _median_norm(self) -> float | None:

@@ -22,6 +22,7 @@ class Wanted:
         run_id: its id, where several are announced or on disk.
         settings: `section.field` -> value that it must have, where `run` is not given.
         invitation: with what this peer asks to join.
+        beside_others: whether `run` may be founded where those that it enters by are in another.
         vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
         tokenizer: folder with a tokenizer.json (`--tokenizer`): a founder gives it to its run, a
             joiner's run must have it.
@@ -32,6 +33,7 @@ class Wanted:
     settings: Mapping[str, object] = field(default_factory=dict)
     invitation: Invitation | None = None
     vouched: Digest | None = None
+    beside_others: bool = False
     tokenizer: Path | None = None
 
     def require(self, run: RunConfig) -> None:

@@ -61,6 +61,12 @@ class Adoption:
     """Of every expert that was or is mine, in order."""
 
     @property
+    def bases(self) -> dict[int, Digest]:
+        """Of each own expert: the base digest of its progress from now on."""
+        experts = self.experts.items()
+        return {expert: choice.base for expert, choice in experts if choice.base is not None}
+
+    @property
     def kept(self) -> frozenset[int]:
         """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
         moved = (Action.KEEP, Action.PUBLISHED, Action.REBASE, Action.AVERAGED)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 MAX_CHARACTERS = 4000
+PEER_ID = re.compile(r"(\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b)")
+"""A libp2p peer id in base58."""
 
 
 def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
@@ -24,3 +29,14 @@ def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short: `0-3,7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -40,6 +40,8 @@ RECORD_TTL_S = 3 * HEARTBEAT_S
 EVENT_TTL_S = 900.0
 """Merge and validation records, which are published once per event."""
 MAX_REASON = 300
+MAX_SHARES = 256
+"""Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
 
 # People see these texts on their terminals: no control characters.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
@@ -56,6 +58,7 @@ Real = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
 Expert = Annotated[int, Field(ge=0, lt=2**16)]
+Share = Annotated[int, Field(ge=0, le=1000)]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -123,6 +126,26 @@ class RoutingFigures:
     """Share of the choices of experts that exceeded a capacity."""
     similarity: Real | None
     """Mean CKA of experts that got the same tokens; None if too few did."""
+    shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
+    """Of each expert its permille of all choices, over all layers; 0 only where it got none. () of
+    a model with more than `MAX_SHARES` experts."""
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """What a peer's last round took; durations, since clocks differ."""
+
+    __pydantic_config__ = _STRICT
+
+    round: Height
+    counted: bool
+    """Whether its work is in the mean."""
+    seconds: Amount
+    """From the manifest before until this one was applied."""
+    phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
+    """Seconds in each phase, by its name."""
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
 
 
 @dataclass(frozen=True)
@@ -182,6 +205,8 @@ class PeerRecord:
     """Median over its last steps (at most 64), before clipping."""
     grad_spikes: Count
     """Steps since it started whose gradient norm stood out from those before."""
+    last_round: RoundFigures | None
+    """Of the last training round that it applied; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +321,11 @@ def runs_key(peer_id: str) -> str:
 def peers_key(run: str, shard: int) -> str:
     """Key of the `PeerRecord`s of one shard, 0 .. NUM_SHARDS - 1."""
     return f"{run}.peers.{shard}"
+
+
+def peers_keys(run: str) -> list[str]:
+    """Keys of all `PeerRecord`s of a run."""
+    return [peers_key(run, shard) for shard in range(NUM_SHARDS)]
 
 
 def merges_keys(run: str) -> list[str]:

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,26 +84,6 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
-
-    def require(self, run_id: str, *, tips: Collection[str | None], tip_round: int) -> None:
-        """Refuses a state that may not be trained on.
-
-        Args:
-            run_id: of the run that is resumed.
-            tips: digests of the tip and of manifests that a peer goes on from in the same way.
-            tip_round: of the tip.
-
-        Raises:
-            CorruptState: it is of another run, or names such a tip and does not fit it.
-        """
-        if self.run_id != run_id:
-            raise CorruptState(f"the private state belongs to the run {self.run_id}, not {run_id}")
-        fits = self.round == tip_round + 1 and self.steps > 0 and self.tokens > 0
-        if self.base_tip in tips and not fits:
-            raise CorruptState(
-                f"the private state (round {self.round}, {self.steps} steps, {self.tokens} "
-                f"tokens) cannot follow the manifest that it names (round {tip_round})"
-            )
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,15 @@ class RoutingStats:
         dropped: share of the choices of experts that exceeded a capacity.
         similarity: mean CKA of experts that got the same tokens, in the last step that measured
             it; None if none did.
+        shares: of each expert its permille of all choices, over the layers; rounded, but 0 only
+            where it got none.
     """
 
     max_load: float
     idle_experts: int
     dropped: float
     similarity: float | None
+    shares: tuple[int, ...] = ()
 
 
 def routing_stats(steps: Sequence[StepStats]) -> RoutingStats:
@@ -40,4 +43,8 @@ def routing_stats(steps: Sequence[StepStats]) -> RoutingStats:
         idle_experts=sum(layer.count(0) for layer in layers),
         dropped=sum(stats.dropped for stats in steps) / choices,
         similarity=measured[-1] if measured else None,
+        shares=tuple(
+            max(round(1000 * sum(tokens) / choices), 1) if any(tokens) else 0
+            for tokens in zip(*layers, strict=True)
+        ),
     )

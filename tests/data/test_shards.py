@@ -219,3 +219,11 @@ def test_a_corpus_that_is_all_held_out_is_an_error_and_leaves_no_cache(tmp_path)
 def test_tokens_take_two_bytes_while_they_fit():
     assert (token_dtype(258).str, token_dtype(65_536).str) == ("<u2", "<u2")
     assert token_dtype(151_665).str == "<u4"
+
+
+def test_what_a_torn_shard_is_said_to_lack_is_in_one_unit(corpus, tmp_path, caplog):
+    tokens = open_shards(corpus, tmp_path / "cache", BYTE).num_tokens
+    shard = only_folder(tmp_path / "cache") / "00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    open_shards(corpus, tmp_path / "cache", BYTE)
+    assert f"has {2 * tokens - 2} bytes instead of {2 * tokens}" in caplog.text

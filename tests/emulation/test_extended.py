@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS, EXTENDED_MUTANTS
 from swarm.emulation.simulator.faults import CALM_TIMERS, draw
+from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S
 from swarm.emulation.simulator.schedule import build, play, run_schedule
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World

@@ -31,6 +31,7 @@ CAUGHT_BY_SCHEDULE = {
     "duplicate_commit_restarts": "A:0",
     "fetch_never_dropped": "A:174",
     "no_base_check": "C:0",
+    "offered_before_saved": "A:0",
     "no_takeover": "A:1",
     "no_reform": "C:2",
     "generation_counted": "D:1",

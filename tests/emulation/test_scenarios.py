@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Cast, Character, Setup
+from swarm.emulation.simulator.cast import Cast, Character, Setup, machine_of
 from swarm.emulation.simulator.faults import CALM_TIMERS, Scenario
 from swarm.emulation.simulator.mutants import MUTANTS
 from swarm.emulation.simulator.network import Weather
@@ -14,7 +14,8 @@ from swarm.emulation.simulator.schedule import build, play
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import FOUNDING_GENERATION
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Rules
+from swarm.protocol.rounds.listener import Listener
 
 PEERS = ("p0", "p1", "p2", "p3", "p4")
 UNITS = dict.fromkeys(("shared.0", "expert.0", "expert.1", "expert.2"), 100)
@@ -95,10 +96,10 @@ MAJORITY_RETURNS = scenario(
 )
 
 
-class DeafAtBoot(RoundMachine):
+class DeafAtBoot(Listener):
     """Starts to speak as soon as it runs: no [B1]."""
 
-    def _have_spoken(self):
+    def have_spoken(self):
         return True
 
 
@@ -123,7 +124,7 @@ def test_a_majority_that_comes_back_goes_on_with_the_survivors_chain(seed):
 
 def test_a_majority_that_does_not_listen_first_drops_the_survivors_work():
     kept = [
-        len(survivors_rounds(run(MAJORITY_RETURNS, Cast(machine=DeafAtBoot), seed))[1])
+        len(survivors_rounds(run(MAJORITY_RETURNS, Cast(machine_of(DeafAtBoot)), seed))[1])
         for seed in range(5)
     ]
     assert 0 in kept

@@ -10,7 +10,7 @@ from swarm.codecs import Content, encoded
 from swarm.peer.offering import Offering
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import MAX_ATTEMPT, Ballot, Message, Prepare
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.state import Outbox
 
 ATTACK_VARIABLE = "SWARM_TEST_ATTACK"
 GARBAGE = 1e18
@@ -22,10 +22,10 @@ def attack() -> str:
     return path.read_text() if path.exists() else ""
 
 
-honest_post, honest_store = RoundMachine._post, Offering.store
+honest_post, honest_store = Outbox.post, Offering.store
 
 
-def post(self: RoundMachine, destination: PeerId, message: Message) -> None:
+def post(self: Outbox, destination: PeerId, message: Message) -> None:
     """M1: with every message the last attempt that there is."""
     honest_post(self, destination, message)
     if attack() == "M1" and destination != self.me:
@@ -44,6 +44,6 @@ def store(
 
 
 if __name__ == "__main__":
-    RoundMachine._post = post  # type: ignore[method-assign]
+    Outbox.post = post  # type: ignore[method-assign]
     Offering.store = store  # type: ignore[method-assign]
     main()

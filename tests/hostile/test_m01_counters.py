@@ -131,9 +131,9 @@ def test_nobody_goes_beyond_the_bound_that_receivers_check() -> None:
     pump = start_swarm("ABC")
     pump.run_to_height(2)
     machine = pump.nodes[pump.nodes["A"].machine.tip.order[-1]].machine  # convenes nothing yet
-    machine._persist_promise(Ballot(MAX_ATTEMPT, "C"))
-    machine._take_over("nobody convenes")
-    assert machine._campaign is None
+    machine._standing.persist_promise(Ballot(MAX_ATTEMPT, "C"))
+    machine._takeover.take_over("nobody convenes")
+    assert machine._succession.campaign is None
     header = Header(machine.tip.code, machine.tip.digest, machine.tip.generation)
     decode(*encode(header, Prepare(Ballot(MAX_ATTEMPT, "A"))))
     beyond, _ = encode(header, Prepare(Ballot(MAX_ATTEMPT + 1, "A")))

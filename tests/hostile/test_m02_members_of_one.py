@@ -27,11 +27,11 @@ from swarm.protocol.messages import (
     ReducedUnit,
     ready_statement,
 )
-from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.checks import successor_problem
 from swarm.protocol.rounds.composition import Attendance, compose_round
 from swarm.protocol.rounds.deals import book_after
+from swarm.protocol.rounds.proposer import Proposer
 from swarm.protocol.rounds.rosters import plan_roster
 from tests.protocol.round_pump import Pump, make_offer, make_rules, name, start_swarm
 
@@ -148,11 +148,11 @@ def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list
     """
     votes: list[Message] = []
 
-    class Usurper(RoundMachine):
-        def _propose(
+    class Usurper(Proposer):
+        def propose(
             self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
         ) -> None:
-            super()._propose(campaign, forge(manifest, self.tip, self.me), evidence, why)
+            super().propose(campaign, forge(manifest, self.tip, self.me), evidence, why)
 
     pump = start_swarm("ABCD", RULES)
     pump.run_to_height(2)
@@ -161,7 +161,7 @@ def usurped(forge: Forge, *, one_is_away: bool = False) -> tuple[Pump, str, list
         silent = pump.nodes["A"].machine.tip.order[-1]
         pump.kill(silent)
         pump.after(60.0, lambda: pump.restart(silent))
-    pump.nodes[forger].machine.__class__ = Usurper
+    pump.nodes[forger].machine._proposer.__class__ = Usurper
 
     def watch(source: str, destination: str, message: Message) -> bool:
         if isinstance(message, Accept) and destination == forger:
@@ -258,14 +258,14 @@ def test_a_wish_of_somebody_that_stays_is_refused() -> None:
 def test_a_convener_that_takes_votes_and_announces_nothing_is_replaced() -> None:
     """It came back before its successors each time, so there was no round for minutes."""
 
-    class Silent(RoundMachine):
-        def _is_chosen(self, campaign: Campaign) -> bool:
+    class Silent(Proposer):
+        def is_chosen(self, campaign: Campaign) -> bool:
             return False
 
     pump = start_swarm("ABCD", RULES)
     pump.run_to_height(2)
     forger = pump.nodes["A"].machine.tip.order[0]
-    pump.nodes[forger].machine.__class__ = Silent
+    pump.nodes[forger].machine._proposer.__class__ = Silent
     honest = "".join(sorted(pump.nodes.keys() - forger))
     began_s = pump.now
     height = pump.nodes[honest[0]].machine.tip.height

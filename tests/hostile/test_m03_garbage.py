@@ -18,10 +18,10 @@ from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
-from swarm.network.round_driver import RoundDriver
 from swarm.network.transfers import Transfers
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.peer.offering import Offering
+from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
 from swarm.protocol.events import (
     BlobWanted,
@@ -41,6 +41,7 @@ from swarm.protocol.rounds import Rules
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound, UpdateBound
 from swarm.train.resident import ResidentEngine
 from tests.network.conftest import Peers
+from tests.peer.adopting import adopt_into, offered_values
 from tests.protocol.round_pump import Node, Pump, found, make_rules, name
 from tests.scenarios.swarms import ROUND_S, finish, peer_id, write_run
 from tests.train.runs import tiny_run
@@ -203,15 +204,15 @@ def test_who_made_garbage_is_told_and_goes_on_from_the_agreed_value() -> None:
     founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
     tip = founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0})
     live = LiveModel("me", RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
-    live.adopt(tip, previous="")
+    adopt_into(live, tip, previous="")
     told: list[str] = []
     status = SimpleNamespace(refused=lambda unit, reason: told.append(unit))
     rules = Rules.of("run", RUN, LAYOUT)
     rounds = SimpleNamespace(
-        machine=SimpleNamespace(rules=rules),
+        rules=rules,
         store_value=lambda value: (store_content(store, value), value.num_bytes),
     )
-    offering = Offering(live, cast(RoundDriver, rounds), cast(PeerStatus, status))
+    offering = Offering(live, cast(Rounds, rounds), cast(PeerStatus, status))
     spoilt = {SHARED.unit, "expert.0"}
     for unit in spoilt:
         part = LAYOUT.by_unit[unit].slices[0]
@@ -219,7 +220,7 @@ def test_who_made_garbage_is_told_and_goes_on_from_the_agreed_value() -> None:
     tokens = RUN.train.batch_tokens
     stored = {
         unit: offering.store(tip, unit, value, tokens)[0]
-        for unit, value, _ in live.offered_values(tip)
+        for unit, value, _ in offered_values(live, tip)
     }
     assert set(told) == spoilt
     assert stored == {unit: tip.entries[unit].digest for unit in stored}

@@ -20,8 +20,8 @@ def joined_by_the_greedy(capacity: float) -> Pump:
     pump.run_to_height(2)
     model = pump.nodes["A"].machine
     node = pump.add("Z", model.tip)
-    node.machine.capacity = capacity
-    node.record = node.machine.record = Record(model.tip, None, model.record.parent)
+    node.machine._peer.capacity = capacity
+    node.record = node.machine._standing.record = Record(model.tip, None, model.record.parent)
     pump.boot("Z")
     pump.run_rounds(4, "ABC")
     return pump

@@ -97,3 +97,23 @@ def test_descending_the_loss_draws_copied_experts_apart() -> None:
         optimizer.step()
     assert seen[0] > 0.9
     assert seen[-1] < 0.6
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-7])
+def test_outputs_that_are_alike_for_all_tokens_have_a_similarity_of_none_and_no_gradient(
+    scale: float,
+) -> None:
+    """What is left of them is rounding; their ratio was 10^18 in an honest log."""
+    for seed in range(10):
+        constant = torch.ones(32, 16) + scale * 1e-6 * normal(32, 16, seed=seed)
+        constant[:, 0] += 1e-7 * normal(32, seed=seed + 50)
+        constant = constant.requires_grad_()
+        found = cka(constant, torch.full((32, 16), 0.1))
+        assert -1 <= found.item() <= 1
+        found.backward()
+        assert constant.grad is not None and constant.grad.isfinite().all()
+
+
+def test_a_side_without_any_variance_is_like_nothing() -> None:
+    assert cka(torch.zeros(20, 8), normal(20, 8)).item() == 0.0
+    assert cka(normal(20, 8), torch.full((20, 8), 3.0)).item() == 0.0

@@ -1,21 +1,14 @@
 """The projection of records: what belongs together stays together."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 
 import pytest
 
-from swarm.monitor.snapshot import (
-    Agreement,
-    Sighting,
-    Snapshot,
-    as_json,
-    snapshot_of,
-    with_history,
-)
+from swarm.monitor.schema import as_json
+from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, snapshot_of
 from swarm.protocol.manifest import Founding, Manifest, PeerId, Stretch
-from swarm.protocol.records import PeerRecord, ValidationRecord
+from swarm.protocol.records import PeerRecord
 from swarm.protocol.texts import Text
 from tests.peer_records import DIGEST
 
@@ -111,19 +104,6 @@ def test_losses_are_joined_and_later_publishers_override(make_sighting: Sighting
     assert losses == ((1, 4.5), (2, 3.4), (3, 2.9), (4, 2.5), (5, 2.31))
 
 
-def test_history_outlives_the_records_it_came_from(make_sighting: Sightings) -> None:
-    before = project(make_sighting())
-    newer = {"QmA": ValidationRecord(6, "ab" * 32, 2.2, 100, 200)}
-    now = project(make_sighting(merges={}, validations=newer))
-    shown = with_history(now, before)
-    assert shown.losses == (*before.losses, (6, 2.2))
-    assert shown.merges == before.merges
-    assert shown.peers == now.peers
-    assert with_history(now, None) == now
-    other_run = dataclasses.replace(before, run_id="another")
-    assert with_history(now, other_run) == now
-
-
 TEXT = Text("python-3.11", "byte", DIGEST, 500, 64_000, 1000)
 
 
@@ -159,34 +139,6 @@ def test_a_text_of_ones_own_has_no_coverage(
 ) -> None:
     assert as_json(project(make_sighting()))["coverage"] is None
     assert as_json(project(make_sighting(tip=make_manifest())))["coverage"] is None
-
-
-def test_json_has_exactly_the_promised_keys(
-    make_sighting: Sightings, make_manifest: Callable[..., Manifest]
-) -> None:
-    shown = json.loads(json.dumps(as_json(project(make_sighting(tip=make_manifest())))))
-    assert list(shown) == [
-        "run_id",
-        "generation",
-        "round",
-        "manifest_digest",
-        "peers",
-        "experts",
-        "coverage",
-    ]
-    assert shown["peers"][1] == {
-        "peer_id": "QmB",
-        "name": "name-of-QmB",
-        "state": "catching_up",
-        "generation": "0",
-        "round": 4,
-        "manifest_digest": "99" * 32,
-        "owned_experts": [2],
-        "tokens_per_s": 4100.0,
-        "votes": True,
-        "counted": 10,
-    }
-    assert shown["experts"][1] == {"expert": 1, "owners": ["QmA", "QmB"], "version": 5}
 
 
 def test_members_are_shown_as_voters_or_with_what_they_have_earned_so_far(

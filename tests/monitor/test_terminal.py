@@ -65,7 +65,7 @@ def test_the_small_screen_shows_every_kind_of_fact(snapshot: Snapshot) -> None:
         "4.1k",
         "12.3M",
         "23.5M",
-        "held-out loss  2.310 nats per token, round 5",
+        "held-out loss  2.310, rounds 1-5",
         "held out  1.666 bits per byte",
         "a round  2.2MB out, 2.3MB in, mean",
         "merge 2  step 200, alpha 0.0333",
@@ -222,3 +222,22 @@ def test_a_line_says_how_much_of_the_text_was_read(snapshot: Snapshot) -> None:
     assert "% open" not in shown(read, 140, 40)
     read = dataclasses.replace(snapshot, coverage=Coverage(1000, 2372, 100, 4))
     assert "text  37.2% of lap 3, 10.0% being read, 0.4% open" in shown(read, 140, 40)
+
+
+def test_the_first_rounds_do_not_flatten_the_curve_of_a_long_run() -> None:
+    losses = [(k, 5.5 if k < 20 else 2.0 - k / 100) for k in range(100)]
+    lines = [line.plain for line in panels.loss_plot(losses, 80, 8)]
+    assert "rounds 50-99" in lines[0]
+    assert float(lines[1].split()[0]) == 1.5, "the top of the axis"
+    assert len({line.index(max(line[7:])) for line in lines[1:]}) > 3, "the curve goes down"
+
+
+def test_a_decision_that_is_too_long_for_a_line_goes_on_below(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    reason = "round 8 decided by 4 of 4 members: " + " ".join(f"word{k}" for k in range(15))
+    found = snapshot_of(make_sighting(peers={"QmA": make_peer("QmA", reason=reason)}))
+    assert found
+    lines = shown(found).splitlines()
+    assert lines[-1].startswith("    ") and lines[-1].rstrip().endswith("word14")
+    assert max(map(len, lines)) <= 80 and len(lines) <= 24

@@ -26,7 +26,7 @@ from swarm.network import daemon
 from swarm.network import node as node_module
 from swarm.network.address_book import Remembered
 from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
-from swarm.network.daemon import is_identity_taken
+from swarm.network.daemon import connection_fault, is_identity_taken
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
 
@@ -155,6 +155,13 @@ def test_only_dead_addresses_are_a_clear_error_within_seconds(peers, tmp_path):
     alone = peers.node(known_peers=(dead,), must_reach=False)
     assert alone.addresses
     assert alone.run(alone.heal(), WAIT_S) == 0
+
+
+def test_a_name_that_cannot_be_resolved_is_no_unknown_error():
+    """Numbers of the resolver are negative, and the system has no words for them."""
+    fault = connection_fault(socket.gaierror(-2, "Name or service not known"))
+    assert fault == "the name cannot be resolved: Name or service not known"
+    assert connection_fault(ConnectionRefusedError(111, "call failed")) == "Connection refused"
 
 
 def test_an_open_port_that_is_no_peer_is_a_clear_error(peers, tmp_path):

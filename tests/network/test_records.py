@@ -8,9 +8,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.network import dht
-from swarm.network.records import fetch_records, publish
+from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.signed_records import MAX_RECORD_BYTES, MAX_TTL_S
-from swarm.protocol.records import MergeRecord, ValidationRecord
+from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
 
 WAIT_S = 20.0
 
@@ -99,6 +99,10 @@ def test_several_keys_are_read_at_once_and_the_longest_lived_record_counts(pair)
     second.run(publish(second, keys[7], validation(3)), WAIT_S)
     found = second.run(fetch_records(second, ValidationRecord, keys), WAIT_S)
     assert found == {first.peer_id: validation(2), second.peer_id: validation(3)}
+    dated = second.run(fetch_dated(second, ValidationRecord, keys), WAIT_S)
+    assert {peer: record for peer, (_, record) in dated.items()} == found
+    left_s = dated[first.peer_id][0] - get_dht_time()
+    assert EVENT_TTL_S - WAIT_S < left_s <= EVENT_TTL_S, "whence follows when it was published"
 
 
 def test_a_record_of_another_kind_or_not_of_its_schema_is_counted(pair, key):

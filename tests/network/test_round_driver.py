@@ -458,6 +458,22 @@ def test_waiting_gives_every_manifest_applied_since(bench: Bench) -> None:
     assert bench.driver.wait_for_tip(second.digest, 0.05) == []
 
 
+def test_each_tip_comes_with_the_parent_that_the_record_named_beside_it(bench: Bench) -> None:
+    """The machine is ahead of its effects: by then its own record may name another tip."""
+    first = manifest(1)
+    second = manifest(2, first)
+    effects = [
+        [Persist(Record(tip, None, parent)), *applying(tip)]
+        for tip, parent in ((first, TIP), (second, first))
+    ]
+    bench.machine.answers[Offered] = lambda _: [*effects[0], *effects[1]]
+    bench.start()
+    bench.driver.offer(make_offer(make_rules(), "A", TIP))
+    assert wait_until(lambda: bench.driver.newest.manifest == second)
+    applied = bench.driver.wait_for_tip(TIP.digest, WAIT_S)
+    assert [(a.manifest, a.parent) for a in applied] == [(first, TIP), (second, first)]
+
+
 def test_who_waits_since_long_ago_gets_the_newest_only(bench: Bench) -> None:
     path = [manifest(1)]
     while len(path) < 12:

@@ -19,12 +19,13 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.network.moments_exchange import Arrival, MomentsExchange
-from swarm.network.round_driver import RoundDriver
 from swarm.peer import expert_moments
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
+from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.trainer import Trainer
@@ -32,8 +33,10 @@ from swarm.protocol.digests import digest_of
 from swarm.protocol.handover import Moments, moments_layout
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
-from swarm.protocol.messages import Offer
+from swarm.protocol.rounds import Rules
+from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.resident import ResidentEngine
+from tests.peer.adopting import adopt_into
 from tests.train.runs import batch, held_out, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"})
@@ -86,6 +89,7 @@ class Status:
         self.taken: list[tuple[int, Moments | None, str]] = []
         self.manifest: Manifest | None = None
         self.phases = PhaseMeter()
+        self.observer = UNOBSERVED
 
     def took_moments(self, *told: Any) -> None:
         self.taken.append(told)
@@ -109,11 +113,11 @@ class Side:
             cast(PeerStatus, self.status),
         )
         self.at = founded
-        self.model.adopt(founded, previous="")
+        adopt_into(self.model, founded, previous="")
 
     def move_to(self, manifest: Manifest) -> None:
         self.moments.before_adopt(self.at, manifest)
-        adoption = self.model.adopt(manifest, previous=self.at.digest)
+        adoption = adopt_into(self.model, manifest, previous=self.at.digest)
         self.moments.adopted(adoption, self.at, manifest)
         self.at = manifest
 
@@ -130,19 +134,15 @@ class Process:
         self, store: BlobStore, folder: Path, founded: Manifest, tip: Manifest, parent: Manifest
     ) -> None:
         self.side = Side("other", store, founded)
-        record = SimpleNamespace(parent=parent)
         rounds = SimpleNamespace(
-            tip=tip,
-            layout=LAYOUT,
-            machine=SimpleNamespace(
-                record=record, rules=SimpleNamespace(run="run", step_bound=None)
-            ),
+            newest=Applied(tip, 0.0, "", parent),
+            rules=replace(Rules.of("run", RUN, LAYOUT), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.trainer = Trainer(
             self.side.model,
             cast(Loader, None),
-            cast(RoundDriver, rounds),
+            cast(Rounds, rounds),
             RunDirectory(folder),
             held_out=held_out(RUN),
             status=cast(PeerStatus, self.side.status),
@@ -152,11 +152,14 @@ class Process:
         self.tip = tip
 
     def save(self) -> None:
-        self.trainer._save_offer(self.tip, Offer(self.tip.digest, 1, 1, {}))
+        training = self.trainer.training
+        training.tip, training.work = self.tip, SavedWork("", "", 0, 1, 1, 0.0, 0, {}, {})
+        training.bases = dict(self.side.model.bases)
+        at_once(training.save())
 
     def resume(self) -> Exchange:
         """Returns what the exchange was told."""
-        self.trainer._resume()
+        self.trainer.training.resume()
         return self.side.exchange
 
 

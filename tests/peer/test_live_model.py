@@ -22,6 +22,7 @@ from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
+from tests.peer.adopting import adopt_into, offered_values
 from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
 
 RUN = tiny_run()
@@ -48,7 +49,7 @@ def founded(store: BlobStore) -> Manifest:
 @pytest.fixture
 def model(store: BlobStore, founded: Manifest) -> LiveModel:
     live = LiveModel("me", RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
-    live.adopt(founded, previous="")
+    adopt_into(live, founded, previous="")
     return live
 
 
@@ -76,7 +77,7 @@ def test_local_progress_moves_with_a_merge(
 ) -> None:
     add_progress(model, 0.5)
     merged, value = successor(founded, store, kind=Kind.MERGE)
-    model.adopt(merged, previous=founded.digest)
+    adopt_into(model, merged, previous=founded.digest)
     moved = model.engine.read(NAMES)[NAMES[0]]
     # The initial weights (about 0.02) are added and taken away again in fp32.
     assert torch.allclose(moved, value + 0.5, atol=1e-6)
@@ -88,7 +89,7 @@ def test_an_expert_restarts_from_its_merged_value_when_its_base_is_gone(
     add_progress(model, 0.5)
     merged, value = successor(founded, store, kind=Kind.MERGE)
     store.collect({entry.digest for entry in merged.entries.values()})
-    model.adopt(merged, previous=founded.digest)
+    adopt_into(model, merged, previous=founded.digest)
     assert torch.equal(model.engine.read(NAMES)[NAMES[0]], value)
     assert model.bases[EXPERT] == merged.entries[expert_unit(EXPERT)].digest
 
@@ -101,7 +102,7 @@ def test_a_manifest_that_was_collected_leaves_the_engine_as_it_was(
     gone, _ = successor(founded, store, kind=Kind.QUORUM)
     store.collect({entry.digest for entry in founded.entries.values()})
     with pytest.raises(BlobGone):
-        model.adopt(gone, previous=founded.digest)
+        adopt_into(model, gone, previous=founded.digest)
     assert same(model.engine.read(all_names(RUN)), before)
     assert model.bases == bases
 
@@ -115,7 +116,7 @@ def test_int8_experts_are_made_from_agreed_values_every_time(
     manifest = founded
     once = Int8Stack(torch.zeros(1, 16, 16, dtype=torch.int8), torch.zeros(1, 16, 1))
     for _ in range(3):
-        live.adopt(manifest, previous=manifest.parent or "")
+        adopt_into(live, manifest, previous=manifest.parent or "")
         unit = expert_unit(EXPERT)
         agreed = dict(live.agreed.tensors(manifest.entries[unit].digest, unit))
         for name, value in agreed.items():
@@ -137,13 +138,6 @@ def test_blobs_that_are_being_adopted_are_not_collected(store: BlobStore) -> Non
 
 def test_every_expert_is_owned_by_the_only_member(model: LiveModel) -> None:
     assert sorted(model.bases) == list(range(NUM_EXPERTS))
-
-
-def test_of_late_work_only_those_experts_are_offered(model: LiveModel, founded: Manifest) -> None:
-    assert [unit for unit, _, _ in model.offered_values(founded, late={EXPERT})] == [
-        expert_unit(EXPERT)
-    ]
-    assert list(model.offered_values(founded, late=set())) == []
 
 
 def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collected(
@@ -168,8 +162,8 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
     if "other" in founded.owners[EXPERT]:
         second = replace(second, owners={**founded.owners, EXPERT: ("me",)})
     for live in lives:
-        live.adopt(founded, previous="")
-        live.adopt(second, previous=founded.digest)
+        adopt_into(live, founded, previous="")
+        adopt_into(live, second, previous=founded.digest)
     store.collect(set())
     assert not list((tmp_path / "packs").iterdir())
     for step in range(2):
@@ -203,7 +197,7 @@ def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> No
     tip = replace(tip, owners={EXPERT: ("me", "you")}, entries={**tip.entries, unit: first})
     lives = {p: LiveModel(p, BF16, ResidentEngine(BF16), Agreed(store, layout)) for p in PEERS}
     for live in lives.values():
-        live.adopt(tip, previous="")
+        adopt_into(live, tip, previous="")
     for number in range(1, 17):
         offers = {}
         for peer, live in lives.items():
@@ -213,7 +207,7 @@ def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> No
             other = 0.25 if peer == "me" else 0.5
             moves = {n: 2.0**-11 if n == name else other for n in NAMES}
             live.engine.write({n: masters[n] + moves[n] for n in NAMES})
-            _, value, base = next(v for v in live.offered_values(tip) if v[0] == unit)
+            _, value, base = next(v for v in offered_values(live, tip) if v[0] == unit)
             offered = OfferedUnit(store_content(store, value), value.num_bytes, base)
             offers[peer] = Offer(tip.digest, 1, 4, {unit: offered})
             live.keep_offered([offered.digest])
@@ -233,7 +227,7 @@ def test_two_owners_keep_updates_too_small_for_the_wire_over_many_rounds() -> No
         )
         store.collect({e.digest for e in after.entries.values()})
         for peer, live in lives.items():
-            live.adopt(after, previous=tip.digest, offers=[offers[peer]])
+            adopt_into(live, after, previous=tip.digest, offers=[offers[peer]])
             live.drop_offered()
         tip = after
     agreed = lives["me"].agreed.tensor(tip.entries[unit].digest, unit, name)
@@ -248,7 +242,7 @@ def test_where_a_master_lacks_nothing_it_gets_the_agreed_bits_of_a_mean(
     unit = expert_unit(EXPERT)
     zeros = {name: torch.full(LAYOUT.shapes[name], -0.0) for name in NAMES}
     digest = store.put(encode_unit(LAYOUT.by_unit[unit], zeros))
-    _, value, base = next(v for v in model.offered_values(founded) if v[0] == unit)
+    _, value, base = next(v for v in offered_values(model, founded) if v[0] == unit)
     offered = OfferedUnit(store_content(store, value), value.num_bytes, base)
     after = replace(
         founded,
@@ -259,6 +253,6 @@ def test_where_a_master_lacks_nothing_it_gets_the_agreed_bits_of_a_mean(
         sources={unit: (("me", offered.digest), ("you", "0" * 64))},
     )
     late = Offer(founded.digest, 0, 0, {unit: offered})
-    adoption = model.adopt(after, previous=founded.digest, offers=[late])
+    adoption = adopt_into(model, after, previous=founded.digest, offers=[late])
     assert adoption.experts[EXPERT].action is Action.AVERAGED
     assert same(model.engine.read(NAMES), zeros)

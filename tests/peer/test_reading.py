@@ -14,19 +14,23 @@ from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
-from swarm.network.round_driver import RoundDriver
-from swarm.peer import reading
+from swarm.peer import trainer
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
-from swarm.peer.reading import Reading
+from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
+from swarm.peer.step_progress import StepProgress
 from swarm.peer.trainer import Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
+from swarm.protocol.rounds import Rules
+from swarm.protocol.training import Applied, at_once
+from swarm.protocol.training.reading import Reading
 from swarm.train import local_steps
 from swarm.train.resident import ResidentEngine
 from tests.train.runs import LENGTH, held_out, patterned_shards, tiny_run
@@ -46,12 +50,8 @@ class Peer:
         self.expected: list[float] = []
         self.now_s, self.step_s = 100.0, 2.0
         rounds = SimpleNamespace(
-            tip=tip,
-            layout=layout_of(run),
-            machine=SimpleNamespace(
-                record=SimpleNamespace(parent=None),
-                rules=SimpleNamespace(run="run", step_bound=None),
-            ),
+            newest=Applied(tip, 0.0),
+            rules=replace(Rules.of("run", run, layout_of(run)), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
             expect=lambda _, seconds: self.expected.append(seconds),
         )
@@ -59,6 +59,8 @@ class Peer:
         nothing.before_adopt = nothing.adopted = lambda *_: None
         status = SimpleNamespace(
             phases=PhaseMeter(),
+            progress=StepProgress(lambda _: None),
+            observer=UNOBSERVED,
             begin=lambda _: None,
             end_steps=lambda _: None,
             on_step=self._pass,
@@ -70,20 +72,35 @@ class Peer:
         self.trainer = Trainer(
             LiveModel("me", run, ResidentEngine(run), Agreed(store, layout_of(run))),
             Loader(patterned_shards(), run),
-            cast(RoundDriver, rounds),
+            cast(Rounds, rounds),
             RunDirectory(folder),
             held_out=held_out(run),
             status=cast(PeerStatus, status),
             moments=cast(ExpertMoments, nothing),
             stop=cast(Stop, lambda: False),
         )
+        self.training = self.trainer.training
 
     def _pass(self, *_: Any) -> None:
         self.now_s += self.step_s
 
-    def round(self, tip: Manifest) -> Offer:
-        """Trains on a tip and saves the offer."""
-        return self.trainer._save_offer(tip, self.trainer._local_steps(tip, None))
+    def resume(self) -> None:
+        """Starts."""
+        self.training.resume()
+
+    def offer_again(self) -> Offer:
+        """What was saved is offered."""
+        return at_once(self.training.save())
+
+    def round(self) -> Offer:
+        """Trains on the tip and saves the offer."""
+        at_once(self.training.train())
+        assert self.training.is_done
+        return self.offer_again()
+
+    def first_sample(self) -> int:
+        """Where the round's local steps begin to read."""
+        return self.training.reading.dealt(self.training.tip)[0][0]
 
 
 def founded(run: RunConfig, store: BlobStore) -> Manifest:
@@ -109,23 +126,23 @@ def start(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     tip: Manifest | None = None,
-) -> tuple[Peer, Manifest, Offer | None]:
+) -> Peer:
     """A peer that was just started, on a manifest 0 or on another tip."""
     tip = tip or founded(run, store)
     peer = Peer(run, folder, tip, store)
     clock = SimpleNamespace(monotonic=lambda: peer.now_s)
-    monkeypatch.setattr(reading, "time", clock)
+    monkeypatch.setattr(trainer, "time", clock)
     monkeypatch.setattr(local_steps, "time", clock)
-    peer.trainer.reading.began_s = peer.now_s
-    return peer, *peer.trainer._resume()
+    peer.resume()
+    return peer
 
 
 def test_in_the_exact_mode_all_steps_are_taken_and_the_end_is_told_from_the_pace(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer, tip, _ = start(EXACT, store, tmp_path, monkeypatch)
+    peer = start(EXACT, store, tmp_path, monkeypatch)
     peer.now_s += 1000.0
-    offer = peer.round(tip)
+    offer = peer.round()
     assert (offer.steps, offer.tokens, offer.seconds) == (3, 3 * ROWS * LENGTH, 6.0)
     assert peer.expected == [4.0, 2.0, 0.0]
 
@@ -151,9 +168,9 @@ def test_with_an_agreed_time_as_many_steps_are_taken_as_fit(
     steps: int,
     expected: list[float],
 ) -> None:
-    peer, tip, _ = start(TIMED, store, tmp_path, monkeypatch)
+    peer = start(TIMED, store, tmp_path, monkeypatch)
     peer.now_s, peer.step_s = peer.now_s + late_s, step_s
-    offer = peer.round(tip)
+    offer = peer.round()
     assert (offer.steps, offer.tokens) == (steps, steps * ROWS * LENGTH)
     assert offer.seconds == steps * step_s
     assert peer.expected == expected
@@ -163,9 +180,9 @@ def test_after_a_crash_a_peer_offers_what_it_has_really_done(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five steps fitted the time; `local_steps` is three."""
-    peer, tip, _ = start(TIMED, store, tmp_path, monkeypatch)
-    offer = peer.round(tip)
-    _, _, again = start(TIMED, store, tmp_path, monkeypatch, tip)
+    peer = start(TIMED, store, tmp_path, monkeypatch)
+    offer = peer.round()
+    again = start(TIMED, store, tmp_path, monkeypatch, peer.training.tip).offer_again()
     assert again == offer
     assert (offer.steps, offer.tokens, offer.seconds) == (5, 5 * ROWS * LENGTH, 10.0)
 
@@ -173,21 +190,26 @@ def test_after_a_crash_a_peer_offers_what_it_has_really_done(
 def test_a_text_of_ones_own_is_read_on_from_where_it_was_left(
     store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer, tip, _ = start(OWN, store, tmp_path, monkeypatch)
+    peer = start(OWN, store, tmp_path, monkeypatch)
+    tip = peer.training.tip
     assert not tip.dealt
-    first = peer.trainer.reading.task(tip, 0).dealt[0][0]
-    offer = peer.round(tip)
-    restarted, _, again = start(OWN, store, tmp_path, monkeypatch, tip)
-    assert again == offer
-    assert first == restarted.trainer.reading.task(tip, 0).dealt[0][0] == 0
+    first = peer.first_sample()
+    offer = peer.round()
+    restarted = start(OWN, store, tmp_path, monkeypatch, tip)
+    assert first == restarted.first_sample() == 0
+    assert restarted.offer_again() == offer
     follower = replace(tip, height=1, round=1, kind=Kind.QUORUM, parent=tip.digest)
-    later, _, none = start(OWN, store, tmp_path, monkeypatch, follower)
-    assert none is None
-    assert later.trainer.reading.task(follower, 0).dealt[0][0] == offer.steps * ROWS == 12
+    later = start(OWN, store, tmp_path, monkeypatch, follower)
+    assert later.training.work is None
+    assert later.first_sample() == offer.steps * ROWS == 12
+
+
+def reading_of(run: RunConfig) -> Reading:
+    return Reading(Rules.of("run", run, layout_of(run)), "me")
 
 
 def test_the_place_in_ones_own_text_moves_on_with_each_offer() -> None:
-    own = Reading(OWN, "me")
+    own = reading_of(OWN)
     own.next_round(5.0, 0)
     assert own.position == 0
     own.next_round(9.0, 3 * ROWS * LENGTH)
@@ -198,7 +220,6 @@ def test_the_place_in_ones_own_text_moves_on_with_each_offer() -> None:
 def test_a_common_text_is_read_as_dealt_wherever_the_peer_was_before(
     store: BlobStore,
 ) -> None:
-    tip, read = founded(EXACT, store), Reading(EXACT, "me")
+    tip, read = founded(EXACT, store), reading_of(EXACT)
     read.position = 77
-    task = read.task(tip, 2)
-    assert (task.dealt, task.done, task.batch_tokens) == (DEALT, 2, ROWS * LENGTH)
+    assert read.dealt(tip) == DEALT

@@ -12,19 +12,23 @@ from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
-from swarm.network.round_driver import RoundDriver
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
+from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.peer.trainer import Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
+from swarm.protocol.rounds import Rules
+from swarm.protocol.training import Applied, SavedWork, Work, at_once
 from swarm.train.checkpoint import load_private
 from swarm.train.resident import ResidentEngine
+from tests.peer.adopting import adopt_into
 from tests.train.runs import all_names, batch, held_out, same, tiny_run
 
 RUN = tiny_run()
@@ -55,27 +59,38 @@ class Life:
         run, parent = record.get("run", "run"), record.get("parent")
         self.model = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
         rounds = SimpleNamespace(
-            tip=tip,
-            layout=LAYOUT,
-            machine=SimpleNamespace(
-                record=SimpleNamespace(parent=parent),
-                rules=SimpleNamespace(run=run, step_bound=None),
-            ),
+            newest=Applied(tip, 0.0, "", parent),
+            rules=replace(Rules.of(run, RUN, LAYOUT), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.directory = RunDirectory(folder)
         self.trainer = Trainer(
             self.model,
             cast(Loader, None),
-            cast(RoundDriver, rounds),
+            cast(Rounds, rounds),
             self.directory,
             held_out=held_out(RUN),
             status=cast(
-                PeerStatus, SimpleNamespace(validated=lambda *_: None, phases=PhaseMeter())
+                PeerStatus,
+                SimpleNamespace(
+                    validated=lambda *_: None, phases=PhaseMeter(), observer=UNOBSERVED
+                ),
             ),
             moments=cast(ExpertMoments, Moments()),
             stop=cast(Stop, lambda: False),
         )
+        self.training = self.trainer.training
+
+    def finish(self, tip: Manifest, work: SavedWork) -> Offer:
+        """The local steps of a round are done."""
+        self.training.tip, self.training.work = tip, work
+        self.training.bases = dict(self.model.bases)
+        return at_once(self.training.save())
+
+    def resume(self) -> tuple[Manifest, Work | None]:
+        """Returns the tip, and the work that is still good on it."""
+        self.training.resume()
+        return self.training.tip, self.training.work
 
 
 class Moments:
@@ -88,10 +103,11 @@ class Moments:
 def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, Any]:
     """A peer that has offered its local steps on manifest 0 and was killed."""
     life = Life(store, tmp_path, founded)
-    life.model.adopt(founded, previous="")
+    adopt_into(life.model, founded, previous="")
     for step in range(STEPS):
         life.model.engine.step(batch(RUN, step), lr=1e-2)
-    return life, life.trainer._save_offer(founded, Offer(founded.digest, STEPS, TOKENS, {}, 1.0))
+    work = SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {})
+    return life, life.finish(founded, work)
 
 
 def reform_of(parent: Manifest) -> Manifest:
@@ -115,9 +131,10 @@ def test_what_was_finished_is_offered_again_whatever_reforms_came(
     parent = tips[-2] if reforms else None
     again = Life(store, tmp_path, tips[-1], parent=parent)
     monkeypatch.setattr(ResidentEngine, "step", None)  # no step may be trained
-    tip, offered = again.trainer._resume()
+    tip, work = again.resume()
     assert tip.digest == tips[-1].digest
-    assert offered is not None
+    assert work is not None and again.training.is_done
+    offered = at_once(again.training.save())
     assert offered.tip == tip.digest
     assert (offered.steps, offered.tokens) == (STEPS, TOKENS)
     assert offered.units == offer.units
@@ -133,7 +150,7 @@ def test_a_round_that_went_on_takes_the_finished_steps_away(
 ) -> None:
     decided = replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
     again = Life(store, tmp_path, decided, parent=founded)
-    assert again.trainer._resume() == (decided, None)
+    assert again.resume() == (decided, None)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +170,9 @@ def test_a_state_of_another_run_or_step_is_not_trained_on(
     reform = replace(reform_of(founded), **tip)  # type: ignore[arg-type]
     again = Life(store, tmp_path, reform, parent=founded, run=run)
     with caplog.at_level(logging.ERROR):
-        assert again.trainer._resume() == (reform, None)
+        assert again.resume() == (reform, None)
     assert "the private state" in caplog.text
     fresh = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
-    fresh.adopt(founded, previous="")
+    adopt_into(fresh, founded, previous="")
     names = all_names(RUN)
     assert same(again.model.engine.read(names), fresh.engine.read(names))

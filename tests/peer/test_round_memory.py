@@ -31,6 +31,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from tests.model import plain_merge
+from tests.peer.adopting import adopt_into, offered_values
 from tests.train.runs import new_engine, new_streaming, tiny_run
 
 EXPERTS, LAYERS, WIDTH = 8, 6, 128
@@ -80,7 +81,7 @@ def founded(store: BlobStore) -> Manifest:
 @pytest.fixture
 def model(store: BlobStore, founded: Manifest) -> LiveModel:
     live = LiveModel("me", RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
-    live.adopt(founded, previous="")
+    adopt_into(live, founded, previous="")
     return live
 
 
@@ -118,7 +119,7 @@ def test_a_merge_holds_a_few_percent_of_the_experts(
 
 
 def test_an_offer_holds_chunks(live: LiveBytes, model: LiveModel, founded: Manifest) -> None:
-    peak = peak_of(live, lambda: consume(value for _, value, _ in model.offered_values(founded)))
+    peak = peak_of(live, lambda: consume(value for _, value, _ in offered_values(model, founded)))
     assert peak <= 3 * 4 * CHUNK
 
 
@@ -146,7 +147,7 @@ def test_an_export_holds_one_tensor(live: LiveBytes, store: BlobStore, founded: 
 def averaged(founded: Manifest, store: BlobStore, model: LiveModel) -> tuple[Manifest, Offer]:
     """A successor in which every value is another one, and the offer that is in its means."""
     units, entries, sources = {}, {}, {}
-    for unit, value, base in model.offered_values(founded):
+    for unit, value, base in offered_values(model, founded):
         offered = store_content(store, value)
         zeros = codecs.Content.of(bytes(value.num_bytes))
         before = founded.entries[unit]
@@ -171,7 +172,9 @@ def test_adopting_and_rebasing_hold_a_matrix(
 ) -> None:
     manifest, offer = averaged(founded, store, model)
     offers = [offer] if in_the_mean else []
-    peak = peak_of(live, lambda: model.adopt(manifest, previous=founded.digest, offers=offers))
+    peak = peak_of(
+        live, lambda: adopt_into(model, manifest, previous=founded.digest, offers=offers)
+    )
     assert peak <= 4 * MATRIX + 6 * 4 * CHUNK
 
 

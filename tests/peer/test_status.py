@@ -25,6 +25,7 @@ from swarm.protocol.records import (
     decode_record,
     encode_record,
 )
+from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.train.routing_stats import RoutingStats
 from tests.protocol.round_pump import found, make_rules
@@ -40,8 +41,18 @@ STATS = LocalStats(
     loss=2.5,
     cross_entropy=2.0,
     completed=True,
-    routing=RoutingStats(max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4),
+    routing=RoutingStats(
+        max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4, shares=(250, 750)
+    ),
 )
+
+
+def step(**changes: Any) -> StepStats:
+    stats = StepStats(
+        loss=2.5, cross_entropy=2.0, balance=0.0, router_z=0.0, output_z=0.0, grad_norm=1.0,
+        tokens=64, expert_tokens=((1,),), skipped=False,
+    )  # fmt: skip
+    return replace(stats, **changes)
 
 
 def successor(tip: Manifest) -> Manifest:
@@ -109,7 +120,7 @@ def test_steps_under_way_count_from_the_tip(status: PeerStatus) -> None:
     watch(status)
     one = successor(TIP)
     status.applied(report(one))
-    status.on_step(4, cast(Any, SimpleNamespace(skipped=False, grad_norm=1.0, spike=False)))
+    status.on_step(4, step())
     assert status.record().step == one.step + 1
     status.applied(report(successor(one)))
     assert status.record().step == successor(one).step
@@ -175,7 +186,7 @@ def test_a_held_out_loss_is_said_in_nats_and_in_bits_of_the_text(
     watch(status)
     with caplog.at_level("INFO"):
         status.validated(TIP, 3 * math.log(2), HELD_OUT)
-    assert "val_loss=2.0794 nats/token bits_per_byte=1.5000" in caplog.text
+    assert "val_loss=2.0794 bits_per_byte=1.5000" in caplog.text
     assert status.validation is not None
     assert (status.validation.tokens, status.validation.text_bytes) == (64, 128)
     assert status.validation.bits_per_byte_of_nat * 3 * math.log(2) == pytest.approx(1.5)
@@ -215,16 +226,41 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     with caplog.at_level("INFO"):
         status.applied(report(successor(TIP)))
     figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
-    assert status.record().routing == RoutingFigures(**figures)
-    assert events(status)[-1]["routing"] == figures
+    assert status.record().routing == RoutingFigures(**figures, shares=(250, 750))
+    assert events(status)[-1]["routing"] == figures | {"shares": [250, 750]}
     assert "max_load=1.50 idle_experts=2 dropped=0.125 similarity=0.40" in caplog.text
+
+
+def test_a_record_of_a_very_large_model_leaves_out_the_shares(status: PeerStatus) -> None:
+    routing = replace(cast(RoutingStats, STATS.routing), shares=(1,) * 300)
+    status.end_steps(replace(STATS, routing=routing))
+    record = status.record()
+    assert record.routing and record.routing.shares == ()
+    assert decode_record(PeerRecord, encode_record(record)) == record
+
+
+def test_the_last_training_round_is_in_the_record_and_a_merge_does_not_hide_it(
+    status: PeerStatus,
+) -> None:
+    watch(status)
+    assert status.record().last_round is None
+    status.begin(PeerState.TRAINING)
+    status.node.traffic.blob_bytes_sent += 700
+    status.applied(report(successor(TIP)))
+    told = status.record().last_round
+    assert told and (told.round, told.counted) == (1, True)
+    assert (told.blob_bytes_sent, told.blob_bytes_received) == (700, 0)
+    assert "training" in told.phases and sum(told.phases.values()) <= told.seconds + 0.01
+    assert decode_record(PeerRecord, encode_record(status.record())) == status.record()
+    merge = replace(successor(successor(TIP)), kind=Kind.MERGE)
+    status.applied(report(merge, None))
+    assert status.record().last_round == told
 
 
 def test_gradient_spikes_and_the_median_norm_are_published(status: PeerStatus) -> None:
     watch(status)
     for norm in [1.0] * 10 + [30.0, 1.0, float("nan"), 2.0]:
-        found = SimpleNamespace(skipped=norm != norm, grad_norm=norm, spike=norm == 30.0)
-        status.on_step(1, cast(Any, found))
+        status.on_step(1, step(skipped=norm != norm, grad_norm=norm, spike=norm == 30.0))
     record = status.record()
     assert (record.grad_spikes, record.grad_norm) == (1, 1.0)
     assert decode_record(PeerRecord, encode_record(record)) == record
@@ -274,3 +310,41 @@ def test_tokens_of_rounds_that_were_rolled_back_are_lost(status: PeerStatus) -> 
     assert status.tokens_lost == 2 * STATS.tokens
     status.applied(report(replace(one, height=6, round=6), None))
     assert status.tokens_lost == 2 * STATS.tokens
+
+
+def test_a_first_round_that_takes_long_has_figures_before_its_end(status: PeerStatus) -> None:
+    """Or the monitor says 0 tokens/s for minutes."""
+    watch(status)
+    assert status.record().tokens_per_s == 0.0
+    status.begin(PeerState.TRAINING)
+    status.progress.begin(1, 8)
+    status.progress.planned(0, 50)
+    status.on_step(1, step(cross_entropy=4.5))
+    record = status.record()
+    assert record.tokens_per_s > 0.0
+    assert record.loss == 4.5
+
+
+def test_a_peer_that_waits_says_for_what_also_in_its_history(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.begin(PeerState.AVERAGING)
+    status.waits("")
+    status.waits("3 of 4 have offered")
+    assert caplog.messages == [
+        "waiting state=averaging",
+        "waiting state=averaging reason='3 of 4 have offered'",
+    ]
+    said = [event["text"] for event in events(status) if event["event"] == "progress"]
+    assert said[1] == "waiting: averaging reason='3 of 4 have offered'"
+
+
+def test_a_round_without_a_reason_does_not_show_an_empty_one(
+    status: PeerStatus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch(status)
+    status.applied(replace(report(successor(TIP)), reason=""))
+    assert "reason" not in caplog.text

@@ -27,7 +27,7 @@ def test_without_peers_it_checks_this_machine_alone(tmp_path: Path) -> None:
     said = json.loads(out)
     topics = {finding["topic"]: finding["level"] for finding in said["findings"]}
     assert topics["network"] == "warning" and topics["disk"] == topics["memory"] == "good"
-    assert (code, said["can_take_part"], said["nat"]) == (0, True, "unknown")
+    assert (code, said["can_take_part"], said["nat"]) == (3, None, "unknown")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["lock"]
 
 
@@ -77,3 +77,20 @@ def test_peers_say_what_they_see(
     assert levels["clock"] == levels["reachability"] == levels["version"] == "good", said
     assert [peer["dialled"] for peer in said["peers"]] == [not mode]
     assert said["nat"] == ("unknown" if mode else "none")
+
+
+def test_with_nobody_asked_it_does_not_say_that_the_machine_can_take_part(tmp_path: Path) -> None:
+    code, out = run_program("--state-dir", tmp_path)
+    assert code == 3
+    assert "can take part" not in out
+    assert "no peer was asked whether it can: name one with --initial-peers" in out
+
+
+def test_it_says_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device: good: no GPU, " in run_program("--state-dir", tmp_path)[1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (20 * 10**9, 24 * 10**9))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "X9000")
+    said = run_program("--state-dir", tmp_path)[1]
+    assert "device: good: GPU X9000, 20.0 of 24.0 GB free" in said

@@ -9,7 +9,8 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from peers.export import export, main
+from peers.export import main
+from peers.exporting import export
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.data.training import train_tokenizer

@@ -73,3 +73,26 @@ def test_settings_of_peers_reach_every_peer_and_those_of_the_run_the_founder(
     (swarm,) = started
     assert swarm.options == ["--linger", "86400", "--set", "compute.threads=3"]
     assert swarm.founder_options == ["--set", "run.seed=5"]
+
+
+def test_between_two_rounds_it_is_said_how_far_the_peers_are() -> None:
+    step = {
+        "event": "progress",
+        "text": "round 1/8: step 12 of 50, loss 4.1, 9 tokens/s, 2 min left",
+    }
+    wait = {"event": "progress", "text": "waiting: averaging"}
+    begun = {"event": "started"}
+    assert local.how_far([[begun], [begun, step], [begun, wait], []]) == (
+        f"peer 1: {step['text']}; 3 more peers"
+    )
+    assert local.how_far([[], []]) == "2 peers start or end a round"
+
+
+def test_a_swarm_that_trains_for_long_is_not_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "EVERY_S", 0.0)
+    swarm = LocalSwarm(tmp_path, Path(DEMO), 0)
+    local.Progress(8, as_json=True)(swarm)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "0 peers start or end a round\n")

@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 from click.testing import CliRunner
 
-from peers.monitor import main
+from peers.monitor import _show, main
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.finding import Announced
@@ -162,9 +162,19 @@ def test_the_glossary_needs_no_network() -> None:
 def test_one_json_object_is_printed_last(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     stopped: list[bool] = []
     guest.stop = lambda: stopped.append(True)  # type: ignore[attr-defined]
-    monkeypatch.setattr("peers.monitor.Observer.start", lambda *_, **__: guest)
+    monkeypatch.setattr("swarm.network.observer.Observer.start", lambda *_, **__: guest)
     code, out, err = run_program("--initial-peers", DEAD, "--once", "--json")
     assert (code, err) == (0, "") and stopped == [True]
-    assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "generation": "0"')
+    assert out.count("\n") == 1 and out.startswith('{"run_id": "demo-1", "name": "demo"')
     code, out, _ = run_program("--initial-peers", DEAD, "--once")
     assert code == 0 and "round 1/8" in out
+
+
+def test_what_goes_into_a_file_is_not_cut_at_80_columns(
+    watch: Watch, guest: Guest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    reason = "round 8 decided by 4 of 4 members: " + "x" * 100
+    guest.seen = Seen({"QmA": peer_record("QmA", reason=reason)}, {}, {})
+    _show(watch.look(), in_json=False)
+    assert reason in capsys.readouterr().out

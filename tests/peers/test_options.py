@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
-from peers.options import OPTIONS, Options, Program, as_toml, options, program
-from swarm.config import PeerConfig, RunConfig, parse_config
+from peers.options import OPTIONS, Options, Program, flags_of, options, program
+from peers.toml_text import as_toml
+from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
 from swarm.run_files import read_text
 
@@ -154,9 +156,10 @@ def test_an_error_is_one_line_on_stderr_with_its_exit_code() -> None:
         (("--set", "rounds=3", "--run", DEMO), "expected section.field=value"),
         (("--set", "rnd.local_steps=3", "--run", DEMO), "did you mean round.local_steps?"),
         (("--set", "run.round=3", "--run", DEMO), "did you mean run.rounds?"),
+        (("--set", "run.rounds=x", "--run", DEMO), "error: command line: run.rounds = 'x'"),
         (("--run", str(RUNS / "dmeo.toml")), f"did you mean {DEMO}?"),
         (("--run", "/no/such/file.toml"), "/no/such/file.toml: No such file"),
-        (("--run", str(RUNS)), "Is a directory"),
+        (("--run", str(RUNS)), "Is a directory\n"),
         (("--initial-peers", "@/no/such"), "/no/such: No such file"),
     ],
 )
@@ -212,3 +215,19 @@ def test_a_printed_machine_reads_back_as_itself() -> None:
     assert parse_config(PeerConfig, as_toml(config), source="printed") == config
     with_run = as_toml(parse_config(RunConfig, Path(DEMO).read_text(), source="x"), config)
     assert "[run]" in with_run and "[network]" in with_run
+
+
+def test_each_flag_of_a_setting_names_one_that_there_is_and_belongs_to_one_configuration() -> None:
+    known = {*valid_keys(RunConfig), *valid_keys(PeerConfig)}
+    sets = {each.name: each.metadata["sets"] for each in fields(Options) if each.metadata}
+    settings = {name: setting for name, setting in sets.items() if setting}
+    assert set(settings.values()) <= known
+    assert len(set(settings.values())) == len(settings), "one flag a setting"
+    of_runs, of_peers = flags_of(RunConfig), flags_of(PeerConfig)
+    assert of_runs == ("rounds", "peers")
+    assert {*of_runs, *of_peers} == settings.keys()
+
+
+def test_the_files_that_come_with_swarm_are_options_by_their_names(given: Call) -> None:
+    assert given("--run", "demo").run_config().run.name == "demo"
+    assert given("--config", "gpu").peer_config().compute.device == "cuda"

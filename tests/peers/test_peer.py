@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from peers.peer import Printed, leave_on_signals
+from peers.taking_part import Printed, leave_on_signals
 from swarm.peer.leaving import Stop
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from peers.plan import main, seconds
+from peers.plan import in_words, main, seconds
 from swarm.config import RunConfig, parse_config
 from swarm.errors import DoesNotFit
 from swarm.model.cost import expert_wire_bytes, shared_wire_bytes
@@ -72,6 +72,11 @@ def test_json_has_exactly_the_promised_keys() -> None:
         "host_merge_bytes",
         "engine_disk_bytes",
         "step_s",
+        "round_training_s",
+        "round_averaging_s",
+        "run_days",
+        "tflops",
+        "mbit",
     ]
 
 
@@ -169,7 +174,8 @@ def test_the_number_of_peers_may_differ_from_the_files() -> None:
     assert four["parameters_trained_per_peer"] - eight["parameters_trained_per_peer"] == 4 * expert
     again = plan("spes_7b", "--set", "run.peers=8")
     # Seconds of a step come from how fast this machine multiplies just now.
-    assert again | {"step_s": 0} == eight | {"step_s": 0}
+    paced = dict.fromkeys(("step_s", "tflops", "round_training_s", "run_days"), 0)
+    assert again | paced == eight | paced
 
 
 def test_an_fp32_wire_sends_the_papers_bytes() -> None:
@@ -198,3 +204,42 @@ def test_the_plan_counts_the_bytes_that_the_layout_cuts(name: str) -> None:
         run = parse_config(RunConfig, path.read_text(), source=name, overrides=wire)
         layout = layout_of(run)
         assert layout.num_bytes == shared_wire_bytes(run) + expert_wire_bytes(run)
+
+
+def test_a_plan_says_how_long_a_round_and_the_run_take_and_at_which_speeds() -> None:
+    slow = plan("spes_2b", "--gpu", "80GB", "--host", "128GB", "--disk", "1TB")
+    fast = plan("spes_2b", "--gpu", "80GB", "--host", "128GB", "--disk", "1TB", "--mbit", "1000")
+    run = parse_config(RunConfig, (RUNS / "spes_2b.toml").read_text(), source="x")
+    training_s = run.round.local_steps * slow["step_s"]
+    assert slow["round_training_s"] == pytest.approx(training_s, rel=0.01)
+    sent = slow["bytes_sent_per_peer_per_round"]
+    assert slow["round_averaging_s"] == pytest.approx(sent * 8 / 100e6, rel=0.001)
+    assert fast["round_averaging_s"] == pytest.approx(slow["round_averaging_s"] / 10, rel=0.001)
+    round_s = slow["round_training_s"] + slow["round_averaging_s"]
+    assert slow["run_days"] == pytest.approx(run.run.rounds * round_s / 86400, rel=0.001)
+    assert (slow["tflops"], slow["mbit"], fast["mbit"]) == (100.0, 100.0, 1000.0)
+
+
+def test_people_read_times_with_the_speeds_that_they_follow_from() -> None:
+    given = ["--run", str(RUNS / "demo.toml"), "--gpu", "24GB", "--host", "64GB"]
+    said = CliRunner().invoke(main, given, env={"COLUMNS": "120"}).stdout
+    assert re.search(r"speed +100 TFLOP/s +of matrix products, assumed", said)
+    assert re.search(r"link +100 Mbit/s", said)
+    assert re.search(r"a round .* m?s .*\n +training .* 50 steps", said)
+    assert re.search(r"the run .* 8 rounds", said)
+    here = CliRunner().invoke(main, given[:2], env={"COLUMNS": "120"}).stdout
+    assert "of matrix products, measured here" in here
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "words"),
+    [
+        (0.005, "5.0 ms"),
+        (30.0, "30.0 s"),
+        (600.0, "10 min"),
+        (7200.0, "2.0 h"),
+        (864e3, "10.0 days"),
+    ],
+)
+def test_times_are_in_the_unit_that_suits_them(duration_s: float, words: str) -> None:
+    assert in_words(duration_s) == words

@@ -1,13 +1,22 @@
 """Log lines for people and for scripts."""
 
+import io
 import json
 import logging
 import re
 import sys
 
 import pytest
+from rich.console import Console
 
-from peers.program_log import JsonFormatter, PlainFormatter, configure_logging
+from peers.program_log import (
+    JsonFormatter,
+    PlainFormatter,
+    TerminalHandler,
+    configure_logging,
+    progress_logger,
+)
+from swarm.progress import Progress
 
 
 def record(message: str, *args: object) -> logging.LogRecord:
@@ -40,3 +49,30 @@ def test_off_a_terminal_there_are_no_colours(log_format: str, formatter: type) -
     configure_logging(log_format)  # twice does not double the lines
     (handler,) = logging.getLogger().handlers
     assert isinstance(handler.formatter, formatter)
+
+
+@pytest.mark.parametrize(("level", "said"), [("debug", 4), ("info", 3), ("error", 1)])
+def test_the_level_decides_what_is_said(
+    level: str, said: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("plain", level)
+    for number in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("swarm.x").log(number, "hello")
+    progress_logger.debug("step 1", extra={"progress": Progress("round 1/2", "step", 1, 2)})
+    assert len(capsys.readouterr().err.splitlines()) == said
+
+
+def test_on_a_terminal_work_is_a_bar_below_the_lines_that_goes_when_it_is_done() -> None:
+    file = io.StringIO()
+    handler = TerminalHandler(Console(file=file, force_terminal=True, width=100))
+    for done in (1, 2):
+        progress = Progress("round 1/2", "step", done, 2, 3.0, "loss 2.5, \x1b[31m12 tokens/s")
+        handler.handle(logging.makeLogRecord({"msg": str(progress), "progress": progress}))
+        handler.bars.refresh()
+        if done == 1:
+            handler.handle(logging.makeLogRecord({"msg": "a line"}))
+    handler.close()
+    said = file.getvalue()
+    assert "round 1/2: step 1 of 2, loss 2.5, \\x1b[31m12 tokens/s, 3 s left" in said
+    assert "a line" in said
+    assert not handler.bars.task_ids and handler.bars.finished

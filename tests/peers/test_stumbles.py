@@ -1,6 +1,8 @@
 """What people get wrong when they start a program: one line, the remedy, an exit code, at once."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from peers import export, local, peer
+from peers.join_line import say_how_to_join
 from peers.options import Program
 from swarm.peer.state_directory import StateDirectory
 
@@ -88,3 +91,40 @@ def test_a_damaged_port_file_gives_a_free_port(tmp_path: Path, content: str) -> 
     (tmp_path / "port").write_text(content)
     assert with_port.port is None
     with_port.close()
+
+
+def test_a_peer_that_is_told_nothing_does_not_wait(tmp_path: Path) -> None:
+    code, line = stumble(peer.main, "--state-dir", tmp_path)
+    assert code == 2
+    assert "nothing says which run is meant" in line
+    assert "--initial-peers ADDRESS" in line
+
+
+def test_a_run_id_that_is_not_on_disk_is_not_waited_for(tmp_path: Path) -> None:
+    code, line = stumble(peer.main, "--state-dir", tmp_path, "--run-id", "nosuch-0123456789abcdef")
+    assert code == 6
+    assert "has no run nosuch-0123456789abcdef; it has none" in line
+    code, line = stumble(peer.main, "--state-dir", tmp_path, "--run-id", "nosuch")
+    assert (code, "'nosuch' is no run id" in line) == (6, True)
+
+
+def test_the_line_for_joiners_names_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    say_how_to_join(["/ip4/203.0.113.7/tcp/1/p2p/x", "/ip4/10.0.0.1/tcp/1/p2p/x"], "demo-1")
+    said = capsys.readouterr().out
+    assert said == "swarm-peer --initial-peers /ip4/203.0.113.7/tcp/1/p2p/x --run-id demo-1\n"
+    say_how_to_join([], "demo-1")
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["peer", "local", "plan", "monitor", "export", "invite"])
+def test_help_does_not_wait_for_torch_and_hivemind(name: str) -> None:
+    """They take seconds to load, twenty on a busy machine."""
+    script = f"""
+import sys
+from click.testing import CliRunner
+from peers.{name} import main
+assert "Usage" in CliRunner().invoke(main, ["--help"]).output
+print([heavy for heavy in ("torch", "hivemind") if heavy in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert result.stdout.strip() == b"[]"

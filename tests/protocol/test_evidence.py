@@ -348,8 +348,8 @@ def signing(pump: Pump) -> list[tuple[PeerId, bytes]]:
             statements.append((peer, statement))
             return stub(peer, statement)
 
-        node.machine._sign = sign_as
-        node.machine._signed.clear()
+        node.machine._peer.sign = sign_as
+        node.machine._work.signed.clear()
     return statements
 
 
@@ -359,7 +359,7 @@ def test_machines_sign_what_others_verify_and_once_for_each_declaration() -> Non
     refused = []
 
     def check(source: PeerId, destination: PeerId, message: Message) -> bool:
-        header = Header(((0, ()),), pump.nodes[source].machine._header.tip, "0")
+        header = Header(((0, ()),), pump.nodes[source].machine._out.header.tip, "0")
         try:
             assert verified(header, message, source, RUN, holds) == message
         except HostileInput as error:
@@ -414,9 +414,9 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
     if what == "another":
         assert proposals[0].evidence
         evidence = replace(proposals[0].evidence, declared={})
-    header = pump.nodes[convener].machine._header
+    header = pump.nodes[convener].machine._out.header
     pump.give(voter, Received(convener, header, replace(proposals[0], evidence=evidence)))
-    assert convener in pump.nodes[voter].machine._distrusted
+    assert convener in pump.nodes[voter].machine._succession.distrusted
     assert pump.nodes[voter].record.accepted is None
 
 

@@ -228,11 +228,11 @@ def test_an_invited_peer_votes_from_the_manifest_on_that_takes_it_in() -> None:
     pump = start_swarm("ABC", RULES)
     pump.run_to_height(1)
     guest, stranger = join(pump, "J"), join(pump, "S")
-    guest.machine.invitation = replace(GOOD, uses=1, last_round=99)
+    guest.machine._peer.invitation = replace(GOOD, uses=1, last_round=99)
     thief = join(pump, "T")
     pump.run(pump.now + 20, lambda: "J" in pump.nodes["A"].machine.tip.voters)
     assert "J" in pump.nodes["A"].machine.tip.voters
-    thief.machine.invitation = guest.machine.invitation
+    thief.machine._peer.invitation = guest.machine._peer.invitation
     pump.run(pump.now + 30)
     assert pump.nodes["A"].machine.tip.members.keys() == set("ABCJ")
     heard = [reason.text for reason in stranger.reasons]

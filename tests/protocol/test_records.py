@@ -15,6 +15,7 @@ from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
     Record,
+    RoundFigures,
     RoutingFigures,
     RunRecord,
     RunState,
@@ -47,7 +48,8 @@ PEER = peer_record(
     loss=2.5,
     val_loss=None,
     refused={"non_finite": 1},
-    routing=RoutingFigures(1.5, 0, 0.0, None),
+    routing=RoutingFigures(1.5, 0, 0.0, None, (250, 750)),
+    last_round=RoundFigures(5, True, 12.5, {"training": 9.25}, 10, 20),
     grad_norm=0.5,
     grad_spikes=1,
 )
@@ -181,10 +183,15 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         refused={f"{'r' * 60}{k:04}": 2**62 for k in range(64)},
         reason='"' * records.MAX_REASON,
         version="v" * 64,
-        routing=RoutingFigures(1e300, 2**62, 1.0, 0.5),
+        routing=RoutingFigures(1.7976931348623157e308, 2**62, 1.0, 0.5, (1000,) * 256),
         grad_norm=1e300,
         grad_spikes=2**62,
-    )
+        last_round=RoundFigures(
+            2**31 - 1, False, 1.7976931348623157e308,
+            {f"{'p' * 62}{k:02}": 1.7976931348623157e308 for k in range(8)},
+            2**62, 2**62,
+        ),
+    )  # fmt: skip
     encoded = encode_record(largest)
     assert len(encoded) <= MAX_RECORD_BYTES
     assert decode_record(PeerRecord, encoded) == largest

@@ -142,7 +142,7 @@ def test_the_offer_that_follows_takes_the_place_of_the_late_one() -> None:
     pump.give(peer, Offered(whole))
     # The network may bring the older one last.
     ballot = pump.nodes[peer].record.promised or Ballot(0, first_of(pump))
-    header = pump.nodes[peer].machine._header
+    header = pump.nodes[peer].machine._out.header
     pump.give(first_of(pump), Received(peer, header, Ready(ballot, whole, None, 1.0)))
     pump.give(first_of(pump), Received(peer, header, Ready(ballot, late, None, 1.0)))
     pump.run_to_height(3)
@@ -252,7 +252,7 @@ def test_results_of_an_older_roster_are_ignored() -> None:
         if isinstance(message, Roster) and message.offers and source == convener:
             for unit in ("shared.0", "shared.1"):
                 forged = Reduced(message.ballot, name("older"), {unit: stale}, {})
-                pump.nodes[destination].machine._post(convener, forged)
+                pump.nodes[destination].machine._out.post(convener, forged)
         return False
 
     pump.lose = forge
@@ -319,7 +319,7 @@ def test_a_repeated_proposal_gets_the_same_vote_and_no_second_write() -> None:
     assert accepted is not None
     before = machine.record
     convener = accepted.ballot.convener
-    pump.nodes[convener].machine._post(voter, Propose(accepted.ballot, accepted.manifest, ()))
+    pump.nodes[convener].machine._out.post(voter, Propose(accepted.ballot, accepted.manifest, ()))
     assert machine.record is before
 
 
@@ -393,7 +393,7 @@ def test_ballot_zero_belongs_to_the_first_convener_alone() -> None:
     impostor, victim = last_of(pump), pump.nodes["A"].machine.tip.order[1]
     machine = pump.nodes[impostor].machine
     for ballot in (Ballot(0, impostor), Ballot(1, victim), Ballot(-1, impostor)):
-        pump.nodes[impostor].machine._post(victim, Prepare(ballot))
+        pump.nodes[impostor].machine._out.post(victim, Prepare(ballot))
         pump._carry_out(impostor, machine._finish())
     pump.run(pump.now + 0.2)
     assert pump.nodes[victim].said(Topic.REFUSED).count("refused") == 3

@@ -10,7 +10,7 @@ def join(pump: Pump, peer: str, *, via: str = "A") -> Node:
     """A stranger that fetched the tip of a member, as the joining code does."""
     model = pump.nodes[via]
     node = pump.add(peer, model.machine.tip)
-    node.record = node.machine.record = Record(
+    node.record = node.machine._standing.record = Record(
         model.record.tip, model.record.certificate, model.record.parent
     )
     pump.boot(peer)
@@ -164,7 +164,7 @@ def test_a_member_that_declares_another_capacity_gets_that_share() -> None:
     pump = start_swarm("AB", make_rules(experts=8))
     pump.run_to_height(2)
     assert pump.nodes["A"].machine.tip.members["B"].capacity == 1.0
-    pump.nodes["B"].machine.capacity = 3.0  # as after a restart with --capacity 3
+    pump.nodes["B"].machine._peer.capacity = 3.0  # as after a restart with --capacity 3
     height = pump.nodes["A"].machine.tip.height
     pump.run_to_height(height + 2)
     tip = pump.nodes["A"].machine.tip

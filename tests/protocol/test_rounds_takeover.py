@@ -132,8 +132,8 @@ def test_of_several_votes_the_one_with_the_highest_ballot_is_proposed_again() ->
         Accepted(Ballot(1, second), candidates[0]),
         Accepted(Ballot(2, third), candidates[1]),
     )
-    assert machine._choose_accepted([high, low]) == high
-    assert machine._choose_accepted([low, high]) == high
+    assert machine._collector._choose_accepted([high, low]) == high
+    assert machine._collector._choose_accepted([low, high]) == high
 
 
 def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None:
@@ -292,7 +292,7 @@ def test_a_convener_that_hears_but_is_not_heard_lets_all_others_go_first() -> No
 
     def greet() -> None:
         for peer in others:
-            header = pump.nodes[peer].machine._header
+            header = pump.nodes[peer].machine._out.header
             pump.give(mute, Received(peer, header, Hello(ask=False)))
         pump.after(1.0, greet)
 

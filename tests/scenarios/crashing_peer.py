@@ -23,7 +23,7 @@ from swarm.peer.live_model import LiveModel
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.messages import Link, Offer
+from swarm.protocol.messages import Link
 
 
 class Crash:
@@ -56,12 +56,9 @@ def arm(crash: Crash) -> None:
         elif is_new_tip:
             crash.at("applied", record.tip)
 
-    def crashing_adopt(
-        self: LiveModel, manifest: Manifest, *, previous: str, offers: Sequence[Offer] = ()
-    ) -> Adoption:
-        adoption = adopt(self, manifest, previous=previous, offers=offers)
+    def crashing_adopt(self: LiveModel, manifest: Manifest, decision: Adoption) -> None:
+        adopt(self, manifest, decision)
         crash.at("swapped", manifest)
-        return adoption
 
     RecordFile.write = crashing_write  # type: ignore[method-assign]
     LiveModel.adopt = crashing_adopt  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ that are none, the one after round 4 not at all, the one after round 6 when it i
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,12 @@ from swarm.network.blobs import BlobStore
 from swarm.network.bulk import Head
 from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
-from swarm.peer.live_model import LiveModel
 from swarm.peer.offering import Offering
 from swarm.peer.publisher import Publisher
 from swarm.protocol.events import Apply
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Commit, Header
-from swarm.protocol.rounds import RoundMachine
-from swarm.protocol.wire import attachments_of
+from swarm.protocol.rounds.contributor import Contributor
 
 VALUE_BYTES = 8192
 """What is smaller is an offer or a manifest, which it serves as they are."""
@@ -44,23 +42,20 @@ rounds_done = 0
 
 
 def lie_in_offers() -> None:
-    """Offers NaN after rounds 1 and 6, and a wrong size after round 2."""
-    offered_values = LiveModel.offered_values
+    """Offers NaN after rounds 1 and 6, and a wrong size after round 2; none is held back here."""
 
     def lying(
-        self: LiveModel, tip: Manifest, late: Collection[int] | None = None
-    ) -> Iterator[tuple[Unit, Content, Digest]]:
-        for unit, value, base in offered_values(self, tip, late):
-            is_expert = expert_of_unit(unit) is not None
-            if tip.round == (1 if is_expert else 6):
-                nan = np.full(value.num_bytes // 4, np.nan, dtype="<f4")
-                yield unit, Content.of(nan.tobytes()), base
-            elif tip.round == 2:
-                yield unit, Content.of(value.whole()[:-4]), base
-            else:
-                yield unit, value, base
+        self: Offering, tip: Manifest, unit: Unit, value: Content, _: int
+    ) -> tuple[Digest, int]:
+        if tip.round == (6 if expert_of_unit(unit) is None else 1):
+            nan = np.full(value.num_bytes // 4, np.nan, dtype="<f4")
+            value = Content.of(nan.tobytes())
+        elif tip.round == 2:
+            value = Content.of(value.whole()[:-4])
+        return self.rounds.store_value(value)
 
-    LiveModel.offered_values = lying  # type: ignore[method-assign]
+    Offering.store = lying  # type: ignore[method-assign]
+    Contributor._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
 
 
 def is_serving() -> bool:
@@ -103,12 +98,6 @@ def lie_in_streams() -> None:
     BlobServer._answer = ending  # type: ignore[method-assign]
 
 
-def lie_in_its_own_checks() -> None:
-    """Its own machine and trainer hold none of these offers back."""
-    Offering.store = lambda self, tip, unit, value, tokens: self.rounds.store_value(value)  # type: ignore[method-assign]
-    RoundMachine._why_not_offer = lambda self, offer: None  # type: ignore[method-assign]
-
-
 def lie_about_decisions() -> None:
     """Sends every member a manifest that nobody decided, after each round."""
     apply = RoundDriver._apply
@@ -127,8 +116,6 @@ def lie_about_decisions() -> None:
         )
         header = Header(forged.code, forged.digest, forged.generation)
         payload = self.outbound.encode(header, Commit(forged, None, tip))
-        # Else they are collected before anybody has fetched them.
-        self.store.pin([digest for digest, _ in attachments_of(payload)])
         for peer in sorted(tip.members.keys() - {self.node.peer_id}):
             self._work.spawn(self._post(peer, payload))
 
@@ -150,7 +137,6 @@ def lie_about_merges() -> None:
 
 if __name__ == "__main__":
     lie_in_offers()
-    lie_in_its_own_checks()
     lie_in_streams()
     lie_about_decisions()
     lie_about_merges()

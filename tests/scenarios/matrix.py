@@ -1,7 +1,8 @@
 """The fault matrix: who is met in which phase of a round, and how; as data, and as fault plans.
 
 A cell is left out where a role cannot be in a phase: only a convener proposes and commits, a
-reducer is one only between roster and manifest, a joiner has nothing to merge or to leave yet.
+reducer is one only between roster and manifest, a joiner has nothing to merge or to leave yet, and
+no vote until rounds have counted it [R7].
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ PHASES_OF = {
     "reducer": ("roster", "reduce", "fetch", "accept", "apply"),
     "contributor": ("save", "offer", "fetch", "accept", "apply", "merge", "leave"),
     "owner": ("local_steps", "save", "offer", "fetch", "leave"),
-    "joiner": ("fetch", "apply", "local_steps", "save", "offer", "accept"),
+    "joiner": ("fetch", "apply", "local_steps", "save", "offer"),
     "bootstrap": ("local_steps", "offer", "accept", "apply", "leave"),
 }  # fmt: skip
 ACTIONS = ("kill", "pause")

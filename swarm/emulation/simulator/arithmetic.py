@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.trainer import Task
+from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.values import Merged, mean_of
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.experts import expert_unit

@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
-from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
-from swarm.protocol.deadlines import Timers
-from swarm.protocol.events import Effect
+from swarm.protocol import abstaining
+from swarm.protocol.deadlines import Measured, Timers, production_timers
+from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Parts, RoundMachine, Rules
+from swarm.protocol.training import Training
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,49 @@ class Setup:
     """How long an owner takes to put moments out; None: moments are not modelled."""
 
 
+def machine_of(*replaced: type) -> type[RoundMachine]:
+    """The round machine with some of its `Parts` replaced, each by a subclass of it."""
+    usual = vars(Parts()).items()
+    parts = {
+        next(name for name, part in usual if issubclass(each, part)): each for each in replaced
+    }
+    return type("Mutant", (RoundMachine,), {"parts": Parts(**parts)})
+
+
+class Times(NamedTuple):
+    """What a machine's clocks say: time that has passed, the same without sleep, wall time."""
+
+    passed_s: float
+    awake_s: float
+    wall_s: float
+
+
+def adapted(measured: Measured, base: Timers) -> Timers:
+    """Timers of a real peer whose run fixes T_reform."""
+    return production_timers(
+        measured, roster_after_s=base.roster_s, reform_after_s=base.reform_s, base=base
+    ).timers
+
+
 @dataclass(frozen=True)
 class Cast:
     """The code under test; mutants replace it."""
 
     machine: type[RoundMachine] = RoundMachine
+    training: type[Training] = Training
     trainer: type[Trainer] = Trainer
-    conduct: type[Conduct] = Conduct
     giving: type[Giving] = Giving
     taking: type[Taking] = Taking
     door: type[Door] = Door
+    clock: Callable[[Times], float] = attrgetter("passed_s")
+    """What a machine is told as the time."""
+    timers: Callable[[Measured, Timers], Timers] = adapted
+    rolled_back: Callable[[Record], Record] = abstaining.rolled_back
+    """The record of a peer whose newest one is damaged [P5]."""
+    without_record: Callable[[PeerId, Record], Record] = abstaining.without_record
+    """That of a peer which has lost its own and was shown a tip by others [P5]."""
+    waits_on: bool = True
+    """Whether a transfer may take as long as its bytes keep coming."""
 
 
 Trap = Callable[[Effect], bool]

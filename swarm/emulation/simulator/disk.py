@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest
-from swarm.protocol.messages import Link, Offer
+from swarm.protocol.messages import Link
+from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
 
 SURVIVAL = 0.3
@@ -27,11 +28,8 @@ class Progress(NamedTuple):
 class PrivateState:
     """What a peer keeps for itself [P6], replaced atomically."""
 
-    tip: Digest
-    """Manifest that the local steps started from."""
+    work: SavedWork
     progress: Mapping[int, Progress]
-    offer: Offer | None
-    """The finished offer, or None when the local steps were still to be done."""
 
 
 class Disk:
@@ -41,6 +39,8 @@ class Disk:
         self, record: Record, durable: Iterable[Digest], chain: Iterable[Link] = ()
     ) -> None:
         self.record = record
+        self.tip_s = 0.0
+        """When the record got its tip."""
         self.links = tuple(chain) or Chain.of(record).links
         """Heads behind the tip."""
         self.earlier: Record | None = None

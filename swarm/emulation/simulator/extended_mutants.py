@@ -7,94 +7,64 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
-from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.conduct import Conduct
+from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
-from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
-from swarm.protocol.adoption import Action, Adoption
-from swarm.protocol.deadlines import Timers
 from swarm.protocol.dealing import Book, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
-from swarm.protocol.manifest import Digest, Manifest, Member, PeerId
-from swarm.protocol.pace import Pace
+from swarm.protocol.manifest import Member, PeerId
+from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.listener import Listener
+from swarm.protocol.rounds.reducer import Reducer
+from swarm.protocol.rounds.standing import Standing
+from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.training import Applied, Training
 from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
 
 # ---------------------------------------------------------------- lost and damaged records
 
 
-class _RolledBackVotes(Conduct):
-    def rolled_back(self, earlier: Record) -> Record:
-        return earlier
+def _abstains_for_two_heights(me: PeerId, shown: Record) -> Record:
+    return abstaining.rolled_back(shown) if me in shown.tip.members else shown
 
 
-class _LostRecordVotes(Conduct):
-    def without_record(self, me: PeerId, shown: Record) -> Record:
-        return shown
+class _LoneAbstainerVotes(Standing):
+    def abstains(self) -> bool:
+        return super().abstains() and not self.is_alone
 
 
-class _AbstainsForTwoHeights(Conduct):
-    def without_record(self, me: PeerId, shown: Record) -> Record:
-        return abstaining.rolled_back(shown) if me in shown.tip.members else shown
-
-
-class _LoneAbstainerVotes(RoundMachine):
-    def _abstains(self) -> bool:
-        return super()._abstains() and not self._is_alone
-
-
-class _FailedSyncAwaited(RoundMachine):
-    def _on_sync_failed(self, event: SyncFailed) -> None:
+class _FailedSyncAwaited(Blobs):
+    def on_sync_failed(self, event: SyncFailed) -> None:
         return
 
 
 # ---------------------------------------------------------------- many peers, clocks
 
 
-class _FourAreAQuorum(RoundMachine):
-    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+class _FourAreAQuorum(Standing):
+    def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         present = self.tip.voters & set(peers)
-        return len(present) >= 4 or super()._has_quorum(present)
+        return len(present) >= 4 or super().has_quorum(present)
 
 
-class _UnheardGoesFirst(RoundMachine):
+class _UnheardGoesFirst(Takeover):
     def _goes_last(self) -> bool:
         return False
 
 
-class _WallClock(Conduct):
-    def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:
-        return wall_s
-
-
-class _ClockStopsInSleep(Conduct):
-    def clock_s(self, passed_s: float, *, awake_s: float, wall_s: float) -> float:
-        return awake_s
-
-
-class _GoesOnAfterStandStill(RoundMachine):
-    def _was_paused(self) -> bool:
+class _GoesOnAfterStandStill(Listener):
+    def was_paused(self) -> bool:
         return False
-
-
-# ---------------------------------------------------------------- large blobs, timers
-
-
-class _TransferLimitFixed(Conduct):
-    def waits_on(self, *, is_flowing: bool) -> bool:
-        return False
-
-
-class _TimersNotAdapted(Conduct):
-    def timers(self, pace: Pace, base: Timers) -> Timers:
-        return base
 
 
 # ---------------------------------------------------------------- moments
@@ -110,20 +80,24 @@ class _OlderMomentsTaken(Taking):
         return moments.expert == search.expert
 
 
-class _WaitsForMoments(Trainer):
-    def apply(self, manifest: Manifest, previous: Digest) -> Adoption:
-        adoption = super().apply(manifest, previous)
-        if any(what.action is Action.TAKE_UP for what in adoption.experts.values()):
-            self._job += 1
-            self._is_training, self.offer = False, None
-            self.shell.after(5.0, self._go_on)
-        return adoption
+class _WaitsForMoments(Training):
+    has_taken_up = False
+
+    async def adopt(self, newer: Sequence[Applied]) -> None:
+        before = self.bases.keys()
+        await super().adopt(newer)
+        self.has_taken_up = not self.bases.keys() <= before
+
+    async def take_part(self) -> Sequence[Applied]:
+        if self.has_taken_up:
+            return await self.shell.wait(self.tip, PeerState.CATCHING_UP)
+        return await super().take_part()
 
 
 # ---------------------------------------------------------------- the text and weights
 
 
-class _WeightsIgnored(RoundMachine):
+class _WeightsIgnored(Reducer):
     def _weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
     ) -> tuple[int, ...] | None:
@@ -150,7 +124,7 @@ class _DealtAnewAtReform(Rules):
         return self.next_book(book, {}, quotas)
 
 
-class _AllAreKept(RoundMachine):
+class _AllAreKept(Collector):
     def _kept_after(self, peers: Collection[PeerId], setbacks: int) -> Collection[PeerId]:
         return peers
 
@@ -195,11 +169,11 @@ class _AnyNumberIsYoung(Rules):
         return Electorate({p: replace(m, votes=given[p].votes) for p, m in members.items()}, ())
 
 
-class _TraineesCount(RoundMachine):
-    def _electorate(self) -> Collection[PeerId]:
+class _TraineesCount(Standing):
+    def electorate(self) -> Collection[PeerId]:
         return self.tip.members
 
-    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+    def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         return 2 * len(self.tip.members.keys() & set(peers)) > len(self.tip.members)
 
 
@@ -244,32 +218,40 @@ SLOW_LINKS = replace(
 
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "rolled_back_votes": Mutant(
-        "P5: a rolled-back record casts no vote", Cast(conduct=_RolledBackVotes), BETRAYED_REVOLTS
+        "P5: a rolled-back record casts no vote",
+        Cast(rolled_back=lambda earlier: earlier),
+        BETRAYED_REVOLTS,
     ),
-    "lost_record_votes": Mutant("P5: nor does a lost one", Cast(conduct=_LostRecordVotes)),
+    "lost_record_votes": Mutant(
+        "P5: nor does a lost one", Cast(without_record=lambda _, shown: shown)
+    ),
     "abstains_for_two_heights": Mutant(
-        "P5: without a record no height is high enough", Cast(conduct=_AbstainsForTwoHeights)
+        "P5: without a record no height is high enough",
+        Cast(without_record=_abstains_for_two_heights),
     ),
     "lone_abstainer_votes": Mutant(
-        "P5: a lone member without its record reforms", Cast(_LoneAbstainerVotes)
+        "P5: a lone member without its record reforms",
+        Cast(machine_of(_LoneAbstainerVotes)),
     ),
     "failed_sync_awaited": Mutant(
-        "A3: a sync that failed is tried again", Cast(_FailedSyncAwaited)
+        "A3: a sync that failed is tried again", Cast(machine_of(_FailedSyncAwaited))
     ),
-    "four_are_a_quorum": Mutant("a quorum is a majority of all members", Cast(_FourAreAQuorum)),
+    "four_are_a_quorum": Mutant(
+        "a quorum is a majority of all members", Cast(machine_of(_FourAreAQuorum))
+    ),
     "unheard_goes_first": Mutant(
-        "K1: a convener that got no answers goes last", Cast(_UnheardGoesFirst)
+        "K1: a convener that got no answers goes last", Cast(machine_of(_UnheardGoesFirst))
     ),
-    "wall_clock": Mutant("the wall clock does not matter", Cast(conduct=_WallClock)),
-    "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(conduct=_ClockStopsInSleep)),
+    "wall_clock": Mutant("the wall clock does not matter", Cast(clock=attrgetter("wall_s"))),
+    "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(clock=attrgetter("awake_s"))),
     "goes_on_after_stand_still": Mutant(
-        "B2: who stood still listens first", Cast(_GoesOnAfterStandStill)
+        "B2: who stood still listens first", Cast(machine_of(_GoesOnAfterStandStill))
     ),
     "transfer_limit_fixed": Mutant(
-        "a transfer may take as long as its bytes need", Cast(conduct=_TransferLimitFixed)
+        "a transfer may take as long as its bytes need", Cast(waits_on=False)
     ),
     "timers_not_adapted": Mutant(
-        "timers follow sizes and rates", Cast(conduct=_TimersNotAdapted), SLOW_LINKS
+        "timers follow sizes and rates", Cast(timers=lambda _, base: base), SLOW_LINKS
     ),
     "hand_over_not_awaited": Mutant(
         "N4: what a living owner hands over is waited for", Cast(taking=_HandOverNotAwaited)
@@ -277,18 +259,20 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", Cast(taking=_OlderMomentsTaken)
     ),
-    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(_WeightsIgnored)),
+    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(machine_of(_WeightsIgnored))),
     "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
     "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
-    "all_are_kept": Mutant("C4: keys that vanish cost a few rosters", Cast(_AllAreKept)),
+    "all_are_kept": Mutant(
+        "C4: keys that vanish cost a few rosters", Cast(machine_of(_AllAreKept))
+    ),
     "vote_at_once": Mutant("R7: a vote is earned", _under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", _under(_AllThatHaveEarnedIt)
     ),
     "any_number_is_young": Mutant("R7: the young are few", _under(_AnyNumberIsYoung)),
-    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(_TraineesCount)),
-    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(trainer=_WaitsForMoments)),
+    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(machine_of(_TraineesCount))),
+    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(training=_WaitsForMoments)),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {
     **MUTANTS,

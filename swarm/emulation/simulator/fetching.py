@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
 from swarm.emulation.simulator.disk import Disk
 from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.manifest import Digest, PeerId
 
+ANSWER_WITHIN_S = 2.5
+"""How long a source may be silent while it is to send."""
 PAUSE_S = 0.3
 """Wait before a blob is asked for elsewhere."""
 PAUSE_AFTER_ALL_S = 1.2

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from random import Random
 from typing import ClassVar
 
 from swarm.config import MergingConfig
 from swarm.emulation.simulator.cast import Cast, Character, Setup
-from swarm.emulation.simulator.conduct import Conduct
 from swarm.emulation.simulator.faults import (
     CALM_TIMERS,
     SAMPLE_TOKENS,
@@ -24,12 +24,10 @@ from swarm.emulation.simulator.faults import (
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.schedule import build
-from swarm.emulation.simulator.trainer import Lesson, Trainer
+from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.world import World
-from swarm.protocol.deadlines import Timers, production_timers
-from swarm.protocol.dealing import num_samples, split
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
-from swarm.protocol.pace import Pace
+from swarm.protocol.deadlines import Measured, Timers, production_timers
+from swarm.protocol.manifest import Kind, Manifest, PeerId
 from swarm.protocol.rounds import RoundMachine, Rules
 
 LOCAL_STEPS = 100
@@ -63,52 +61,38 @@ class Worker(Trainer):
     """A trainer that goes step by step and says after each when it will be done."""
 
     works: ClassVar[Mapping[PeerId, Work]] = {}
-    began_s: ClassVar[dict[tuple[PeerId, Digest], float]]
-    """When each peer had each tip first."""
 
-    def _next_lesson(self) -> Lesson:
-        """With `round.seconds` the steps of its work, if it was dealt so many [T3]."""
-        lesson, rules = super()._next_lesson(), self.task.rules
-        if rules.round_seconds is None:
-            return lesson
-        assert isinstance(self.shell, Node)
-        me, now_s = self.shell.me, self.shell.world.now
-        work, dealt = self.works[me], self.tip.dealt[me]
-        per_step = rules.batch_tokens_at(self.tip.tokens) // rules.sequence_length
-        # A peer that starts again knows from its record when the round began.
-        passed_s = now_s - self.began_s.setdefault((me, self.tip.digest), now_s)
-        fit = int((rules.round_seconds - passed_s) / work.step_s)
-        steps = min(work.num_steps, num_samples(dealt) // per_step, max(1, fit))
-        return Lesson(steps, steps * work.step_s, split(dealt, steps * per_step)[0])
+    @property
+    def _work(self) -> Work:
+        return self.works[self.shell.me]
 
-    def _start_steps(self) -> None:
-        self._step(self._job, 0)
-
-    def _step(self, job: int, done: int) -> None:
-        work = self.works[self.shell.me]
-        is_stuck = work.stuck_from is not None and self.tip.round + 1 >= work.stuck_from
-        if job != self._job or is_stuck:
-            return
-        steps = work.num_steps
+    def _plan(self, left: Callable[[int, float], int]) -> tuple[int, float]:
+        """With `round.seconds` the steps of its work, if so many fit and were dealt [T3]."""
+        work, steps = self._work, left(0, 0.0)
         if self.task.rules.round_seconds is not None:
-            steps = self._lesson.steps
-        if done == steps:
-            self._finish(job)
-            return
-        if done:
-            self._expect(job, (steps - done) * work.step_s)
-        after_s = work.step_s * (work.slip if done else 1.0)
-        self.shell.after(after_s, self._step, job, done + 1)
+            fits = (done for done in range(work.num_steps) if not left(done, work.step_s))
+            steps = next(fits, work.num_steps)
+        return steps, steps * work.step_s
+
+    async def _take_steps(self, tip: Manifest) -> None:
+        work = self._work
+        steps = work.num_steps if self.task.rules.round_seconds is None else self._lesson.steps
+        if work.stuck_from is not None and tip.round + 1 >= work.stuck_from:
+            steps = 0
+            await self._pass(inf)
+        for done in range(steps):
+            if done:
+                self._expect(self._job, tip, (steps - done) * work.step_s)
+            await self._pass(work.step_s * (work.slip if done else 1.0))
+            if self._newer:
+                return
 
 
-class RealTimers(Conduct):
-    """The timers of a real peer whose run fixes none."""
-
-    def timers(self, pace: Pace, base: Timers) -> Timers:
-        """Adapted, T_reform included."""
-        return production_timers(
-            pace.measured(), roster_after_s=base.roster_s, reform_after_s=None, base=base
-        ).timers
+def real_timers(measured: Measured, base: Timers) -> Timers:
+    """The timers of a real peer whose run fixes none: adapted, T_reform included."""
+    return production_timers(
+        measured, roster_after_s=base.roster_s, reform_after_s=None, base=base
+    ).timers
 
 
 @dataclass
@@ -172,7 +156,7 @@ def go_through(
     Raises:
         Violation: an invariant does not hold.
     """
-    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works), "began_s": {}})
+    trainer: type[Worker] = type("Workers", (Worker,), {"works": dict(works)})
     rules = Rules(
         run="run",
         num_experts=len(UNITS) - 1,
@@ -191,7 +175,7 @@ def go_through(
     characters = {peer: Character(sync_s=0.05) for peer in works}
     setup = Setup(tuple(works), rules, CALM_TIMERS, characters, has_adapted_timers=True)
     scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
-    cast = Cast(machine=machine, trainer=trainer, conduct=RealTimers)
+    cast = Cast(machine=machine, trainer=trainer, timers=real_timers)
     world = build(scenario, Random(0), cast=cast)
     course = Course(world)
     for time_s, what in at:

@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
 from swarm.protocol.events import HeadsFound
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.adopter import Adopter
 from swarm.protocol.rounds.checks import successor_problem
 
 
-class _NothingIsShown(RoundMachine):
-    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
-        return successor_problem(manifest, self.tip, self.rules, due=self._is_due(self.tip))
+class _NothingIsShown(Acceptor):
+    def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+        return successor_problem(manifest, self.tip, self.rules, due=self.standing.is_due(self.tip))
 
 
 class _AnybodySigns(Door):
@@ -30,7 +31,7 @@ class _AnybodySigns(Door):
         return message
 
 
-class _AnyProof(RoundMachine):
+class _AnyProof(Adopter):
     def _lacks_proof(self, commit: Commit) -> bool:
         return False
 
@@ -38,18 +39,18 @@ class _AnyProof(RoundMachine):
         return None
 
 
-class _AnyAttempt(RoundMachine):
-    def _attempt_problem(self, source: PeerId, ballot: object) -> str | None:
+class _AnyAttempt(Acceptor):
+    def attempt_problem(self, source: PeerId, ballot: object) -> str | None:
         return None
 
 
-class _GapsStay(RoundMachine):
-    def _on_heads_found(self, event: HeadsFound) -> None:
+class _GapsStay(Adopter):
+    def on_heads_found(self, event: HeadsFound) -> None:
         pass
 
 
-class _ReturnsAtOnce(RoundMachine):
-    def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+class _ReturnsAtOnce(Acceptor):
+    def turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         return None
 
 
@@ -61,17 +62,27 @@ FORGERS = replace(_P, forgeries=(4, 8))
 
 LYING_MUTANTS: Mapping[str, Mutant] = {
     "nothing_is_shown": Mutant(
-        "A6: what is voted for follows from evidence", Cast(_NothingIsShown), CALM_LIES
+        "A6: what is voted for follows from evidence",
+        Cast(machine_of(_NothingIsShown)),
+        CALM_LIES,
     ),
     "anybody_signs": Mutant(
         "A6, L1: signatures are those of their peers", Cast(door=_AnybodySigns), CALM_LIES
     ),
     "any_proof": Mutant(
-        "L1: a tip is believed along certificates", Cast(_AnyProof), replace(_P, forgeries=(4, 8))
+        "L1: a tip is believed along certificates",
+        Cast(machine_of(_AnyProof)),
+        replace(_P, forgeries=(4, 8)),
     ),
     "any_attempt": Mutant(
-        "A5: one message does not use up the ballots", Cast(_AnyAttempt), CALM_LIES
+        "A5: one message does not use up the ballots",
+        Cast(machine_of(_AnyAttempt)),
+        CALM_LIES,
     ),
-    "gaps_stay": Mutant("L3: heads that a proof passed over are fetched", Cast(_GapsStay)),
-    "returns_at_once": Mutant("A7: whoever had a vote lets others convene", Cast(_ReturnsAtOnce)),
+    "returns_at_once": Mutant(
+        "A7: whoever had a vote lets others convene", Cast(machine_of(_ReturnsAtOnce))
+    ),
+    "gaps_stay": Mutant(
+        "L3: heads that a proof passed over are fetched", Cast(machine_of(_GapsStay))
+    ),
 }

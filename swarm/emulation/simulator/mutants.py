@@ -9,23 +9,34 @@ it moves a decision from the machine to the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from swarm.emulation.simulator.cast import Cast
-from swarm.emulation.simulator.disk import Progress
+from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.faults import CLASSES, Mix
 from swarm.emulation.simulator.trainer import Trainer
-from swarm.emulation.simulator.values import Merged
-from swarm.experts import expert_unit
-from swarm.protocol.adoption import Action, Adoption, ExpertDecision
+from swarm.emulation.simulator.training_mutants import (
+    MergesOnApply,
+    NoBaseCheck,
+    NoBaseCheckAtMerge,
+    OfferedBeforeSaved,
+)
 from swarm.protocol.events import Apply, Record
-from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
-from swarm.protocol.messages import Accepted, Ballot, Evidence, Header, Offer, Reduced
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.messages import Accepted, Ballot, Evidence, Header, Reduced
+from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.averaging import Averaging
+from swarm.protocol.rounds.blobs import Blobs, CatchUp, Proposal
 from swarm.protocol.rounds.campaign import Campaign
-from swarm.protocol.rounds.state import CatchUp, Proposal
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.forks import Forks
+from swarm.protocol.rounds.listener import Listener
+from swarm.protocol.rounds.reformer import Reformer
+from swarm.protocol.rounds.standing import Standing
+from swarm.protocol.rounds.takeover import Takeover
+from swarm.protocol.training import Training
 from swarm.protocol.updates import UpdateBound
 
 
@@ -43,81 +54,86 @@ class Mutant:
 # ---------------------------------------------------------------- promises and votes
 
 
-class _AcceptBeforeFetch(RoundMachine):
+class _AcceptBeforeFetch(Acceptor):
     def _may_accept(self, proposal: Proposal) -> bool:
-        return self._may_vote() and self._may_follow(proposal.ballot)
+        return self.standing.may_vote() and self._may_follow(proposal.ballot)
 
 
-class _AcceptedNotPersisted(RoundMachine):
-    def _persist_accepted(self, vote: Accepted) -> None:
+class _AcceptedNotPersisted(Standing):
+    def persist_accepted(self, vote: Accepted) -> None:
         self.record = replace(self.record, promised=vote.ballot, accepted=vote)
 
 
-class _AcceptSentBeforeWrite(RoundMachine):
+class _AcceptSentBeforeWrite(Acceptor):
     def _vote(self, proposal: Proposal) -> None:
         ballot, manifest = proposal.ballot, proposal.manifest
-        self._proposal = None
-        self._post(ballot.convener, self._signed_accept(ballot, manifest.digest))
-        self._persist_accepted(Accepted(ballot, manifest, proposal.evidence))
+        self.blobs.proposal = None
+        self.out.post(ballot.convener, self.standing.signed_accept(ballot, manifest.digest))
+        self.standing.persist_accepted(Accepted(ballot, manifest, proposal.evidence))
 
 
-class _PromiseOnlyInMemory(RoundMachine):
-    def _persist_promise(self, ballot: Ballot) -> None:
+class _PromiseOnlyInMemory(Standing):
+    def persist_promise(self, ballot: Ballot) -> None:
         if ballot.convener == self.me:
-            super()._persist_promise(ballot)  # its own ballot is still burnt [P3]
+            super().persist_promise(ballot)  # its own ballot is still burnt [P3]
         else:
             self.record = replace(self.record, promised=ballot)
 
 
-class _PromiseNotRecorded(RoundMachine):
-    def _persist_promise(self, ballot: Ballot) -> None:
+class _PromiseNotRecorded(Standing):
+    def persist_promise(self, ballot: Ballot) -> None:
         if ballot.convener == self.me:
-            super()._persist_promise(ballot)
+            super().persist_promise(ballot)
 
 
-class _NoPhase1(RoundMachine):
+class _NoPhase1(Collector):
     def _phase1_required(self, ballot: Ballot) -> bool:
         return False
 
 
-class _LowestAccepted(RoundMachine):
+class _LowestAccepted(Collector):
     def _choose_accepted(self, accepted: list[Accepted]) -> Accepted:
         return min(accepted, key=lambda vote: vote.ballot)
 
 
-class _BallotZeroReused(RoundMachine):
-    def _may_use_ballot_zero(self) -> bool:
-        return self.tip.order[0] == self.me and self._top is None
+class _BallotZeroReused(Collector):
+    def may_use_ballot_zero(self) -> bool:
+        return self.tip.order[0] == self.me and self.succession.top is None
 
 
-class _AnyHalf(RoundMachine):
-    def _has_quorum(self, peers: Iterable[PeerId]) -> bool:
+class _AnyHalf(Standing):
+    def has_quorum(self, peers: Iterable[PeerId]) -> bool:
         return 2 * len(self.tip.voters & set(peers)) >= len(self.tip.voters)
 
 
-class _AnyProposal(RoundMachine):
-    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+class _AnyProposal(Acceptor):
+    def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
         return None
 
 
-class _LiarConvenesOn(RoundMachine):
+class _LiarConvenesOn(Acceptor):
     def _is_distrusted(self, convener: PeerId) -> bool:
         return False
 
 
-class _AnyUpdate(RoundMachine):
-    def _bound(
+class _AnyUpdate(Blobs):
+    def bound(
         self, unit: Unit, peers: Iterable[PeerId], work: Mapping[PeerId, int]
     ) -> UpdateBound | None:
         return None
 
 
-class _JoinersVote(RoundMachine):
-    def _electorate(self) -> Collection[PeerId]:
-        return {self.me, *self.tip.members, *self._known}
+class _Everybody(frozenset[PeerId]):
+    def __contains__(self, peer: object) -> bool:
+        return True
 
 
-class _OlderRoster(RoundMachine):
+class _JoinersVote(Standing):
+    def electorate(self) -> Collection[PeerId]:
+        return _Everybody(self.tip.members)
+
+
+class _OlderRoster(Averaging):
     def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
         return campaign.plan is not None and reduced.ballot == campaign.ballot
 
@@ -125,155 +141,116 @@ class _OlderRoster(RoundMachine):
 # ---------------------------------------------------------------- applying
 
 
-class _ApplyBeforeBlobs(RoundMachine):
+class _ApplyBeforeBlobs(Adopter):
     def _may_apply(self, pursuit: CatchUp) -> bool:
         return True
 
 
-class _DuplicateCommitRestarts(RoundMachine):
+class _DuplicateCommitRestarts(Adopter):
     def _is_being_fetched(self, manifest: Manifest) -> bool:
         return False
 
 
-class _FetchNeverDropped(RoundMachine):
+class _FetchNeverDropped(Adopter):
     def _fetch_is_stuck(self) -> bool:
         return False
 
 
-class _VotesCrossTips(RoundMachine):
-    def _may_handle(self, header: Header, message: object) -> bool:
-        return not self._is_listening
+class _VotesCrossTips(Listener):
+    def may_handle(self, header: Header, message: object) -> bool:
+        return not self.life.is_listening
 
 
-class _NoBaseCheck(Trainer):
-    def _follow(self, expert: int, choice: ExpertDecision, offered: Sequence[Digest]) -> None:
-        if choice.action is Action.RESTART and choice.base is not None:
-            self.progress[expert] = Progress(choice.base, self.progress[expert].value)
-        else:
-            super()._follow(expert, choice, offered)
-
-
-class _TipBeforeCollected(RoundMachine):
+class _TipBeforeCollected(Adopter):
     def _collect_garbage(self, old: Record) -> None:
         super()._collect_garbage(replace(old, tip=self.tip))
         # At once: else the live model has taken what it needs.
-        at = next(i for i, effect in enumerate(self._effects) if isinstance(effect, Apply))
-        self._effects.insert(at, self._effects.pop())
-
-
-class _NoBaseCheckAtMerge(Trainer):
-    def decide(
-        self,
-        manifest: Manifest,
-        previous: Digest,
-        bases: dict[int, Digest],
-        offers: Sequence[Offer],
-    ) -> Adoption:
-        adoption = super().decide(manifest, previous, bases, offers)
-        experts = {
-            expert: replace(choice, action=Action.REBASE, rebase_from=before)
-            if choice.action is Action.RESTART
-            and (before := manifest.entries[expert_unit(expert)].base) is not None
-            and before in self.shell.disk
-            else choice
-            for expert, choice in adoption.experts.items()
-        }
-        return replace(adoption, experts=experts)
+        at = next(i for i, effect in enumerate(self.out.effects) if isinstance(effect, Apply))
+        self.out.effects.insert(at, self.out.effects.pop())
 
 
 # ---------------------------------------------------------------- takeover and forks
 
 
-class _NoTakeover(RoundMachine):
+class _NoTakeover(Takeover):
     def _why_take_over(self) -> str | None:
         return None
 
 
-class _NoReform(RoundMachine):
+class _NoReform(Reformer):
     def _reform_due(self) -> bool:
         return False
 
 
-class _GenerationCounted(RoundMachine):
+class _GenerationCounted(Reformer):
     def _new_generation(self, nonce: int) -> str:
         return f"{len(self.tip.lineage) + 1}"
 
 
-class _ReformAlthoughQuorum(RoundMachine):
-    def _is_stalled(self, limit_s: float) -> bool:
-        return self._now - max(self._boot_at, self._applied_at) >= limit_s
+class _ReformAlthoughQuorum(Forks):
+    def is_stalled(self, limit_s: float) -> bool:
+        return self.now - max(self.life.boot_at, self.standing.applied_at) >= limit_s
 
 
-class _MostTokensWin(RoundMachine):
-    def _is_better(self, manifest: Manifest) -> bool:
+class _MostTokensWin(Standing):
+    def is_better(self, manifest: Manifest) -> bool:
         return (manifest.tokens, manifest.code) > (self.tip.tokens, self.tip.code)
 
 
 # ---------------------------------------------------------------- merges
 
 
-class _NeverDue(RoundMachine):
-    def _is_due(self, manifest: Manifest) -> bool:
+class _NeverDue(Standing):
+    def is_due(self, manifest: Manifest) -> bool:
         return False
 
 
-class _MergesOnApply(Trainer):
-    def _swap(self, manifest: Manifest) -> None:
-        super()._swap(manifest)
-        if not merge_due(manifest, self.task.rules.merging):
-            return
-        experts = range(self.task.rules.num_experts)
-        inputs = tuple(self.model[expert_unit(expert)] for expert in experts)
-        for expert in experts:
-            self.model[expert_unit(expert)] = self.task.values.digest_of(Merged(inputs, expert, 0))
-
-
-class _DueByOwnCount(RoundMachine):
-    def _is_due(self, manifest: Manifest) -> bool:
+class _DueByOwnCount(Standing):
+    def is_due(self, manifest: Manifest) -> bool:
         seen = self.__dict__.setdefault("seen_rounds", set())
         seen.add(manifest.round)
         steps = self.rules.local_steps_at(0) * len(seen - {0})
         return merge_due(replace(manifest, step=steps), self.rules.merging)
 
 
-class _DueByKind(RoundMachine):
-    def _is_due(self, manifest: Manifest) -> bool:
-        return manifest.kind is Kind.QUORUM and super()._is_due(manifest)
+class _DueByKind(Standing):
+    def is_due(self, manifest: Manifest) -> bool:
+        return manifest.kind is Kind.QUORUM and super().is_due(manifest)
 
 
-class _DueByRise(RoundMachine):
-    def _is_due(self, manifest: Manifest) -> bool:
+class _DueByRise(Standing):
+    def is_due(self, manifest: Manifest) -> bool:
         interval = self.rules.merging.interval_steps
         before = self.record.parent.step // interval if self.record.parent else 0
         return merge_due(replace(manifest, merged=before), self.rules.merging)
 
 
-class _NoPhase1AtMerge(RoundMachine):
+class _NoPhase1AtMerge(Collector):
     def _phase1_required(self, ballot: Ballot) -> bool:
-        return not self._is_due(self.tip) and super()._phase1_required(ballot)
+        return not self.standing.is_due(self.tip) and super()._phase1_required(ballot)
 
 
-class _AcceptedMergeNotPersisted(RoundMachine):
-    def _persist_accepted(self, vote: Accepted) -> None:
+class _AcceptedMergeNotPersisted(Standing):
+    def persist_accepted(self, vote: Accepted) -> None:
         if vote.manifest.kind is not Kind.MERGE:
-            super()._persist_accepted(vote)
+            super().persist_accepted(vote)
         else:
             self.record = replace(self.record, promised=vote.ballot, accepted=vote)
 
 
-class _AcceptMergeBeforeBlobs(RoundMachine):
+class _AcceptMergeBeforeBlobs(Acceptor):
     def _may_accept(self, proposal: Proposal) -> bool:
         if proposal.manifest.kind is not Kind.MERGE:
             return super()._may_accept(proposal)
-        return self._may_vote() and self._may_follow(proposal.ballot)
+        return self.standing.may_vote() and self._may_follow(proposal.ballot)
 
 
-class _AcceptOnlyOwnMerge(RoundMachine):
-    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
-        problem = super()._proposal_problem(manifest, evidence)
+class _AcceptOnlyOwnMerge(Acceptor):
+    def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+        problem = super().proposal_problem(manifest, evidence)
         if problem or manifest.kind is not Kind.MERGE:
             return problem
-        own = self._merged or {}
+        own = self.merger.merged or {}
         same = all(
             unit in own and manifest.entries[unit].digest == own[unit].digest
             for unit in self.rules.expert_units
@@ -316,8 +293,12 @@ LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
 MERGE_DUELS = replace(DUELS, merging=1.0)
 
 
-def _of(machine: type[RoundMachine] = RoundMachine, trainer: type[Trainer] = Trainer) -> Cast:
-    return Cast(machine, trainer)
+def _of(
+    *parts: type,
+    training: type[Training] = Training,
+    trainer: type[Trainer] = Trainer,
+) -> Cast:
+    return Cast(machine_of(*parts), training, trainer)
 
 
 MUTANTS: Mapping[str, Mutant] = {
@@ -348,7 +329,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "fetch_never_dropped": Mutant(
         "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
     ),
-    "no_base_check": Mutant("S2: compare and swap on the base", _of(trainer=_NoBaseCheck)),
+    "no_base_check": Mutant("S2: compare and swap on the base", _of(training=NoBaseCheck)),
+    "offered_before_saved": Mutant(
+        "P6: the private state is durable before the offer", _of(training=OfferedBeforeSaved)
+    ),
     "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
     "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
     "generation_counted": Mutant(
@@ -358,7 +342,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "F2: no reform while a quorum is heard", _of(_ReformAlthoughQuorum)
     ),
     "most_tokens_win": Mutant("F1: the total order of manifests", _of(_MostTokensWin)),
-    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, _MergesOnApply)),
+    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, trainer=MergesOnApply)),
     "due_by_own_count": Mutant("M1: due by the manifest alone", _of(_DueByOwnCount)),
     "round_while_due": Mutant("M2: no round while a merge is due", _of(_NeverDue)),
     "due_by_kind": Mutant("M1: the kind of the tip plays no part", _of(_DueByKind)),
@@ -376,7 +360,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "M5: never compare with one's own result", _of(_AcceptOnlyOwnMerge)
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", _of(trainer=_NoBaseCheckAtMerge)
+        "M8: rebase only from the own base", _of(training=NoBaseCheckAtMerge)
     ),
     "tip_before_collected": Mutant(
         "GC, M10: the blobs of the tip before are kept", _of(_TipBeforeCollected)

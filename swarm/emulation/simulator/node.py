@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from swarm.emulation.simulator.arithmetic import average, merge
-from swarm.emulation.simulator.cast import Character, Snare
+from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.fetching import Fetcher, Get
@@ -18,7 +18,7 @@ from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
-from swarm.emulation.simulator.trainer import Trainer, taken_up
+from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
@@ -83,11 +83,10 @@ class Node(Ports):
         self.trainer: Trainer
         self.fetcher: Fetcher
         self.exchange: Exchange
-        self._has_moments = world.setup.copy_s is not None
+        self.has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._boots = 0
-        self._serials = 0
         self._heard: dict[PeerId, float] = {}
         self._is_listening = False
         self._last_tick = 0.0
@@ -114,7 +113,7 @@ class Node(Ports):
             ),
             Apply: self._apply,
             RewriteChain: lambda effect: self.disk.rewrite(effect.links),
-            Keep: lambda effect: self.disk.keep(effect.digests),
+            Keep: lambda effect: self.disk.keep({*effect.digests, *self.trainer.model.offered}),
             Left: self._leave,
             Reason: lambda _: None,
         }
@@ -149,29 +148,19 @@ class Node(Ports):
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
-        self.trainer = world.cast.trainer(self, world.task, self.disk.record.tip)
+        self.trainer = world.cast.trainer(self, world.task, world.cast.training)
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
-            self._restore()
-            self.trainer.resume()
+            self.trainer.start()
             if world.setup.asks_for_heads:
                 HeadSearch(self)
             self.after(world.random.random() * world.timers.tick_s, self._tick)
 
-    def _restore(self) -> None:
-        record = self.disk.record
-        adoption = self.trainer.restore()
-        if adoption is not None:
-            if self._has_moments:
-                before = record.parent or record.tip
-                self.exchange.adopted(taken_up(adoption, record.tip), before, record.tip)
-            self.trainer.save_if_rebased(adoption)
-
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            timers = self.world.conduct.timers(self._pace, timers)
+            timers = self.world.cast.timers(self._pace.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:
@@ -209,9 +198,8 @@ class Node(Ports):
     def clock_s(self) -> float:
         """What this peer's machine takes for the time."""
         passed_s = self.character.clock_s + self.world.now
-        return self.world.conduct.clock_s(
-            passed_s, awake_s=passed_s - self.slept_s, wall_s=self.world.now + self.wall_ahead_s
-        )
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.cast.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
 
     # ------------------------------------------------------------ what fetcher and trainer use
 
@@ -219,7 +207,7 @@ class Node(Ports):
         """Hands an event to the machine and carries its effects out."""
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
-            self._is_listening = self.machine._is_listening
+            self._is_listening = self.machine.is_listening
             if isinstance(event, Offered):
                 self.world.invariants.offered(self.me, event.offer)
             self._execute(self._handle(event))
@@ -227,12 +215,13 @@ class Node(Ports):
     def _handle(self, event: Event) -> list[Effect]:
         """The machine listens anew after a stand-still and never else, whatever clocks say [B2]."""
         machine, now = self.machine, self.world.now
-        before, patience_s, gap_s = machine._boot_at, machine.timers.patience_s, now - self._event_s
+        before, patience_s = machine.listened_at, machine.timers.patience_s
+        gap_s = now - self._event_s
         self._event_s = now
         effects = machine.handle(event, self.clock_s())
-        if (machine._boot_at != before) != (gap_s > patience_s):
+        if (machine.listened_at != before) != (gap_s > patience_s):
             why = f"{self.me} after {gap_s:.3f} s without an event (limit {patience_s:.1f})"
-            raise Violation("B2", f"{why}: listens {machine._boot_at != before}")
+            raise Violation("B2", f"{why}: listens {machine.listened_at != before}")
         return effects
 
     def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
@@ -301,6 +290,8 @@ class Node(Ports):
         before, self.disk.record = self.disk.record, effect.record
         self.disk.links += effect.links
         self.disk.earlier = before
+        if before.tip.digest != effect.record.tip.digest:
+            self.disk.tip_s = self.world.now
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)
@@ -314,9 +305,9 @@ class Node(Ports):
         self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
     def _fetch(self, effect: Fetch) -> None:
-        pursuit = self.machine._catch_up
-        if effect.purpose is Purpose.CATCH_UP and pursuit is not None:
-            digest = pursuit.manifest.digest
+        pursued = self.machine.pursued
+        if effect.purpose is Purpose.CATCH_UP and pursued is not None:
+            digest = pursued.digest
             if self._caught_up in ((digest, 0), (digest, self._lists)):
                 raise Violation("X1", f"{self.me} starts to fetch {digest[:12]} anew")
             self._caught_up = (digest, 0)
@@ -364,22 +355,11 @@ class Node(Ports):
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
         self.use(self.world.timers)
-        self._adopt(effect.manifest, effect.previous)
-        self.world.applied(self.me)
-
-    def _adopt(self, manifest: Manifest, previous: Digest) -> None:
-        before = self.trainer.tip
-        if self._has_moments:
-            self.exchange.before_adopt(before, manifest)
-        adoption = self.trainer.apply(manifest, previous)
-        owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
-        if self.trainer.progress.keys() != owned:
-            raise Violation("N3", f"{self.me} trains {sorted(self.trainer.progress)} of {owned}")
-        if self._has_moments:
-            self.exchange.adopted(taken_up(adoption, manifest), before, manifest)
-        self.trainer.save_if_rebased(adoption)
+        self.trainer.apply(effect.manifest, record.parent)
         if self.trainer.is_idle:
-            raise Violation("N1", f"{self.me} neither trains nor offers after {short(manifest)}")
+            why = f"neither trains nor offers after {short(effect.manifest)}"
+            raise Violation("N1", f"{self.me} {why}")
+        self.world.applied(self.me)
 
     def _leave(self, effect: Left) -> None:
         self.lingers_until = self.world.now + LINGER_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.exchange import Exchange
@@ -24,9 +24,9 @@ class Ports:
     exchange: Exchange
     is_up: bool
     is_paused: bool
+    has_moments: bool
     lingers_until: float
     _pace: Pace
-    _serials: int
 
     def post(self, destination: PeerId, payload: Payload) -> None:
         """Sends it; it may be lost."""
@@ -56,11 +56,21 @@ class Ports:
 
     def own_experts(self) -> Collection[int]:
         """Experts that this peer trains."""
-        return self.trainer.progress.keys()
+        return self.trainer.model.progress.keys()
 
     def took(self, expert: int, round_: int | None) -> None:
         """An expert that was taken up got moments of this round, or none."""
         self._note(f"expert {expert} goes on with moments of round {round_}")
+
+    def adopting(self, before: Manifest, manifest: Manifest) -> None:
+        """Its model is about to move."""
+        if self.has_moments:
+            self.exchange.before_adopt(before, manifest)
+
+    def adopted(self, taken: Sequence[int], before: Manifest, manifest: Manifest) -> None:
+        """Its model has moved, and these experts were taken up."""
+        if self.has_moments:
+            self.exchange.adopted(taken, before, manifest)
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second that this peer sends and receives at most."""
@@ -68,7 +78,7 @@ class Ports:
 
     def waits_on(self, *, is_flowing: bool) -> bool:
         """Whether to wait on for bytes that have not come yet."""
-        return self.world.conduct.waits_on(is_flowing=is_flowing)
+        return is_flowing and self.world.cast.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A whole transfer is done."""
@@ -76,7 +86,7 @@ class Ports:
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
-        return self.machine._is_due(tip)
+        return self.machine.merge_is_due(tip)
 
     def local_steps_s(self) -> float:
         """How long the next local steps take."""
@@ -85,11 +95,6 @@ class Ports:
     def step_s(self) -> float:
         """How long each of the next local steps takes, where rounds last a given time."""
         return self._duration(self.character.step_s)
-
-    def next_serial(self) -> int:
-        """A number that this peer never used before."""
-        self._serials += 1
-        return self._serials
 
     def _duration(self, usual_s: float) -> float:
         return usual_s * (0.7 + 0.6 * self.world.random.random())

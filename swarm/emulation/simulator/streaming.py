@@ -11,8 +11,7 @@ from collections import deque
 from math import inf
 from typing import Protocol
 
-from swarm.emulation.simulator.conduct import ANSWER_WITHIN_S
-from swarm.emulation.simulator.fetching import Data, Fetcher, Get
+from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S, Data, Fetcher, Get
 from swarm.emulation.simulator.fetching import Shell as FetchingShell
 from swarm.protocol.events import Fetch, Purpose
 from swarm.protocol.manifest import Digest, PeerId

@@ -56,6 +56,7 @@ class Values:
     def __init__(self) -> None:
         self._digests: dict[Value, Digest] = {}
         self._values: dict[Digest, Value] = {}
+        self._serials = 0
         self.reads: dict[Digest, Stretches] = {}
         """Of each trained shared value: the samples that it was really trained on."""
 
@@ -67,6 +68,11 @@ class Values:
             self._digests[value] = digest
             self._values[digest] = value
         return digest
+
+    def trained(self, unit: Unit, base: Digest, writer: PeerId) -> Digest:
+        """A value that was never there before."""
+        self._serials += 1
+        return self.digest_of(Trained(unit, base, writer, self._serials))
 
     def __getitem__(self, digest: Digest) -> Value:
         return self._values[digest]

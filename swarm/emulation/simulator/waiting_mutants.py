@@ -12,23 +12,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swarm.emulation.simulator.cast import Cast
+from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
-from swarm.protocol.rounds import RoundMachine
+from swarm.protocol.rounds.acceptor import Acceptor
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
+from swarm.protocol.rounds.collector import Collector
+from swarm.protocol.rounds.reformer import Reformer
 
 
-class _WordsIgnored(RoundMachine):
+class _WordsIgnored(Collector):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
         return
 
 
-class _LastWordCounts(RoundMachine):
+class _LastWordCounts(Collector):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
@@ -36,39 +38,47 @@ class _LastWordCounts(RoundMachine):
         super()._note_word(campaign, peer, remaining_s, worked_s)
 
 
-class _AlwaysTrusted(RoundMachine):
+class _AlwaysTrusted(Collector):
     def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
         return replace(super()._absent(campaign, peer), contributed=True)
 
 
-class _WaitingAgesCampaign(RoundMachine):
+class _WaitingAgesCampaign(Collector):
     def _why_close_roster(self, campaign: Campaign) -> str | None:
         why = super()._why_close_roster(campaign)
         campaign.awaited_at = 0.0
         return why
 
 
-class _CollectingAgesAttempt(RoundMachine):
-    def _on_prepare(self, source: PeerId, prepare: Prepare) -> None:
-        before = self._collected_at
-        super()._on_prepare(source, prepare)
-        self._collected_at = before
+class _CollectingAgesAttempt(Acceptor):
+    def on_prepare(self, source: PeerId, prepare: Prepare) -> None:
+        before = self.succession.collected_at
+        super().on_prepare(source, prepare)
+        self.succession.collected_at = before
 
 
-class _ReformsAtWork(RoundMachine):
+class _ReformsAtWork(Reformer):
     def _is_at_work(self) -> bool:
         return False
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant("C3: who said when is waited for", Cast(_WordsIgnored)),
-    "last_word_counts": Mutant("C3: a word does not slip for ever", Cast(_LastWordCounts)),
-    "always_trusted": Mutant("C3: nobody is waited for in vain again", Cast(_AlwaysTrusted)),
+    "words_ignored": Mutant("C3: who said when is waited for", Cast(machine_of(_WordsIgnored))),
+    "last_word_counts": Mutant(
+        "C3: a word does not slip for ever", Cast(machine_of(_LastWordCounts))
+    ),
+    "always_trusted": Mutant(
+        "C3: nobody is waited for in vain again", Cast(machine_of(_AlwaysTrusted))
+    ),
     "waiting_ages_campaign": Mutant(
-        "C7: a campaign ages when nobody is waited for", Cast(_WaitingAgesCampaign)
+        "C7: a campaign ages when nobody is waited for",
+        Cast(machine_of(_WaitingAgesCampaign)),
     ),
     "collecting_ages_attempt": Mutant(
-        "K1: an attempt ages when nothing is collected", Cast(_CollectingAgesAttempt)
+        "K1: an attempt ages when nothing is collected",
+        Cast(machine_of(_CollectingAgesAttempt)),
     ),
-    "reforms_at_work": Mutant("F3: who is at work does not reform", Cast(_ReformsAtWork)),
+    "reforms_at_work": Mutant(
+        "F3: who is at work does not reform", Cast(machine_of(_ReformsAtWork))
+    ),
 }

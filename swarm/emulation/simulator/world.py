@@ -12,10 +12,10 @@ from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.founding import found
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.lying import Liar
+from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.surroundings import Packet, Payload
-from swarm.emulation.simulator.trainer import Task
 from swarm.emulation.simulator.values import Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.deadlines import Timers
@@ -58,7 +58,6 @@ class World:
         self.setup = setup
         self.timers = setup.timers
         self.cast = cast
-        self.conduct = cast.conduct()
         self.trace = trace
         self.network = Network()
         self.door = cast.door(setup.rules.run)
@@ -153,8 +152,7 @@ class World:
 
     def asked_of(self, peer: PeerId) -> Collection[Unit]:
         """Units that a peer reduces."""
-        job = self.nodes[peer].machine._job
-        return job.inputs.keys() if job else ()
+        return self.nodes[peer].machine.reduced_units
 
     # ------------------------------------------------------------ faults
 
@@ -238,7 +236,7 @@ class World:
         if any(entry.digest not in node.disk.durable for entry in earlier.tip.entries.values()):
             node.disk.lose()
         else:
-            node.disk.record, node.disk.earlier = self.conduct.rolled_back(earlier), None
+            node.disk.record, node.disk.earlier = self.cast.rolled_back(earlier), None
 
     def _restore(self, node: Node) -> bool:
         """Gives a peer without a record the newest tip that it is shown; False if none is."""
@@ -249,7 +247,7 @@ class World:
         best = host.disk.record
         record = Record(best.tip, best.certificate, best.parent)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        kept = self.conduct.without_record(node.me, record)
+        kept = self.cast.without_record(node.me, record)
         node.disk = Disk(kept, durable, host.machine.chain.links)
         self.disks[node.me] = node.disk
         return True

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from swarm.protocol.events import Purpose
+from dataclasses import dataclass
+
+from swarm.protocol.events import Purpose, Unobtainable
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
 from swarm.protocol.rounds.attempts import attempt_problem
+from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.checks import proposal_problem
 from swarm.protocol.rounds.contributor import Contributor
-from swarm.protocol.rounds.state import Proposal
+from swarm.protocol.rounds.merger import Merger
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.updates import REFUSALS
 
 MAX_PROPOSALS = 2
 """Different ones of one convener, one after the other, that a member takes up at one height [A7].
 The second may lack the sources that the first was waiting for [C6]."""
 
 
-class Acceptor(Contributor):
+@dataclass(kw_only=True, eq=False)
+class Acceptor(Role):
     """Votes. Only voters of the tip do; trainees and joiners fetch proposals but stay silent."""
 
-    def _forget_height(self) -> None:
-        super()._forget_height()
-        self._claims = {self.me: self._promised().attempt}  # that members have named [A5]
-        self._passed_over = 0  # the highest attempt that was refused as out of turn [A7]
+    blobs: Blobs
+    succession: Succession
+    contributor: Contributor
+    merger: Merger
 
     def _ballot_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Only voters convene, under their own name, and attempt 0 is the first convener's."""
         if ballot.convener != source:
             return f"its ballot belongs to {ballot.convener}"
-        if source not in self._electorate():
+        if source not in self.standing.electorate():
             return "its sender has no vote"
         if ballot.attempt < 1 and (ballot.attempt < 0 or source != self.tip.order[0]):
             return f"attempt {ballot.attempt} is not its sender's"
         if self._is_distrusted(source):
             return "it has proposed at this height what cannot follow the tip"
-        return self._attempt_problem(source, ballot) or self._turn_problem(source, ballot)
+        return self.attempt_problem(source, ballot) or self.turn_problem(source, ballot)
 
-    def _turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+    def turn_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Why it is others' turn: this one's proposals had a vote, or their time, in vain [A7].
 
         Without this, one that takes votes and never announces what they decide would come back each
@@ -44,34 +51,35 @@ class Acceptor(Contributor):
         had = self._what_it_had(source)
         if source == self.me or had is None or ballot.attempt <= had[0]:
             return None
-        # Whoever convenes now has the time that it is given [K1]; all others have it in turn.
-        places = 1 if self._convener() != source else len(self._electorate())
+        # The present convener has the time that it is given [K1]; all others have it in turn.
+        places = 1 if self.succession.convener != source else len(self.standing.electorate())
         limit_s = self.timers.heartbeat_s * (1 + places)
-        if self._now - self._convener_at > limit_s:
+        if self.now - self.succession.convener_at > limit_s:
             return None
-        self._passed_over = max(self._passed_over, ballot.attempt)
+        self.succession.passed_over = max(self.succession.passed_over, ballot.attempt)
         return f"{had[1]}: others convene next"
 
     def _what_it_had(self, convener: PeerId) -> tuple[int, str] | None:
         """With which attempt a convener had its chance at this height; None if it has one yet."""
-        vote = self.record.accepted
+        vote = self.standing.record.accepted
         if vote and vote.ballot.convener == convener:
             return vote.ballot.attempt, f"its attempt {vote.ballot.attempt} had this peer's vote"
-        reign = self._reign
-        if self._convener() == convener and len(reign.proposals) >= MAX_PROPOSALS:
+        reign = self.succession.reign
+        if self.succession.convener == convener and len(reign.proposals) >= MAX_PROPOSALS:
             return reign.last_attempt, f"{len(reign.proposals)} proposals of it came to nothing"
         return None
 
-    def _attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
+    def attempt_problem(self, source: PeerId, ballot: Ballot) -> str | None:
         """Why a member's word of an attempt is not believed; it counts as its word anyhow [A5]."""
         if source == self.me:
             return None
-        self._claims[source] = max(ballot.attempt, self._claims.get(source, 0))
+        claims = self.succession.claims
+        claims[source] = max(ballot.attempt, claims.get(source, 0))
         return attempt_problem(
             ballot,
             source,
-            self._claims,
-            passed_s=self._now - self._applied_at,
+            claims,
+            passed_s=self.now - self.standing.applied_at,
             takeover_s=self.timers.poll_s,
         )
 
@@ -81,71 +89,73 @@ class Acceptor(Contributor):
         Members that hear it no longer replace it as a silent one, however often it asks [K1]. Not
         to promise is always safe.
         """
-        return convener in self._distrusted
+        return convener in self.succession.distrusted
 
-    def _hear_convener(self, source: PeerId, what: str, ballot: Ballot) -> bool:
+    def hear_convener(self, source: PeerId, what: str, ballot: Ballot) -> bool:
         """Whether to handle a convener's message; a convener that was overtaken is told so."""
         problem = self._ballot_problem(source, ballot)
         if problem:
-            self._refuse(source, what, problem)
+            self.out.refuse(source, what, problem)
             return False
         if not self._may_follow(ballot):
-            self._post(source, self._ready(self._promised()))
+            self.out.post(source, self.contributor.ready(self.standing.promised()))
             return False
-        self._note_ballot(ballot)
-        if ballot == self._top:
-            self._convener_at = self._now
+        self.succession.note_ballot(ballot)
+        if ballot == self.succession.top:
+            self.succession.convener_at = self.now
         return True
 
     def _may_follow(self, ballot: Ballot) -> bool:
         """Whether no higher ballot was promised [A1, A2]."""
-        return self.record.promised is None or ballot >= self.record.promised
+        promised = self.standing.record.promised
+        return promised is None or ballot >= promised
 
-    def _on_prepare(self, source: PeerId, prepare: Prepare) -> None:
+    def on_prepare(self, source: PeerId, prepare: Prepare) -> None:
         """Promises and answers with offer and vote [A1]."""
         ballot = prepare.ballot
-        if not self._hear_convener(source, "PREPARE", ballot):
+        if not self.hear_convener(source, "PREPARE", ballot):
             return
-        if ballot == self._top:
-            self._collected_at = self._now  # how long that may last is the convener's matter [C7]
-        if self._may_vote():
-            if ballot.attempt >= 1 and ballot != self.record.promised:
-                self._persist_promise(ballot)
-            self._post(source, self._ready(ballot))
-        elif self.is_member:
-            # Who abstains, or has no vote, contributes; what it says under attempt 0 is no promise.
-            self._post(source, self._ready(Ballot(0, self.tip.order[0])))
+        if ballot == self.succession.top:
+            # How long that may last is the convener's matter [C7].
+            self.succession.collected_at = self.now
+        if self.standing.may_vote():
+            if ballot.attempt >= 1 and ballot != self.standing.record.promised:
+                self.standing.persist_promise(ballot)
+            self.out.post(source, self.contributor.ready(ballot))
+        elif self.standing.is_member:
+            # A member that abstains, or has no vote, contributes; attempt 0 is no promise.
+            self.out.post(source, self.contributor.ready(Ballot(0, self.tip.order[0])))
 
-    def _on_propose(self, source: PeerId, propose: Propose) -> None:
+    def on_propose(self, source: PeerId, propose: Propose) -> None:
         """Starts to bring the proposal here; a repeated one gets the same vote again [A2]."""
         ballot, manifest = propose.ballot, propose.manifest
-        if not self._hear_convener(source, "PROPOSE", ballot):
+        if not self.hear_convener(source, "PROPOSE", ballot):
             return
         if self._has_accepted(ballot, manifest):
-            self._post(source, self._signed_accept(ballot, manifest.digest))
+            self.out.post(source, self.standing.signed_accept(ballot, manifest.digest))
             return
         if self._voted_otherwise(ballot):
             return
-        running = self._proposal
+        running = self.blobs.proposal
         if running and ballot < running.ballot:
             return
         if running and running.manifest.digest == manifest.digest:
             running.ballot = ballot
             self._add_holders(running, propose.holders)
         else:
-            # What this peer proposes it has just composed, or has checked when it took it up [C2].
+            # A proposal of this peer was just composed, or was checked when it was taken up [C2].
             is_own = source == self.me
-            problem = None if is_own else self._proposal_problem(manifest, propose.evidence)
+            problem = None if is_own else self.proposal_problem(manifest, propose.evidence)
             if problem:
-                self._refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
-                self._distrusted.add(source)
+                self.out.refuse(source, "PROPOSE", f"manifest {manifest.digest[:12]}: {problem}")
+                self.succession.distrusted.add(source)
                 return
-            self._take_up_proposal(propose)
-        self._pursue_proposal()
+            self._take_up(propose)
+        self.pursue()
 
     def _has_accepted(self, ballot: Ballot, manifest: Manifest) -> bool:
         """Whether this very vote was cast; it is repeated for the asking [A2]."""
-        vote = self.record.accepted
+        vote = self.standing.record.accepted
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
     def _voted_otherwise(self, ballot: Ballot) -> bool:
@@ -153,26 +163,28 @@ class Acceptor(Contributor):
 
         An honest convener never asks for it; so it is a second line behind [P3] and [C6].
         """
-        return self.record.accepted is not None and self.record.accepted.ballot == ballot
+        vote = self.standing.record.accepted
+        return vote is not None and vote.ballot == ballot
 
-    def _proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
+    def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
         """Why a manifest does not follow from the tip and its evidence [H1b, A6, M5].
 
         Merged values are never judged.
         """
-        due = self._is_due(self.tip)
+        due = self.standing.is_due(self.tip)
         return proposal_problem(manifest, evidence, self.tip, self.rules, due=due)
 
-    def _take_up_proposal(self, propose: Propose) -> None:
-        self._reign.proposals.add(propose.manifest.digest)
-        self._reign.last_attempt = propose.ballot.attempt
-        self._cancel_fetch(Purpose.PROPOSAL, self._proposal)
-        self._proposal = Proposal(
+    def _take_up(self, propose: Propose) -> None:
+        reign = self.succession.reign
+        reign.proposals.add(propose.manifest.digest)
+        reign.last_attempt = propose.ballot.attempt
+        self.blobs.cancel_fetch(Purpose.PROPOSAL, self.blobs.proposal)
+        self.blobs.proposal = Proposal(
             propose.manifest,
-            self._missing(propose.manifest),
+            self.blobs.missing(propose.manifest),
             propose.holders,
-            since=self._now,
-            progress_at=self._now,
+            since=self.now,
+            progress_at=self.now,
             ballot=propose.ballot,
             evidence=propose.evidence,
         )
@@ -180,43 +192,54 @@ class Acceptor(Contributor):
     def _add_holders(self, proposal: Proposal, holders: tuple[PeerId, ...]) -> None:
         """Asks peers that have all blobs by now, but does not start over for a mere repeat."""
         new = [peer for peer in holders if peer not in proposal.sources]
-        idle_s = self._now - proposal.progress_at
+        idle_s = self.now - proposal.progress_at
         if new and (proposal.failed or idle_s > self.timers.heartbeat_s):
             proposal.sources = (*new, *proposal.sources)
             proposal.is_fetching = False
 
-    def _pursue_proposal(self) -> None:
-        proposal = self._proposal
+    def pursue(self) -> None:
+        """Takes the proposal, if there is one, a step nearer to a vote."""
+        proposal = self.blobs.proposal
         if proposal is None:
             return
         if self._may_accept(proposal):
             self._vote(proposal)
-        elif self._is_complete(proposal):
-            self._start_sync(proposal)
+        elif self.blobs.is_complete(proposal):
+            self.blobs.start_sync(proposal)
         elif not (
-            proposal.is_fetching or self._is_caught_up(proposal) or self._awaits_own_merge(proposal)
+            proposal.is_fetching
+            or self._is_caught_up(proposal)
+            or self.merger.awaits_own_merge(proposal)
         ):
-            self._start_fetch(Purpose.PROPOSAL, proposal, [proposal.ballot.convener])
+            self.blobs.start_fetch(Purpose.PROPOSAL, proposal, [proposal.ballot.convener])
 
     def _is_caught_up(self, proposal: Proposal) -> bool:
         """Whether the same manifest is already being fetched because it was decided."""
         digest = proposal.manifest.digest
-        return self._catch_up is not None and self._catch_up.manifest.digest == digest
+        return self.blobs.catch_up is not None and self.blobs.catch_up.manifest.digest == digest
 
     def _may_accept(self, proposal: Proposal) -> bool:
         """Whether a vote may be cast: all blobs are durable here, no higher promise [A2, P2]."""
         return (
-            self._may_vote()
+            self.standing.may_vote()
             and self._may_follow(proposal.ballot)
-            and self._is_complete(proposal)
-            and proposal.manifest.digest in self._synced
+            and self.blobs.is_complete(proposal)
+            and proposal.manifest.digest in self.blobs.synced
         )
 
     def _vote(self, proposal: Proposal) -> None:
         """Writes the vote down, then sends it [P2]."""
-        self._persist_accepted(Accepted(proposal.ballot, proposal.manifest, proposal.evidence))
-        self._proposal = None
-        self._post(
-            proposal.ballot.convener,
-            self._signed_accept(proposal.ballot, proposal.manifest.digest),
-        )
+        ballot, manifest = proposal.ballot, proposal.manifest
+        self.standing.persist_accepted(Accepted(ballot, manifest, proposal.evidence))
+        self.blobs.proposal = None
+        self.out.post(ballot.convener, self.standing.signed_accept(ballot, manifest.digest))
+
+    def judge_proposer(self, event: Unobtainable) -> None:
+        """A convener that proposes a value of its own that is refused is not followed [A4, U1]."""
+        proposal = self.blobs.proposal
+        if proposal is None or event.reason not in REFUSALS:
+            return
+        unit, convener = proposal.missing.get(event.digest), proposal.ballot.convener
+        if unit and proposal.manifest.entries[unit].source == convener:
+            self.out.refuse(convener, "PROPOSE", f"its value of {unit}: {event.reason}")
+            self.succession.distrusted.add(convener)

@@ -7,15 +7,7 @@ from enum import Enum
 
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
-from swarm.protocol.messages import (
-    Ballot,
-    Evidence,
-    Offer,
-    Ready,
-    ReducedUnit,
-    Report,
-    Signature,
-)
+from swarm.protocol.messages import Ballot, Evidence, Offer, Ready, ReducedUnit, Report, Signature
 from swarm.protocol.rounds.grounds import Grounds
 from swarm.protocol.rounds.rosters import Plan
 
@@ -38,6 +30,15 @@ class Promise:
     """How long they will have taken then."""
     final_at: float
     """Until then it may say something else: half of the time that it said first."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a campaign has found to propose, and why."""
+
+    manifest: Manifest
+    evidence: Evidence | None
+    why: str
 
 
 @dataclass

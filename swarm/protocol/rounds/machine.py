@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
 
+from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
     Discovered,
     Effect,
@@ -14,6 +16,7 @@ from swarm.protocol.events import (
     MergeComputed,
     Offered,
     Received,
+    Record,
     Stored,
     Synced,
     SyncFailed,
@@ -23,7 +26,8 @@ from swarm.protocol.events import (
     UnitReduced,
     Unobtainable,
 )
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.invitation import Invitation
+from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     Accept,
     Accepted,
@@ -38,117 +42,260 @@ from swarm.protocol.messages import (
     Reduced,
     Roster,
 )
-from swarm.protocol.rounds.campaign import Stage
 from swarm.protocol.rounds.checks import proposal_problem
-from swarm.protocol.rounds.forks import Forks
-from swarm.protocol.rounds.rules import Phase
-from swarm.protocol.rounds.takeover import Takeover
-from swarm.protocol.updates import REFUSALS
-
-MAX_EARLY = 2048
-
-
-@dataclass(frozen=True)
-class CampaignInfo:
-    """Who convenes this height, for people."""
-
-    convener: PeerId
-    attempt: int
-    stage: str
-    """Of this peer's own campaign; empty when another convenes."""
-    age_s: float
+from swarm.protocol.rounds.parts import Parts, made
+from swarm.protocol.rounds.phases import CampaignInfo, Phase, campaign_info, phase_of
+from swarm.protocol.rounds.rules import Randomness, Rules
+from swarm.protocol.rounds.state import Life, Peer, Sign, Work, unsigned
+from swarm.protocol.trust import Chain, Foothold
 
 
-class RoundMachine(Forks, Takeover):
+class RoundMachine:
     """One peer's part in agreeing on manifests.
 
     Hand every event to `handle` and carry the returned effects out in order. It never raises on
     what other peers sent: refused things give `Reason(REFUSED, ...)`. `timers` may be replaced
     between events.
+
+    What a shell may use besides is public and listed under "for the shell".
     """
+
+    parts: ClassVar[Parts] = Parts()
+
+    def __init__(
+        self,
+        me: PeerId,
+        capacity: float,
+        rules: Rules,
+        timers: Timers,
+        record: Record,
+        *,
+        stored: Iterable[Digest],
+        now: float,
+        random: Randomness,
+        sign: Sign = unsigned,
+        is_dialable: bool = True,
+        chain: Chain | None = None,
+        invitation: Invitation | None = None,
+    ) -> None:
+        self._peer = Peer(
+            me=me,
+            capacity=capacity,
+            rules=rules,
+            timers=timers,
+            now=now,
+            random=random,
+            sign=sign,
+            is_dialable=is_dialable,
+            invitation=invitation,
+        )
+        self._life = Life(now, now, now)
+        self._work = Work()
+        self._standing = self.parts.standing(self._peer, record, chain)
+        self._out = self._standing.out
+        self._put_together(set(stored))
+
+    def _put_together(self, stored: set[Digest]) -> None:
+        """Makes every part with the records and roles below it that its fields name."""
+        parts = self.parts
+        known: dict[str, Any] = {
+            "standing": self._standing,
+            "life": self._life,
+            "work": self._work,
+            "stored": stored,
+            "forget_height": self._forget_height,
+            "begin_height": self._begin_height,
+        }
+        known["contacts"] = self._contacts = made(parts.contacts, known)
+        known["blobs"] = self._blobs = made(parts.blobs, known)
+        known["succession"] = self._succession = made(parts.succession, known)
+        known["merger"] = self._merger = made(parts.merger, known)
+        known["contributor"] = self._contributor = made(parts.contributor, known)
+        known["acceptor"] = self._acceptor = made(parts.acceptor, known)
+        self._reducer = made(parts.reducer, known)
+        known["collector"] = self._collector = made(parts.collector, known)
+        known["averaging"] = made(parts.averaging, known)
+        known["proposer"] = self._proposer = made(parts.proposer, known)
+        known["convener"] = self._convener = made(parts.convener, known)
+        self._takeover = made(parts.takeover, known)
+        known["gossip"] = self._gossip = made(parts.gossip, known)
+        known["forks"] = self._forks = made(parts.forks, known)
+        known["adopter"] = self._adopter = made(parts.adopter, known)
+        self._listener = made(parts.listener, known)
+        self._reformer = made(parts.reformer, known)
+
+    # ------------------------------------------------------------ events
 
     def start(self, now: float) -> list[Effect]:
         """Boots: listens to the others before it says anything [B1]."""
-        self._now = self._event_at = now
-        self._applied_at = now
-        self._listen()
+        self._peer.now = self._life.event_at = self._standing.applied_at = now
+        self._listener.listen()
         return self._finish()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Takes one event in; returns what is to be done, in order."""
-        self._now = now
-        if self._was_paused():
-            self._explain(
+        self._peer.now = now
+        if self._listener.was_paused():
+            self._out.explain(
                 Topic.TAKEOVER,
-                f"nothing happened for {now - self._event_at:.1f} s (limit "
+                f"nothing happened for {now - self._life.event_at:.1f} s (limit "
                 f"{self.timers.patience_s:.1f}): listens before it goes on",
             )
-            self._listen()
-        self._event_at = now
+            self._listener.listen()
+        self._life.event_at = now
         self._dispatch(event)
         return self._finish()
 
     def _finish(self) -> list[Effect]:
         """Delivers what this peer sent to itself, then hands the effects over."""
-        while self._inbox:
-            source, header, message = self._inbox.popleft()
-            self._receive(source, header, message)
-        effects, self._effects = self._effects, []
-        return effects
+        to_self = self._out.to_self
+        while to_self:
+            self._receive(*to_self.popleft())
+        return self._out.take()
 
     def _dispatch(self, event: Event) -> None:
         if isinstance(event, Received):
             self._receive(event.source, event.header, event.message)
-            if self._is_listening and self._have_spoken():
-                self._end_listening()
+            if self._life.is_listening and self._listener.have_spoken():
+                self._listener.end()
         elif isinstance(event, Tick):
             self._tick()
         elif isinstance(event, Stored):
-            self._have([event.digest])
+            self._blobs.have([event.digest])
             self._after_blob()
         elif isinstance(event, Synced):
-            self._syncing.pop(event.manifest, None)
-            self._note_synced(event.manifest)
-            self._pursue_proposal()
-            self._pursue_catch_up()
+            self._blobs.note_synced(event.manifest)
+            self._pursue()
         elif isinstance(event, SyncFailed):
-            self._on_sync_failed(event)
+            self._blobs.on_sync_failed(event)
         elif isinstance(event, Unobtainable):
             self._on_unobtainable(event)
         elif isinstance(event, Undeliverable):
-            self._gone.add(event.peer)
+            self._contacts.gone.add(event.peer)
         elif isinstance(event, UnitReduced):
-            self._on_unit_reduced(event)
+            self._reducer.on_unit_reduced(event)
         elif isinstance(event, MergeComputed):
-            self._on_merge_computed(event)
+            if self._merger.take(event):
+                self._pursue()
+                self._convener.advance()
         elif isinstance(event, Offered):
-            self._on_offered(event.offer)
+            self._contributor.on_offered(event.offer)
         elif isinstance(event, Expected):
-            self._on_expected(event)
+            self._contributor.on_expected(event)
         elif isinstance(event, LeaveAsked):
-            self._on_leave_asked()
+            self._contributor.on_leave_asked()
         elif isinstance(event, Discovered):
-            self._on_discovered(event)
+            self._gossip.on_discovered(event)
         elif isinstance(event, HeadsFound):
-            self._on_heads_found(event)
+            self._adopter.on_heads_found(event)
 
     def _tick(self) -> None:
-        self._tick_catch_up()
-        self._tick_leaving()
-        if self._has_left:
+        self._adopter.tick()
+        self._contributor.tick_leaving()
+        if self._life.has_left:
             return
-        if self._is_listening:
-            self._tick_listening()
+        if self._life.is_listening:
+            self._listener.tick()
             return
-        if self._now >= self._next_hello:
-            self._tick_membership()
-        self._tick_hello()
-        self._pursue_proposal()
-        self._tick_campaign()
-        self._tick_takeover()
-        self._tick_reform()
+        if self._peer.now >= self._gossip.next_hello:
+            self._contributor.tick_membership()
+        self._gossip.tick()
+        self._acceptor.pursue()
+        self._convener.tick()
+        self._takeover.tick()
+        self._reformer.tick()
 
-    # ------------------------------------------------------------ messages
+    def _receive(self, source: PeerId, header: Header, message: Message) -> None:
+        self._contacts.gone.discard(source)
+        if header.generation == self.tip.generation and source != self.me:
+            self._contacts.heard[source] = self._peer.now  # [H3]
+        if self._life.has_left and not isinstance(message, Hello):
+            return
+        if self._listener.may_handle(header, message):
+            self._handle_message(source, header, message)
+            return
+        self._listener.keep_early(source, header, message)
+        self._gossip.align(source, header)
+
+    def _handle_message(self, source: PeerId, header: Header, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._gossip.on_hello(source, header, message)
+        elif isinstance(message, Commit):
+            self._adopter.on_commit(source, message)
+        elif isinstance(message, Prepare):
+            self._acceptor.on_prepare(source, message)
+        elif isinstance(message, Ready):
+            self._convener.on_ready(source, message)
+        elif isinstance(message, Roster):
+            self._reducer.on_roster(source, message)
+        elif isinstance(message, Reduced):
+            self._convener.on_reduced(source, message)
+        elif isinstance(message, Propose):
+            self._acceptor.on_propose(source, message)
+        elif isinstance(message, Accept):
+            self._convener.on_accept(source, message)
+
+    # ------------------------------------------------------------ blobs
+
+    def _pursue(self) -> None:
+        self._acceptor.pursue()
+        self._adopter.pursue()
+
+    def _after_blob(self) -> None:
+        blobs = self._blobs
+        if blobs.proposal and not blobs.proposal.missing:
+            self._acceptor.pursue()
+        if blobs.catch_up and not blobs.catch_up.missing:
+            self._adopter.pursue()
+        self._reducer.after_blob()
+
+    def _on_unobtainable(self, event: Unobtainable) -> None:
+        if event.peer == self.me:
+            self._blobs.lose(event.digest)
+            self._pursue()
+            return
+        self._reducer.note_missing(event)
+        self._blobs.note_failed(event)
+        self._acceptor.judge_proposer(event)
+
+    # ------------------------------------------------------------ heights
+
+    def _forget_height(self, old: Record) -> None:
+        """Everybody forgets what referred to the height after the old tip."""
+        standing, work = self._standing, self._work
+        self._out.header = standing.header()
+        standing.applied_at = self._peer.now
+        self._blobs.drop_proposal()
+        self._reducer.forget_height()
+        self._contributor.forget_height()
+        self._merger.forget_height()
+        self._succession.forget_height()
+        self._takeover.forget_height()
+        # A reform finds local steps done: a peer that has finished them offers at once.
+        steps_s = work.steps_s if self.tip.kind is not Kind.REFORM else None
+        work.forget_height(None if steps_s is None else self._peer.now + steps_s)
+        self._contacts.forget_height(is_new_generation=self.tip.generation != old.tip.generation)
+        self._forks.forget_height()
+
+    def _begin_height(self) -> None:
+        """Starts what a new tip, or the end of listening, allows."""
+        life, standing = self._life, self._standing
+        if life.is_listening or life.has_left:
+            return
+        self._merger.start()
+        self._listener.replay_early()
+        if standing.is_alone and standing.abstains():
+            # It may have decided this height already, and others may hold that.
+            self._reformer.reform("the only member has lost its record and casts no vote")
+        elif standing.may_vote() and self._collector.may_use_ballot_zero():
+            self._convener.start(Ballot(0, self.me), {})
+        elif standing.decides_alone and standing.may_vote() and self._succession.campaign is None:
+            self._takeover.take_over("this peer is the only voter")
+        elif not standing.is_member or self._work.offer or life.is_leaving:
+            self._contributor.say_ready()
+        self._adopter.pursue()
+
+    # ------------------------------------------------------------ for the shell
 
     def foresee(self, message: Message) -> None:
         """Works out what takes long of a message that is about to be received; changes nothing.
@@ -158,155 +305,90 @@ class RoundMachine(Forks, Takeover):
         shown = message.accepted if isinstance(message, Ready) else message
         tip = self.tip
         if isinstance(shown, Propose | Accepted) and shown.manifest.parent == tip.digest:
-            due = self._is_due(tip)
+            due = self.merge_is_due(tip)
             proposal_problem(shown.manifest, shown.evidence, tip, self.rules, due=due)
 
-    def _receive(self, source: PeerId, header: Header, message: Message) -> None:
-        self._gone.discard(source)
-        if header.generation == self.tip.generation and source != self.me:
-            self._heard[source] = self._now  # [H3]
-        if self._has_left and not isinstance(message, Hello):
-            return
-        if self._may_handle(header, message):
-            self._handle_message(source, header, message)
-            return
-        self._keep_early(source, header, message)
-        if header.code < self.tip.code:
-            self._tell_tip(source, header.code)
-        elif header.code > self.tip.code:
-            self._ask_tip(source)
+    def foothold(self) -> Foothold:
+        """From where the shell judges the proofs of strangers, before it fetches what they name."""
+        pursued = self.pursued
+        return Foothold(self.chain, pursued.blob if pursued else None)
 
-    def _handle_message(self, source: PeerId, header: Header, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._on_hello(source, header, message)
-        elif isinstance(message, Commit):
-            self._on_commit(source, message)
-        elif isinstance(message, Prepare):
-            self._on_prepare(source, message)
-        elif isinstance(message, Ready):
-            self._on_ready(source, message)
-        elif isinstance(message, Roster):
-            self._on_roster(source, message)
-        elif isinstance(message, Reduced):
-            self._on_reduced(source, message)
-        elif isinstance(message, Propose):
-            self._on_propose(source, message)
-        elif isinstance(message, Accept):
-            self._on_accept(source, message)
+    def merge_is_due(self, manifest: Manifest) -> bool:
+        """Whether the successor of this manifest must be a merge [M1]."""
+        return self._standing.is_due(manifest)
 
-    def _keep_early(self, source: PeerId, header: Header, message: Message) -> None:
-        """Keeps what belongs to a tip that this peer is about to have, as the network might [C1].
+    @property
+    def me(self) -> PeerId:
+        """This peer."""
+        return self._peer.me
 
-        The newest of each kind and peer; the rest is repeated anyway.
-        """
-        if header.code >= self.tip.code and len(self._early) < MAX_EARLY:
-            self._early[source, type(message)] = (header, message)
+    @property
+    def rules(self) -> Rules:
+        """Of the run."""
+        return self._peer.rules
 
-    def _replay_early(self) -> None:
-        early, self._early = self._early, {}
-        for (source, kind), (header, message) in early.items():
-            if header.tip == self.tip.digest:
-                self._inbox.append((source, header, message))
-            elif header.code > self.tip.code:
-                self._early[source, kind] = (header, message)
+    @property
+    def timers(self) -> Timers:
+        """As they are now, in seconds."""
+        return self._peer.timers
 
-    # ------------------------------------------------------------ blobs
+    @timers.setter
+    def timers(self, timers: Timers) -> None:
+        self._peer.timers = timers
 
-    def _after_blob(self) -> None:
-        if self._proposal and not self._proposal.missing:
-            self._pursue_proposal()
-        if self._catch_up and not self._catch_up.missing:
-            self._pursue_catch_up()
-        if self._job and self._job.is_fetching:
-            self._reduce_complete_units()
+    @property
+    def record(self) -> Record:
+        """What outlasts a crash."""
+        return self._standing.record
 
-    def _on_unobtainable(self, event: Unobtainable) -> None:
-        if event.peer == self.me:
-            self._lose(event.digest)
-            self._pursue_proposal()
-            self._pursue_catch_up()
-            return
-        if self._job and event.digest not in self._stored:
-            self._job.failed.setdefault(event.digest, {})[event.peer] = event.reason
-        for pursuit in (self._proposal, self._catch_up):
-            if pursuit and event.digest in pursuit.missing:
-                pursuit.failed.setdefault(event.digest, set()).add(event.peer)
-        self._judge_proposer(event)
+    @property
+    def chain(self) -> Chain:
+        """Heads behind the tip, to prove it to those that have another one."""
+        return self._standing.chain
 
-    def _judge_proposer(self, event: Unobtainable) -> None:
-        """A convener that proposes a value of its own that is refused is not followed [A4, U1]."""
-        proposal = self._proposal
-        if proposal is None or event.reason not in REFUSALS:
-            return
-        unit, convener = proposal.missing.get(event.digest), proposal.ballot.convener
-        if unit and proposal.manifest.entries[unit].source == convener:
-            self._refuse(convener, "PROPOSE", f"its value of {unit}: {event.reason}")
-            self._distrusted.add(convener)
+    @property
+    def tip(self) -> Manifest:
+        """The newest manifest this peer has applied."""
+        return self._standing.record.tip
 
-    def _on_sync_failed(self, event: SyncFailed) -> None:
-        """Whatever still needs this manifest durable tries again with the next tick [A3]."""
-        self._syncing.pop(event.manifest, None)
-        for pursuit in (self._proposal, self._catch_up):
-            if pursuit and pursuit.manifest.digest == event.manifest:
-                pursuit.is_syncing = False
-                self._explain(
-                    Topic.ROUND,
-                    f"height {pursuit.manifest.height} is not durable here, {len(pursuit.missing)} "
-                    f"blobs missing, so it is neither accepted nor applied yet: {event.reason}",
-                )
+    @property
+    def pursued(self) -> Manifest | None:
+        """The decided manifest whose blobs are being brought here, if there is one."""
+        pursuit = self._blobs.catch_up
+        return pursuit.manifest if pursuit else None
 
-    # ------------------------------------------------------------ heights
+    @property
+    def reduced_units(self) -> Collection[Unit]:
+        """Units that fall to this peer in the roster that is out."""
+        job = self._reducer.job
+        return job.inputs.keys() if job else ()
 
-    def _begin_height(self) -> None:
-        if self._is_listening or self._has_left:
-            return
-        self._start_merge()
-        self._replay_early()
-        if self._is_alone and self._abstains():
-            # It may have decided this height already, and others may hold that.
-            self._reform("the only member has lost its record and casts no vote")
-        elif self._may_vote() and self._may_use_ballot_zero():
-            self._start_campaign(Ballot(0, self.me), {})
-        elif self._decides_alone and self._may_vote() and self._campaign is None:
-            self._take_over("this peer is the only voter")
-        elif not self.is_member or self._offer or self.is_leaving:
-            self._say_ready()
-        self._pursue_catch_up()
+    @property
+    def listened_at(self) -> float:
+        """When this peer began to listen last, in seconds of the shell's clock [B1, B2]."""
+        return self._life.boot_at
 
-    # ------------------------------------------------------------ for people
+    @property
+    def is_listening(self) -> bool:
+        """Whether it hears what the others have before it says anything [B1]."""
+        return self._life.is_listening
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this peer's work counts."""
+        return self._standing.is_member
+
+    @property
+    def reason(self) -> str:
+        """Last sentence that explained a decision."""
+        return self._out.reason
 
     @property
     def phase(self) -> Phase:
         """What this peer is doing now."""
-        if self._has_left:
-            return Phase.LEFT
-        if self._is_listening:
-            return Phase.LISTENING
-        if self._catch_up:
-            return Phase.CATCHING_UP
-        if self.is_leaving:
-            return Phase.LEAVING
-        if not self.is_member:
-            return Phase.JOINING
-        if self._is_due(self.tip):
-            return Phase.MERGING
-        if self._proposal or self.record.accepted:
-            return Phase.ACCEPTING
-        if self._job and not self._job.is_done:
-            return Phase.REDUCING
-        return Phase.OFFERED if self._offer else Phase.TRAINING
+        return phase_of(self._life, self._standing, self._blobs, self._work, self._reducer.job)
 
     @property
     def campaign(self) -> CampaignInfo:
         """Who convenes this height as far as this peer knows."""
-        own = self._campaign
-        top = max(self._promised(), self._top or self._promised())
-        return CampaignInfo(
-            convener=top.convener,
-            attempt=top.attempt,
-            stage=own.stage.value if own else "",
-            age_s=self._now - (own.started_at if own else self._top_since),
-        )
-
-
-__all__ = ["CampaignInfo", "Phase", "RoundMachine", "Stage"]
+        return campaign_info(self._succession)

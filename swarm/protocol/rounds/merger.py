@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from swarm.protocol.events import ComputeMerge, MergeComputed, Topic
-from swarm.protocol.manifest import Kind
-from swarm.protocol.rounds.reducer import Reducer
-from swarm.protocol.rounds.state import Pursuit
+from swarm.protocol.manifest import Digest, Kind, Unit
+from swarm.protocol.messages import ReducedUnit
+from swarm.protocol.rounds.blobs import Blobs, Pursuit
+from swarm.protocol.rounds.standing import Role
 
 
-class Merger(Reducer):
+@dataclass(kw_only=True, eq=False)
+class Merger(Role):
     """Computes the merge of a due tip."""
 
-    def _start_merge(self) -> None:
+    blobs: Blobs
+    merged: dict[Unit, ReducedUnit] | None = field(init=False, default=None)
+    """The own result for the tip."""
+    _asked_for: Digest | None = field(init=False, default=None)
+
+    def forget_height(self) -> None:
+        """Begins anew with a new tip."""
+        self.merged = None
+
+    def start(self) -> None:
         """Has the merge computed; the result belongs to the tip, not to a campaign [M2]."""
-        if self._is_due(self.tip) and self._merge_asked != self.tip.digest:
-            self._merge_asked = self.tip.digest
-            self._explain(
+        if self.standing.is_due(self.tip) and self._asked_for != self.tip.digest:
+            self._asked_for = self.tip.digest
+            self.out.explain(
                 Topic.ROUND,
                 f"merge due at step {self.tip.step}: {self.tip.merged} merges done, interval "
                 f"{self.rules.merging.interval_steps} steps",
             )
-            self._effects.append(ComputeMerge(self.tip))
+            self.out.emit(ComputeMerge(self.tip))
 
-    def _on_merge_computed(self, event: MergeComputed) -> None:
-        self._have([unit.digest for unit in event.units.values()])
+    def take(self, event: MergeComputed) -> bool:
+        """Notes what was computed; whether it is for the tip."""
+        self.blobs.have([unit.digest for unit in event.units.values()])
         if event.tip != self.tip.digest or event.units.keys() != self.rules.expert_units.keys():
-            return
-        self._merged = dict(event.units)
-        self._pursue_proposal()
-        self._pursue_catch_up()
-        self._advance_campaign()
+            return False
+        self.merged = dict(event.units)
+        return True
 
-    def _awaits_own_merge(self, pursuit: Pursuit) -> bool:
+    def awaits_own_merge(self, pursuit: Pursuit) -> bool:
         """Whether to wait for the own result, up to 2 T_red, before fetching others' bits [M6]."""
         return (
             pursuit.manifest.kind is Kind.MERGE
             and pursuit.manifest.parent == self.tip.digest
-            and self._merge_asked == self.tip.digest
-            and self._merged is None
-            and self._now - pursuit.since < 2 * self.timers.reduce_s
+            and self._asked_for == self.tip.digest
+            and self.merged is None
+            and self.now - pursuit.since < 2 * self.timers.reduce_s
         )

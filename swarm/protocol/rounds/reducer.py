@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from swarm.protocol.events import BlobWanted, CancelFetch, Fetch, Purpose, Reduce, UnitReduced
+from swarm.protocol.events import (
+    BlobWanted,
+    CancelFetch,
+    Fetch,
+    Purpose,
+    Reduce,
+    UnitReduced,
+    Unobtainable,
+)
 from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Reduced, Roster, reduced_statement
 from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.deals import work_of
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.state import Work
 from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
 from swarm.protocol.weights import weights
 
+RELIEF_ROUNDS = 4
+"""A reducer that got stuck is one again only after so many rounds."""
 
-class Reducer(Acceptor):
+
+@dataclass(kw_only=True, eq=False)
+class Reducer(Role):
     """Averages the units that fall to this peer."""
 
-    def _on_roster(self, source: PeerId, roster: Roster) -> None:
-        if not self._hear_convener(source, "ROSTER", roster.ballot) or not roster.offers:
+    blobs: Blobs
+    work: Work
+    contributor: Contributor
+    acceptor: Acceptor
+    job: Job | None = field(init=False, default=None)
+
+    def forget_height(self) -> None:
+        """Ends the job with the height."""
+        if self.job and not self.job.is_done:
+            # The round did without: peers that it did not reach now it will not in a minute [C4].
+            self.work.reduces_from = self.tip.round + RELIEF_ROUNDS
+        self._cancel_job()
+
+    def on_roster(self, source: PeerId, roster: Roster) -> None:
+        """Starts to average what falls to this peer; a repeated one gets the same report."""
+        if not self.acceptor.hear_convener(source, "ROSTER", roster.ballot) or not roster.offers:
             return  # without offers it is only a heartbeat
-        if self._job and self._job.roster_id == roster.roster_id:
-            self._job.ballot = roster.ballot
-            self._report()
+        if self.job and self.job.roster_id == roster.roster_id:
+            self.job.ballot = roster.ballot
+            self._report(self.job)
             return
         problem = self._roster_problem(roster)
         if problem:
-            self._refuse(source, "ROSTER", problem)
+            self.out.refuse(source, "ROSTER", problem)
             return
         self._start_job(roster)
 
     def _roster_problem(self, roster: Roster) -> str | None:
         for peer, offer in roster.offers.items():
-            problem = self._offer_problem(peer, offer)
+            problem = self.contributor.offer_problem(peer, offer)
             if problem:
                 return f"offer of {peer}: {problem}"
         return None
@@ -45,48 +76,51 @@ class Reducer(Acceptor):
         inputs = {unit: sources[unit] for unit, peer in reducers.items() if peer == self.me}
         if not inputs:
             return
-        job = self._job = Job(roster.ballot, roster.roster_id, inputs, work_of(roster.offers))
+        job = self.job = Job(roster.ballot, roster.roster_id, inputs, work_of(roster.offers))
         offers: dict[str, dict[PeerId, None]] = {}
         wants: list[tuple[Unit, Digest]] = []
         for unit, values in inputs.items():
             for peer, digest in values:
                 offers.setdefault(digest, {})[peer] = None
-                if digest not in self._stored and len(offers[digest]) == 1:
+                if digest not in self.blobs.stored and len(offers[digest]) == 1:
                     wants.append((unit, digest))
         if wants:
             job.is_fetching = True
-            self._effects.append(
-                Fetch(
-                    Purpose.REDUCE,
-                    tuple(
-                        BlobWanted(
-                            unit,
-                            digest,
-                            self.rules.unit_bytes[unit],
-                            tuple(offers[digest]),
-                            self._bound(unit, offers[digest], job.work),
-                        )
-                        for unit, digest in wants
-                    ),
+            fetched = tuple(
+                BlobWanted(
+                    unit,
+                    digest,
+                    self.rules.unit_bytes[unit],
+                    tuple(offers[digest]),
+                    self.blobs.bound(unit, offers[digest], job.work),
                 )
+                for unit, digest in wants
             )
-        self._reduce_complete_units()
+            self.out.emit(Fetch(Purpose.REDUCE, fetched))
+        self._reduce_complete_units(job)
 
     def _cancel_job(self) -> None:
-        if self._job and self._job.is_fetching:
-            self._effects.append(CancelFetch(Purpose.REDUCE))
-        self._job = None
+        if self.job and self.job.is_fetching:
+            self.out.emit(CancelFetch(Purpose.REDUCE))
+        self.job = None
 
-    def _reduce_complete_units(self) -> None:
-        job = self._job
-        if job is None:
-            return
+    def note_missing(self, event: Unobtainable) -> None:
+        """An input that a peer did not give."""
+        if self.job and event.digest not in self.blobs.stored:
+            self.job.failed.setdefault(event.digest, {})[event.peer] = event.reason
+
+    def after_blob(self) -> None:
+        """Something arrived."""
+        if self.job and self.job.is_fetching:
+            self._reduce_complete_units(self.job)
+
+    def _reduce_complete_units(self, job: Job) -> None:
         for unit, values in job.inputs.items():
-            if unit in job.asked or any(digest not in self._stored for _, digest in values):
+            if unit in job.asked or any(digest not in self.blobs.stored for _, digest in values):
                 continue
             job.asked.add(unit)
             weighed = self._weights(job.work, [peer for peer, _ in values])
-            self._effects.append(Reduce(job.roster_id, unit, values, weighed))
+            self.out.emit(Reduce(job.roster_id, unit, values, weighed))
 
     def _weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
@@ -94,23 +128,22 @@ class Reducer(Acceptor):
         """What the values of a unit weigh: the tokens of their sources [W1]."""
         return weights(work, peers)
 
-    def _on_unit_reduced(self, event: UnitReduced) -> None:
-        self._have([event.result.digest])
-        job = self._job
+    def on_unit_reduced(self, event: UnitReduced) -> None:
+        """Reports to the convener once every unit has its mean."""
+        self.blobs.have([event.result.digest])
+        job = self.job
         if job is None or job.roster_id != event.roster_id or event.unit not in job.inputs:
             return
         job.results[event.unit] = event.result
         if job.is_done:
-            self._report()
+            self._report(job)
 
-    def _report(self) -> None:
+    def _report(self, job: Job) -> None:
         """Tells the convener what is done and whose values could not be had."""
-        job = self._job
-        assert job is not None
         missing: dict[PeerId, str] = {}
         for values in job.inputs.values():
             for _, digest in values:
-                if digest not in self._stored:
+                if digest not in self.blobs.stored:
                     missing |= job.failed.get(digest, {})
         missing.pop(self.me, None)
         # Once the first are left out, the next round's roster meets the others.
@@ -119,7 +152,7 @@ class Reducer(Acceptor):
         # In several messages if need be: each must stay under 64 KiB.
         for start in range(0, max(1, len(units)), MAX_RESULTS):
             results = {unit: job.results[unit] for unit in units[start : start + MAX_RESULTS]}
-            signed = self._sign(reduced_statement(self.rules.run, job.roster_id, results))
-            self._post(
+            signed = self.peer.sign(reduced_statement(self.rules.run, job.roster_id, results))
+            self.out.post(
                 job.ballot.convener, Reduced(job.ballot, job.roster_id, results, missing, signed)
             )

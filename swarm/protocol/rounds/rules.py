@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -129,18 +128,3 @@ class Rules:
         """Unit -> expert of every expert, sorted by unit."""
         numbered = ((unit, expert_of_unit(unit)) for unit in sorted(self.unit_bytes))
         return {unit: expert for unit, expert in numbered if expert is not None}
-
-
-class Phase(Enum):
-    """What a machine is doing, for people."""
-
-    LISTENING = "listening"  # just started: hears what the others have before it says anything
-    TRAINING = "training"  # a member without an offer yet
-    OFFERED = "offered"  # waits for the roster
-    REDUCING = "reducing"  # averages units for the others
-    MERGING = "merging"  # a merge is due or being agreed on
-    ACCEPTING = "accepting"  # fetches a proposal, or has accepted it
-    CATCHING_UP = "catching_up"  # fetches a decided manifest
-    JOINING = "joining"  # has the tip and asks to become a member
-    LEAVING = "leaving"  # asked to be left out
-    LEFT = "left"  # no longer a member, and done

@@ -1,53 +1,65 @@
-"""Takeover: who replaces a convener, and when [K1, C7]."""
+"""Takeover: who replaces a convener, and when [K1]."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
-from swarm.protocol.messages import Ballot, Hello
+from swarm.protocol.messages import Hello
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.contacts import Contacts
 from swarm.protocol.rounds.convener import Convener
-from swarm.protocol.rounds.state import Reign
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.state import Life
+from swarm.protocol.rounds.succession import Succession
 
 
-class Takeover(Convener):
+@dataclass(kw_only=True, eq=False)
+class Takeover(Role):
     """Watches the convener and takes its place when it fails."""
 
-    def _note_ballot(self, ballot: Ballot) -> None:
-        """Remembers the highest ballot; a convener that was overtaken steps down [C7]."""
-        if self._top is not None and ballot <= self._top:
-            return
-        if self._top is None or self._top.convener != ballot.convener:
-            self._reign = Reign(self._now, ballot.attempt)
-        self._top = ballot
-        self._top_since = self._convener_at = self._now
-        if self._campaign and self._campaign.ballot < ballot:
-            reason = self._why_step_down(self._campaign)
-            if reason:
-                self._step_down(reason)
+    life: Life
+    contacts: Contacts
+    blobs: Blobs
+    succession: Succession
+    convener: Convener
+    _probed_at: float = field(init=False)
+    _has_told_wait: bool = field(init=False, default=False)
 
-    def _tick_takeover(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._probed_at = self.now
+
+    def forget_height(self) -> None:
+        """Begins anew with what it says once a height."""
+        self._has_told_wait = False
+
+    def tick(self) -> None:
+        """Convenes if it is this peer's turn."""
         self._probe_convener()
         reason = self._why_take_over()
         if reason:
-            self._take_over(reason)
+            self.take_over(reason)
 
     def _probe_convener(self) -> None:
         """Greets a convener whose polls stay away: if it is gone, its machine says so at once."""
         poll_s = self.timers.poll_s
-        is_silent = self._now - self._convener_at >= 2 * poll_s
-        if is_silent and self._now - self._probed_at >= poll_s and not self._campaign:
-            self._probed_at = self._now
-            self._post(self._convener(), Hello(ask=False))
+        is_silent = self.now - self.succession.convener_at >= 2 * poll_s
+        if is_silent and self.now - self._probed_at >= poll_s and not self.succession.campaign:
+            self._probed_at = self.now
+            self.out.post(self.succession.convener, Hello(ask=False))
 
-    def _take_over(self, reason: str) -> None:
-        if self._is_out_of_attempts():
+    def take_over(self, reason: str) -> None:
+        """Begins an attempt of its own."""
+        if self.succession.is_out_of_attempts():
             return
-        replaced, heard_at = self._convener(), self._convener_at
-        ballot = self._next_ballot()
-        self._explain(Topic.TAKEOVER, f"attempt {ballot.attempt} begins: {reason}")
-        self._start_campaign(ballot, {})
-        if self._campaign and replaced != self.me:
-            self._campaign.silent_since[replaced] = heard_at
+        replaced, heard_at = self.succession.convener, self.succession.convener_at
+        ballot = self.succession.next_ballot()
+        self.out.explain(Topic.TAKEOVER, f"attempt {ballot.attempt} begins: {reason}")
+        self.convener.start(ballot, {})
+        if self.succession.campaign and replaced != self.me:
+            self.succession.campaign.silent_since[replaced] = heard_at
 
     def _why_take_over(self) -> str | None:
         """Why this peer should convene now; None when it should not [K1].
@@ -56,15 +68,15 @@ class Takeover(Convener):
         that hears a quorum deposes a convener: one that was cut off hears no campaign, and with a
         higher ballot of its own it would end the one that goes on without it when it comes back.
         """
-        if self._campaign or not self._may_vote() or self._has_left:
+        if self.succession.campaign or not self.standing.may_vote() or self.life.has_left:
             return None
-        timers = self.timers
-        silent_s = self._now - self._convener_at
-        age_s = self._now - max(self._top_since, self._collected_at)
-        attempt = self._top.attempt if self._top else 0
-        convener = self._convener()
+        timers, succession = self.timers, self.succession
+        silent_s = self.now - succession.convener_at
+        age_s = self.now - max(succession.top_since, succession.collected_at)
+        attempt = succession.top.attempt if succession.top else 0
+        convener = succession.convener
         is_quiet = silent_s <= self._silence_limit_s(convener)
-        if is_quiet and age_s <= timers.attempt_limit_s(attempt) and self._proposal is None:
+        if is_quiet and age_s <= timers.attempt_limit_s(attempt) and self.blobs.proposal is None:
             return None  # not even the first in turn would
         place = self._place_after_convener()
         silence_limit_s = self._silence_limit_s(convener) * (1 + place)
@@ -74,7 +86,7 @@ class Takeover(Convener):
             return None
         if self._is_busy_catching_up():
             return None
-        if not self._hears_quorum(timers.heartbeat_s):
+        if not self.contacts.hears_quorum(timers.heartbeat_s):
             self._tell_wait(convener, silent_s)
             return None
         if silent_s > silence_limit_s:
@@ -85,7 +97,7 @@ class Takeover(Convener):
 
     def _silence_limit_s(self, convener: PeerId) -> float:
         """Silence after which a convener is replaced by the member after it."""
-        return self.timers.poll_s if convener in self._gone else self.timers.heartbeat_s
+        return self.timers.poll_s if convener in self.contacts.gone else self.timers.heartbeat_s
 
     def _why_in_vain(self, place: int) -> str | None:
         """Why the present proposal will not be decided: a part of it cannot be had [K1].
@@ -93,13 +105,13 @@ class Takeover(Convener):
         Its convener may have what nobody else can fetch, or what all others refuse, and an attempt
         may last as long as a roster may wait.
         """
-        proposal = self._proposal
+        proposal = self.blobs.proposal
         if proposal is None or not proposal.missing:
             return None
         # Another convener gets the time anew, else two would depose each other; the same one does
         # not, or it could go on for ever.
-        stuck_s = self._now - max(proposal.progress_at, self._reign.since)
-        limit_s = self.timers.proposal_limit_s(self._reign.attempt)
+        stuck_s = self.now - max(proposal.progress_at, self.succession.reign.since)
+        limit_s = self.timers.proposal_limit_s(self.succession.reign.attempt)
         limit_s += self.timers.heartbeat_s * place
         if stuck_s <= limit_s:
             return None
@@ -112,27 +124,27 @@ class Takeover(Convener):
         """How many voters come between the convener and this one, it included.
 
         0 for the convener itself, unless it has to let all others go first. Counted from the
-        present convener: who was deposed once is not the first to depose others.
+        present convener: one that was deposed once is not the first to depose others.
         """
-        order, convener = self.tip.order, self._convener()
+        order, convener = self.tip.order, self.succession.convener
         if convener == self.me and self._goes_last():
             return len(order)
         start = order.index(convener) if convener in order else 0
-        return (self._rank - start) % len(order)
+        return (self.standing.rank - start) % len(order)
 
     def _goes_last(self) -> bool:
         """Whether this peer waits behind all others before it convenes once more [K1].
 
-        Who got no answers may hear everybody and be heard by one member alone. If it were back
-        before its successors are done, that one would refuse them all, for ever.
+        A convener that got no answers may hear everybody and be heard by one member alone. If it
+        were back before its successors are done, that one would refuse them all, for ever.
         """
-        return self._was_deaf
+        return self.succession.was_deaf
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
         """Says once a height why nothing happens."""
         if not self._has_told_wait:
             self._has_told_wait = True
-            self._explain(
+            self.out.explain(
                 Topic.TAKEOVER,
                 f"waits: convener {convener} silent for {silent_s:.1f} s, and no quorum of the "
                 f"{len(self.tip.voters)} voters was heard for {self.timers.heartbeat_s:.1f} s",
@@ -140,7 +152,5 @@ class Takeover(Convener):
 
     def _is_busy_catching_up(self) -> bool:
         """Whether a decided manifest is arriving, so that this height is over anyway."""
-        pursuit = self._catch_up
-        return (
-            pursuit is not None and self._now - pursuit.progress_at <= 2 * self.timers.heartbeat_s
-        )
+        pursuit = self.blobs.catch_up
+        return pursuit is not None and self.now - pursuit.progress_at <= 2 * self.timers.heartbeat_s

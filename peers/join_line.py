@@ -1,0 +1,21 @@
+"""The line that others copy to join a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+
+def join_line(address: str, run_id: str | None = None) -> str:
+    """A command; with the run's id it means this run wherever several are announced."""
+    named = f" --run-id {run_id}" if run_id else ""
+    return f"swarm-peer --initial-peers {address}{named}"
+
+
+def say_how_to_join(addresses: Sequence[str], run_id: str | None = None) -> None:
+    """Prints the line for the first of a peer's addresses; nothing where it listens nowhere."""
+    for address in addresses[:1]:
+        click.echo(join_line(address, run_id))
+    sys.stdout.flush()

@@ -1,0 +1,103 @@
+"""What swarm-monitor reads from disk and keeps there: its own history, and those of peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swarm import durable
+from swarm.errors import ConfigError
+from swarm.monitor.kept import Kept, decode_kept, encode_kept, kept_of, recalled
+from swarm.monitor.replay import frames
+from swarm.monitor.snapshot import Snapshot
+from swarm.peer.state_directory import current_run_of
+
+
+class HistoryFile:
+    """`--history FILE`: losses, merges, rounds and events, over restarts of the monitor."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file, if there is one.
+
+        Raises:
+            ConfigError: it is there and cannot be read.
+        """
+        self._path = path
+        self._kept: Kept | None = None
+        try:
+            self._kept = decode_kept(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--history {path}: {str(error).splitlines()[0]}",
+                hint="name a file that swarm-monitor wrote, or a new one",
+            ) from error
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known of the run before the first look."""
+        return recalled(first, self._kept) if self._kept else None
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Writes the file anew if there is something new.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        kept = kept_of(snapshot)
+        if kept != self._kept:
+            durable.write_file(self._path, encode_kept(kept))
+            self._kept = kept
+
+
+class Replay:
+    """`--replay STATE_DIR`: one manifest a look; the last one stays."""
+
+    def __init__(self, folder: Path, *, to_end: bool = False) -> None:
+        """Reads the histories below a peer's state directory, or below that of swarm-local.
+
+        With `to_end` the first look is at the last manifest.
+
+        Raises:
+            StateError: there is no history.
+            ConfigError: it has no manifest, or is of another version.
+        """
+        found = folder.expanduser()
+        peers = sorted(path.parent for path in found.glob("peer-*/current_run")) or [found]
+        run_id, _ = current_run_of(peers[0], None)
+        histories = {
+            peer.name: list(_events(current_run_of(peer, run_id)[1].events_path)) for peer in peers
+        }
+        try:
+            shown = list(frames(run_id, histories))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--replay {folder}: a line of events.jsonl is of another version: {error}"
+            ) from error
+        if not shown:
+            raise ConfigError(f"--replay {folder}: no manifest was applied yet")
+        self._frames = iter(shown[-1:] if to_end else shown)
+        self.before: Snapshot | None = None
+
+    def look(self) -> Snapshot:
+        """The next frame, or the last one again."""
+        self.before = next(self._frames, self.before)
+        assert self.before is not None, "there is a first one"
+        return self.before
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines; a kill may have torn one off."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "event" in found:
+            yield found

@@ -1,0 +1,87 @@
+"""swarm-monitor --http: looks at the run in one thread, serves what it sees from another."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import click
+
+from swarm.errors import ConfigError, SwarmError
+
+try:
+    from swarm.monitor.feed import Feed
+    from swarm.monitor.server import MAX_LISTENERS, listening_socket, serve
+except ImportError as error:
+    raise ConfigError(
+        f"--http needs a package that is not installed: {error.name}",
+        hint="install swarm[monitor]",
+    ) from error
+from swarm.monitor.schema import as_json
+from swarm.monitor.snapshot import Snapshot
+from swarm.protocol.printable import printable
+
+LOCAL = "127.0.0.1"
+
+
+class Looks(Protocol):
+    """What shows a run."""
+
+    def look(self) -> Snapshot:
+        """The newest snapshot; a `SwarmError` when there is none now."""
+
+
+def bound_to(address: str) -> socket.socket:
+    """A socket for `HOST:PORT`, `[HOST]:PORT` or `PORT`.
+
+    Raises:
+        ConfigError: that is no address, or it cannot be had.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise ConfigError(f"--http {address!r}: no port", hint="for example 127.0.0.1:8080")
+    return listening_socket(host.strip("[]") or LOCAL, int(port))
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where a browser on this machine finds what listens on a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def page_at(address: str, refresh_s: float) -> Callable[[Looks], None]:
+    """What serves a page at `HOST:PORT`, until the process is told to end.
+
+    Args:
+        address: is taken at once, so that a port in use is told before anything else starts.
+        refresh_s: between two looks.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    return functools.partial(_show_page, bound_to(address), refresh_s)
+
+
+def _show_page(bound: socket.socket, refresh_s: float, source: Looks) -> None:
+    feed, stopping = Feed(MAX_LISTENERS), threading.Event()
+
+    def watch() -> None:
+        while not stopping.is_set():
+            try:
+                feed.show(as_json(source.look()))
+            except (SwarmError, OSError) as error:
+                feed.lose(printable(str(error)))
+            stopping.wait(refresh_s)
+
+    # It may be in the middle of a look when the server ends, and holds nothing then.
+    watcher = threading.Thread(target=watch, name="watcher", daemon=True)
+    watcher.start()
+    click.echo(f"swarm-monitor: the page is at {url_of(bound)}")
+    try:
+        serve(feed, bound)
+    finally:
+        stopping.set()
+        bound.close()

@@ -1,0 +1,92 @@
+"""What swarm-peer does once its options are read: takes part, prints, and leaves when asked to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+
+import click
+
+from peers.join_line import say_how_to_join
+from peers.options import Options
+from swarm.config import PeerConfig, RunConfig
+from swarm.network.invitations import read_invitation
+from swarm.peer.entering import Stopped
+from swarm.peer.leaving import Stop
+from swarm.peer.local_faults import raise_file_limit
+from swarm.peer.observing import PeerObserver
+from swarm.peer.peer import Peer
+from swarm.peer.wanted import Wanted
+
+logger = logging.getLogger(__name__)
+
+
+class Printed(PeerObserver):
+    """Prints what people, and scripts, need to know of a peer: the line with which others join."""
+
+    def on_address(self, address: str) -> None:
+        """Prints it at once, before any other address."""
+        say_how_to_join([address])
+
+    def on_notice(self, line: str) -> None:
+        """Prints it."""
+        click.echo(line)
+
+
+def leave_on_signals(stop: Stop) -> None:
+    """Ctrl+C and SIGTERM: the first leaves cleanly within a time-out, the second at once."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if stop():
+            sys.stderr.write("leaving at once\n")
+            os._exit(130)
+        stop.ask()
+        sys.stderr.write(
+            f"leaving: this round and the hand-over may take {stop.leave_timeout_s:.0f} s; "
+            "once more to leave at once\n"
+        )
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+
+def take_part(
+    config: PeerConfig, run: RunConfig | None, options: Options, observer: PeerObserver | None
+) -> None:
+    """Takes part in a run until it is finished, or until a person stops this peer.
+
+    Args:
+        config: of this machine.
+        run: of the file that was given, if one was.
+        options: what else was given.
+        observer: told what happens, in place of the person.
+    """
+    wanted = Wanted(
+        run=run,
+        run_id=options.run_id,
+        settings={} if run else options.asked_of_run(),
+        invitation=read_invitation(options.invitation) if options.invitation else None,
+        vouched=options.tip,
+        tokenizer=options.tokenizer,
+        beside_others=options.new_run,
+    )
+    # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
+    sys.setswitchinterval(0.0002)
+    raise_file_limit()
+    stop = Stop(config.peer.leave_timeout_s)
+    leave_on_signals(stop)
+    watching = observer or Printed()
+    try:
+        peer = Peer.start(options.state_dir, wanted, config=config, stop=stop, observer=watching)
+    except Stopped:
+        logger.info("stopped before the run began")
+        return
+    say_how_to_join(peer.addresses, peer.run_id)
+    with peer:
+        if peer.train().round >= peer.run.run.rounds and not stop():
+            linger_s = config.peer.linger_s
+            logger.info("finished; serving others for %.0f s (Ctrl+C ends it)", linger_s)
+            peer.serve(linger_s)

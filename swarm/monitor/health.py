@@ -1,0 +1,121 @@
+"""How the run does, in one word with its reason; how long rounds take and what is left."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from swarm.monitor.metrics import swarm_tokens_per_s
+from swarm.monitor.snapshot import Agreement, Snapshot
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.records import PeerState
+
+USUAL_ROUNDS = 20
+"""The usual round is the median of so many."""
+STALLED_TIMES = 3.0
+STALLED_S = 60.0
+"""A run stalls when its round takes longer than both: so many usual ones, and this."""
+MAX_NAMED = 3
+
+
+class Word(Enum):
+    """What may be wrong, the worst that applies."""
+
+    GATHERING = "gathering"  # the founder waits for peers
+    FINISHED = "finished"  # all rounds are done
+    SPLIT = "split"  # a member has another manifest of the same height, or another generation
+    HALTED = "halted"  # the voters that are present are no quorum
+    STALLED = "stalled"  # the round takes far longer than usual
+    DEGRADED = "degraded"  # members are absent, or the last round went without some
+    UNKNOWN = "unknown"  # no peer gave the newest manifest
+    HEALTHY = "healthy"
+
+
+@dataclass(frozen=True)
+class Health:
+    """A word, and the figures or names behind it in one sentence."""
+
+    word: Word
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast it goes; None: not known yet.
+
+    Attributes:
+        round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole;
+            before there is one, the median of what peers say of their last.
+        committed_per_s: tokens that entered the model a second, over the same rounds.
+        utilisation: `committed_per_s` by the sum of the peers' tokens/s, at the last round.
+        eta_s: until the last round, at the usual pace.
+    """
+
+    round_s: float | None
+    committed_per_s: float | None
+    utilisation: float | None
+    eta_s: float | None
+
+
+def health_of(snapshot: Snapshot) -> Health:
+    """The worst that can be said of the run."""
+    if snapshot.run_id is None:
+        word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
+        return Health(Word.GATHERING, word)
+    if snapshot.round >= snapshot.rounds_total or all(
+        row.record.state is PeerState.FINISHED for row in snapshot.peers
+    ):
+        return Health(Word.FINISHED, f"{snapshot.round} of {snapshot.rounds_total} rounds are done")
+    split = [
+        row.record.peer_id
+        for row in snapshot.peers
+        if row.agreement is Agreement.DIFFERENT and (row.votes is not None or not snapshot.members)
+    ]
+    if split:
+        return Health(Word.SPLIT, f"{_names(snapshot, split)}: another tip than the others")
+    if snapshot.quorum is False:
+        gone = _names(snapshot, snapshot.absent)
+        return Health(Word.HALTED, f"the voters that are present are no quorum; absent: {gone}")
+    usual_s, last = pace_of(snapshot).round_s, snapshot.rounds[-1] if snapshot.rounds else None
+    since_s = snapshot.at - last.at if last else 0.0
+    if usual_s is not None and since_s > max(STALLED_TIMES * usual_s, STALLED_S):
+        told = f"no round for {since_s:.0f} s; a usual one takes {usual_s:.0f} s"
+        return Health(Word.STALLED, told)
+    if snapshot.members is None:
+        return Health(Word.UNKNOWN, "no peer has shown the newest manifest yet")
+    if snapshot.absent:
+        return Health(Word.DEGRADED, f"absent: {_names(snapshot, snapshot.absent)}")
+    if snapshot.left_out:
+        names = _names(snapshot, snapshot.left_out)
+        return Health(Word.DEGRADED, f"round {snapshot.round} went without {names}")
+    told = f"round {snapshot.round} has the work of all {snapshot.members} members"
+    return Health(Word.HEALTHY, told if snapshot.round else "the first round has begun")
+
+
+def pace_of(snapshot: Snapshot) -> Pace:
+    """From the rounds that the monitor saw whole, else from the peers' last ones."""
+    whole = [point for point in snapshot.rounds if point.seconds is not None][-USUAL_ROUNDS:]
+    taken = [point.seconds for point in whole if point.seconds is not None] or [
+        row.record.last_round.seconds for row in snapshot.peers if row.record.last_round
+    ]
+    if not taken:
+        return Pace(None, None, None, None)
+    round_s = statistics.median(taken)
+    measured = [p.committed_per_s for p in whole if p.committed_per_s is not None]
+    committed = statistics.median(measured) if measured else None
+    # Of peers that train now: after the end they say that they are finished, and add nothing.
+    possible = swarm_tokens_per_s(snapshot)
+    left = max(snapshot.rounds_total - snapshot.round, 0)
+    return Pace(
+        round_s,
+        committed,
+        committed / possible if committed is not None and possible else None,
+        left * round_s,
+    )
+
+
+def _names(snapshot: Snapshot, peers: Sequence[PeerId]) -> str:
+    named = ", ".join(map(snapshot.called, peers[:MAX_NAMED]))
+    return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"

@@ -1,0 +1,111 @@
+"""What records forget: losses, merges, rounds and happenings of earlier looks at the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from swarm.monitor.metrics import swarm_tokens_per_s
+from swarm.monitor.snapshot import Agreement, Happening, RoundPoint, Snapshot, Topic
+
+MAX_POINTS = 2000
+"""Of losses and rounds: older ones are left out."""
+MAX_MERGES = 64
+MAX_EVENTS = 300
+
+
+def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
+    """The snapshot with what an earlier one of the same run knew, and what changed since.
+
+    Args:
+        snapshot: of a look, with the losses and merges that its records tell.
+        before: the result for the look before; one of another run is left aside.
+    """
+    if before is None or before.run_id != snapshot.run_id:
+        return replace(snapshot, rounds=tuple(_point(snapshot, ())))
+    losses = dict(before.losses) | dict(snapshot.losses)
+    merges = {(m.generation, m.merged): m for m in (*before.merges, *snapshot.merges)}
+    kept = before.rounds
+    found = replace(
+        snapshot,
+        losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
+        bits_per_byte_of_nat=snapshot.bits_per_byte_of_nat or before.bits_per_byte_of_nat,
+        merges=tuple(sorted(merges.values(), key=lambda merge: merge.when()))[-MAX_MERGES:],
+        rounds=(*kept, *_point(snapshot, kept))[-MAX_POINTS:],
+    )
+    events = (*before.events, *_changes(before, found))
+    return replace(found, events=events[-MAX_EVENTS:])
+
+
+def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[RoundPoint]:
+    """The point of a round that was not seen before."""
+    last = before[-1] if before else None
+    if snapshot.run_id is None or (last and snapshot.round <= last.round):
+        return
+    passed = snapshot.at - last.at if last else 0.0
+    # The first point was seen in the middle of a round: what follows it is no whole one.
+    whole = last if last and len(before) > 1 and passed > 0 else None
+    known = snapshot.tokens is not None and whole is not None and whole.tokens is not None
+    losses = [row.record.loss for row in snapshot.peers if row.record.loss is not None]
+    members = snapshot.members
+    yield RoundPoint(
+        round=snapshot.round,
+        at=snapshot.at,
+        seconds=passed / (snapshot.round - whole.round) if whole else None,
+        tokens=snapshot.tokens,
+        train_loss=sum(losses) / len(losses) if losses else None,
+        tokens_per_s=swarm_tokens_per_s(snapshot),
+        present=len(snapshot.peers),
+        contributors=None if members is None else members - len(snapshot.left_out),
+        committed_per_s=(
+            max((snapshot.tokens or 0) - (whole.tokens or 0), 0) / passed
+            if known and whole
+            else None
+        ),
+    )
+
+
+def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
+    """What a person would want to be told of, between two looks."""
+
+    def tell(topic: Topic, text: str) -> None:
+        told.append(Happening(now.at, topic, text))
+
+    told: list[Happening] = []
+    if now.generation != before.generation:
+        tell(Topic.CHAIN, f"generation {before.generation[:12]} -> {now.generation[:12]}")
+    if now.round != before.round:
+        tell(Topic.ROUND, _decided(now))
+    old_merges = {(merge.generation, merge.merged) for merge in before.merges}
+    for merge in now.merges:
+        if (merge.generation, merge.merged) not in old_merges:
+            experts = f"{len(merge.donors)} experts announced"
+            tell(
+                Topic.MERGE,
+                f"merge {merge.merged} at step {merge.step}, alpha {merge.alpha:.3g}, {experts}",
+            )
+    for reason in now.reasons if now.manifest_digest != before.manifest_digest else ():
+        tell(Topic.MEMBERS, reason)
+    old, new = ({row.record.peer_id: row for row in snapshot.peers} for snapshot in (before, now))
+    for peer in sorted(new.keys() - old.keys()):
+        tell(Topic.PEER, f"{new[peer].called} is there")
+    for peer in sorted(old.keys() - new.keys()):
+        state = old[peer].record.state.value.replace("_", " ")
+        tell(Topic.PEER, f"{old[peer].called} is gone; its last word was: {state}")
+    for peer in sorted(new.keys() & old.keys()):
+        split = Agreement.DIFFERENT
+        if new[peer].agreement is split and old[peer].agreement is not split:
+            tell(Topic.CHAIN, f"{new[peer].called} has another tip at the same height")
+    return told
+
+
+def _decided(now: Snapshot) -> str:
+    point = now.rounds[-1] if now.rounds else None
+    parts = [f"round {now.round} decided"]
+    if point and point.round == now.round and point.seconds is not None:
+        parts.append(f"after {point.seconds:.1f} s")
+    if now.members is not None:
+        parts.append(f"with {now.members - len(now.left_out)} of {now.members} members")
+    if now.left_out:
+        parts.append("without " + ", ".join(map(now.called, now.left_out[:4])))
+    return ", ".join(parts)

@@ -1,0 +1,55 @@
+// One line for each peer: its own record, and what the newest manifest says of it.
+
+import { byId, element, fill } from "./dom.js";
+import { amount, called, keysOf, loss, ranges, shown } from "./text.js";
+
+export function drawPeers(state) {
+  const keys = keysOf(state.peers);
+  const base = state.step ?? 0;
+  fill(
+    "peers",
+    [
+      { title: "", cell: (p) => element("th", { scope: "row", class: "key" }, keys.get(p.peer_id)) },
+      { title: "peer", kind: "name", cell: (p) => element("span", { title: shown(p.peer_id) }, called(p)) },
+      { title: "state", live: true, cell: (p) => shown(p.state).replace("_", " ") },
+      { title: "last round", help: "whether its work is in the newest round", cell: counted },
+      { title: "steps", live: true, right: true, help: "local steps since its tip", cell: (p) => String(Math.max(p.step - base, 0)) },
+      { title: "vote", live: true, help: "or how many of 10 rounds have counted it", cell: vote },
+      { title: "tip", kind: "mono", cell: (p) => element("span", { class: `tip ${p.agreement}`, title: p.agreement }, shown(p.manifest_digest.slice(0, 8))) },
+      { title: "round", right: true, cell: (p) => String(p.round) },
+      { title: "experts", kind: "mono", cell: (p) => experts(p.owned_experts) },
+      { title: "loss", live: true, right: true, cell: (p) => loss(p.loss) },
+      { title: "tokens/s", right: true, cell: (p) => amount(p.tokens_per_s) },
+      { title: "up", right: true, help: "blob bytes sent in the last round", cell: (p) => amount(p.last_round?.blob_bytes_sent) },
+      { title: "down", right: true, help: "blob bytes received in the last round", cell: (p) => amount(p.last_round?.blob_bytes_received) },
+      { title: "refused", live: true, right: true, help: "inputs of others that it did not believe", cell: (p) => flagged(Object.values(p.refused).reduce((a, b) => a + b, 0)) },
+      { title: "skipped", live: true, right: true, help: "local steps that were not finite", cell: (p) => flagged(p.steps_skipped) },
+      { title: "reached", live: true, help: "whether others can dial it", cell: (p) => (p.addresses.length ? "directly" : "dials out") },
+      { title: "seen", live: true, right: true, help: "seconds since its last word", cell: (p) => (p.published === null ? "–" : `${Math.max(state.at - p.published, 0).toFixed(0)} s`) },
+      { title: "version", live: true, kind: "mono", cell: (p) => shown(p.version) },
+    ].filter((column) => state.live || !column.live),
+    state.peers,
+    (p) => ({ "data-peer": p.peer_id, class: p.agreement === "different" ? "bad" : undefined }),
+  );
+  const absent = state.absent.length;
+  byId("peers-note").textContent = `${state.peers.length} present${absent ? `, ${absent} of ${state.members} members absent` : ""}`;
+}
+
+function counted(peer) {
+  if (peer.contributed === null) return "–";
+  return peer.contributed ? element("span", { class: "good" }, "counted") : element("span", { class: "warn" }, peer.votes === null ? "not a member" : "left out");
+}
+
+function vote(peer) {
+  if (peer.votes === null) return "–";
+  return peer.votes ? "votes" : `${peer.counted}/10`;
+}
+
+function flagged(count) {
+  return count ? element("span", { class: "warn" }, amount(count)) : "0";
+}
+
+function experts(owned) {
+  const text = ranges(owned);
+  return element("span", { title: text }, text.length > 18 ? `${text.slice(0, 16)}… (${owned.length})` : text || "none");
+}

@@ -1,0 +1,59 @@
+"""Settings that a peer keeps in its state directory, so that a later start need not repeat them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from swarm import durable
+from swarm.config import PeerConfig, validate_config
+from swarm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEPT = (("peer", "name"), ("network", "host_maddrs"), ("network", "announce_maddrs"))
+"""Section and field: what others know this peer by, and where it is for them."""
+
+
+def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
+    """The configuration with what an earlier start was given and this one was not.
+
+    What is given now is kept for later starts.
+
+    Args:
+        config: of this start.
+        path: the file of kept settings; a damaged one is passed over with a warning.
+    """
+    given = {
+        f"{section}.{field}": getattr(getattr(config, section), field)
+        for section, field in KEPT
+        if field in getattr(config, section).model_fields_set
+    }
+    kept = _read(path)
+    values = config.model_dump(exclude_unset=True)
+    for key, value in {**kept, **given}.items():
+        section, _, field = key.partition(".")
+        values.setdefault(section, {})[field] = value
+    try:
+        whole = validate_config(PeerConfig, values, source=str(path))
+    except ConfigError as error:
+        logger.warning("kept settings are passed over: %s", error)
+        return config
+    if given and {**kept, **given} != kept:
+        durable.write_file(path, json.dumps({**kept, **given}).encode())
+    return whole
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("kept settings are passed over: %s: %s", path, error)
+        return {}
+    names = {f"{section}.{field}" for section, field in KEPT}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if key in names}

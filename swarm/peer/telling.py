@@ -1,0 +1,46 @@
+"""How decisions of a round are told in a log: few lines, and short names of peers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from swarm.protocol.printable import PEER_ID, ranges
+
+MAX_LINES = 8
+_OF_EXPERT = re.compile(r"expert (\d+): (.*)", re.DOTALL)
+
+
+def with_short_names(text: str) -> str:
+    """The text with the last six characters in place of each peer id."""
+    return PEER_ID.sub(lambda found: f"…{found[0][-6:]}", text)
+
+
+def told(reasons: Sequence[str], *, max_lines: int = MAX_LINES) -> list[str]:
+    """Sentences of a manifest as lines of a log.
+
+    Experts of which the same is said share a line; lines beyond the last one are counted.
+
+    Args:
+        reasons: of the manifest, such as "expert 3: adopted by PEER, load 1/2".
+        max_lines: at least 1.
+    """
+    said: dict[str, list[int]] = {}
+    for reason in map(with_short_names, reasons):
+        of_expert = _OF_EXPERT.fullmatch(reason)
+        experts = said.setdefault(of_expert[2] if of_expert else reason, [])
+        if of_expert:
+            experts.append(int(of_expert[1]))
+    lines = [f"{_named(experts)}: {what}" if experts else what for what, experts in said.items()]
+    if len(lines) <= max_lines:
+        return lines
+    return [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more such decisions"]
+
+
+def because(reason: str) -> str:
+    """` reason='...'` for a line of a log; nothing where no reason is known."""
+    return f" reason={with_short_names(reason)!r}" if reason else ""
+
+
+def _named(experts: Sequence[int]) -> str:
+    return f"expert{'s' if len(experts) > 1 else ''} {ranges(sorted(experts))}"

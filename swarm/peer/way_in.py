@@ -1,0 +1,46 @@
+"""Whether what a person asked for says which run is meant, before any of it is begun."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from swarm.errors import ConfigError, StateError
+from swarm.peer.state_directory import StateDirectory
+from swarm.peer.wanted import Wanted
+
+
+def require_way_in(wanted: Wanted, addresses: Collection[str], state: StateDirectory) -> None:
+    """Refuses a start that could only wait for somebody to announce something.
+
+    Args:
+        wanted: the run that is meant.
+        addresses: of peers, as they were given.
+        state: what is on disk.
+
+    Raises:
+        ConfigError: nothing says which run is meant.
+        StateError: the run that was asked for is not on disk, or there are several.
+    """
+    here, run_id = state.run_ids, wanted.run_id
+    listed = f"it has {', '.join(here)}" if here else "it has none"
+    if run_id:
+        state.run(run_id)
+    if wanted.run or addresses or (run_id in here if run_id else state.current_run):
+        return
+    if run_id:
+        raise StateError(
+            f"--state-dir {state.path} has no run {run_id}; {listed}",
+            hint="join it with --initial-peers ADDRESS, or name the --state-dir that has it",
+        )
+    if here:
+        raise StateError(
+            f"--state-dir {state.path} has several runs and does not say which was the last: "
+            f"{', '.join(here)}",
+            hint="name one with --run-id",
+        )
+    if not state.known_peers:
+        raise ConfigError(
+            "nothing says which run is meant",
+            hint="found one with --run FILE, join one with --initial-peers ADDRESS, or go on with "
+            f"one with --state-dir DIR; {state.path} has none",
+        )

@@ -1,0 +1,103 @@
+"""How far long work is, said to people: a line every 15 s, and every change to who draws it.
+
+Each change is a record of the logger `swarm.progress` that carries a `Progress`; of those at the
+level INFO one comes in 15 s, the others are at DEBUG. `peers/program_log.py` draws them as a bar.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 15.0
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one piece of work is.
+
+    Attributes:
+        what: the work, such as "round 3/8".
+        unit: what is counted, in the singular, such as "step".
+        done: how many are done.
+        total: how many there are to be.
+        left_s: seconds until the end, as expected; None: not known.
+        details: further figures.
+    """
+
+    what: str
+    unit: str
+    done: int
+    total: int
+    left_s: float | None = None
+    details: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.what}: {self.unit} {self.done} of {self.total}", self.details]
+        if self.left_s is not None:
+            parts.append(f"{duration(self.left_s)} left")
+        return ", ".join(part for part in parts if part)
+
+
+class Reporter:
+    """Says how far one piece of work is."""
+
+    def __init__(self, what: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.what, self.unit = what, unit
+        self._clock = clock
+        self._begin_s = self._said_s = clock()
+
+    def at(
+        self, done: int, total: int, details: str = "", left_s: float | None = None
+    ) -> Progress | None:
+        """So many are done; returns what was said, if a line was due.
+
+        Args:
+            done: how many.
+            total: how many there are to be.
+            details: further figures.
+            left_s: seconds until the end; by default as the work so far took.
+        """
+        now_s = self._clock()
+        if left_s is None and 0 < done <= total:
+            left_s = (now_s - self._begin_s) / done * (total - done)
+        is_due = now_s - self._said_s >= EVERY_S
+        if is_due:
+            self._said_s = now_s
+        progress = Progress(self.what, self.unit, done, total, left_s, details)
+        level = logging.INFO if is_due else logging.DEBUG
+        logger.log(level, "%s", progress, extra={"progress": progress})
+        return progress if is_due else None
+
+    def each(self, items: Iterable[Item], total: int) -> Iterator[Item]:
+        """The items one by one, each counted once the next one is asked for."""
+        for done, item in enumerate(items, 1):
+            yield item
+            self.at(done, total)
+
+
+def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, int], None]:
+    """What to tell the bytes of a model that are here, and all of them; `also` is told too."""
+    reporter = Reporter("fetching the model", "MB")
+
+    def say(here: int, total: int) -> None:
+        if also:
+            also(here, total)
+        reporter.at(here // 10**6, total // 10**6)
+        if here == total:
+            logger.info("fetched the model, %.1f MB", total / 1e6)
+
+    return say
+
+
+def duration(seconds: float) -> str:
+    """A time in words of one unit or two: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

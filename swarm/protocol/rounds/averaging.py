@@ -1,0 +1,111 @@
+"""A roster is out: results come in, and reducers or sources hold it up [C3, C4]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Evidence, Reduced, Report
+from swarm.protocol.rounds.campaign import Campaign, Stage, Value
+from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.updates import REFUSALS
+
+
+@dataclass(kw_only=True, eq=False)
+class Averaging(Role):
+    """Judges results of the roster, and says whom it waits for in vain."""
+
+    contacts: Contacts
+
+    def take(self, campaign: Campaign, source: PeerId, reduced: Reduced) -> bool:
+        """Notes the results of a reducer; whether they are of this roster."""
+        if not self._is_result_of_roster(campaign, reduced):
+            return False
+        plan = campaign.plan
+        assert plan is not None
+        for unit, result in reduced.results.items():
+            if plan.reducers.get(unit) != source:
+                self.out.refuse(source, "REDUCED", f"the reducer of {unit} is another peer")
+            elif result.num_bytes != self.rules.unit_bytes[unit]:
+                self.out.refuse(source, "REDUCED", f"{unit} has {result.num_bytes} bytes")
+            else:
+                campaign.results[unit] = result
+        report = Report(source, reduced.results, reduced.signature)
+        known = campaign.reports.get(source, ())
+        campaign.reports[source] = newest_results((report, *known), plan, self.rules)
+        campaign.reported_at[source] = self.now
+        campaign.missing[source] = dict(reduced.missing)
+        return True
+
+    def _is_result_of_roster(self, campaign: Campaign, reduced: Reduced) -> bool:
+        """Whether a result belongs to the roster that is out: one roster per manifest [C3]."""
+        return (
+            campaign.stage is Stage.REDUCE
+            and campaign.plan is not None
+            and reduced.ballot == campaign.ballot
+            and reduced.roster_id == campaign.plan.roster_id
+        )
+
+    def composed(self, campaign: Campaign) -> Value | None:
+        """The manifest that follows, once all results are here."""
+        plan = campaign.plan
+        if plan is None or any(unit not in campaign.results for unit in plan.reducers):
+            return None
+        evidence = Evidence(
+            campaign.grounds.shown(self.tip),
+            plan.able,
+            plan.roster_id,
+            tuple(report for _, each in sorted(campaign.reports.items()) for report in each),
+        )
+        brought = Brought(campaign.leaving, campaign.invitations)
+        manifest = compose_from(self.tip, plan, evidence, brought, self.rules)
+        why = (
+            f"{len(plan.sources)} units of {len(plan.offers)} peers, "
+            f"{len(plan.reducers)} averaged in {self.now - campaign.stage_at:.1f} s"
+        )
+        return Value(manifest, evidence, why)
+
+    def refused_values(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Peers whose values came and were refused: waiting makes no other of them [C4, U1]."""
+        assert campaign.plan is not None
+        return {
+            peer: f"{reporter} refuses its values: {why}"
+            for reporter in sorted(self.late_reducers(campaign) & campaign.missing.keys())
+            for peer, why in sorted(campaign.missing[reporter].items())
+            if why in REFUSALS and peer in campaign.plan.offers and peer != self.me
+        }
+
+    def gone_that_are_missed(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Peers that the round waits for in vain: their machines refuse messages."""
+        late = self.late_reducers(campaign)
+        reported = (campaign.missing.get(reporter, {}) for reporter in late)
+        missed = late.union(*reported) & self.contacts.gone
+        return dict.fromkeys(sorted(missed), "it is gone")
+
+    def late_reducers(self, campaign: Campaign) -> set[PeerId]:
+        """Reducers whose results are not here yet."""
+        assert campaign.plan is not None
+        reducers = campaign.plan.reducers.items()
+        return {peer for unit, peer in reducers if unit not in campaign.results}
+
+    def whom_to_exclude(self, campaign: Campaign) -> dict[PeerId, str]:
+        """Contributors reported missing and reducers that are silent, with the reason [C4]."""
+        plan = campaign.plan
+        assert plan is not None
+        late = self.late_reducers(campaign)
+        bad: dict[PeerId, str] = {}
+        for reducer in sorted(late - {self.me}):
+            reported_at = campaign.reported_at.get(reducer)
+            if reported_at is None or self.now - reported_at > self.timers.reduce_s / 2:
+                bad[reducer] = "it is silent as a reducer"
+        for reporter in sorted(late & campaign.missing.keys()):
+            for peer, why in sorted(campaign.missing[reporter].items()):
+                if peer == self.me:
+                    bad[reporter] = f"it cannot fetch from the convener: {why}"
+                elif peer in plan.offers:
+                    bad.setdefault(peer, f"{reporter} cannot fetch from it: {why}")
+        if not bad and campaign.extensions:
+            bad = dict.fromkeys(sorted(late - {self.me}), "its results are late")
+        return bad

@@ -1,0 +1,73 @@
+"""Whom this peer hears and knows, and what it told whom when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import Ready
+from swarm.protocol.rounds.standing import Role
+
+MAX_KNOWN_PEERS = 512
+
+Exchanged = dict[tuple[PeerId, Digest], float]
+"""When a peer was last told this tip, or asked for a newer one than this."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Contacts(Role):
+    """The others, as far as messages show them."""
+
+    heard: dict[PeerId, float] = field(init=False, default_factory=dict)
+    """When a message of this generation came from them last [H3]."""
+    gone: set[PeerId] = field(init=False, default_factory=set)
+    """Peers whose machine refused a message, until they are heard again."""
+    known: dict[PeerId, None] = field(init=False)
+    """Peers to greet now and then, the one remembered last at the end."""
+    told: Exchanged = field(init=False, default_factory=dict)
+    asked: Exchanged = field(init=False, default_factory=dict)
+    readies: dict[PeerId, Ready] = field(init=False, default_factory=dict)
+    """What peers said at this height to a convener without a campaign."""
+    somebody_is_ahead: bool = field(init=False, default=False)
+    """Whether somebody has a tip that is better, since listening or the height began."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.known = dict.fromkeys(sorted(self.tip.members))
+        parent = self.standing.record.parent
+        if parent:
+            self.known |= dict.fromkeys(sorted(parent.members))
+
+    def forget_height(self, *, is_new_generation: bool) -> None:
+        """Begins anew with what referred to the old tip."""
+        self.readies = {}
+        self.somebody_is_ahead = False
+        self.told = {key: at for key, at in self.told.items() if key[1] == self.tip.digest}
+        self.asked.clear()
+        if is_new_generation:
+            self.heard.clear()
+
+    def hears_quorum(self, limit_s: float) -> bool:
+        """Whether a quorum of the voters was heard within the limit.
+
+        This peer counts itself among them, unless it abstains: a quorum that cannot vote is dead.
+        """
+        since = self.now - limit_s
+        heard = [peer for peer, at in self.heard.items() if at > since]
+        return self.standing.has_quorum(heard if self.standing.abstains() else [self.me, *heard])
+
+    def remember(self, peers: Iterable[PeerId]) -> None:
+        """Greets these now and then, also when they are no longer members: forks must meet."""
+        for peer in sorted(peers):
+            self.known.pop(peer, None)
+            self.known[peer] = None
+        while len(self.known) > MAX_KNOWN_PEERS:
+            self.known.pop(next(iter(self.known)))
+
+    def is_rate_limited(self, last: Exchanged, key: tuple[PeerId, Digest]) -> bool:
+        """Whether that was done less than a poll period ago; else it is noted as done now."""
+        if key in last and self.now - last[key] < self.timers.poll_s:
+            return True
+        last[key] = self.now
+        return False

@@ -1,0 +1,115 @@
+"""Listening before speaking: after a start, and after a stand-still [B1, B2, H1]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.messages import Commit, Header, Hello, Message
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.forks import Forks
+from swarm.protocol.rounds.gossip import Gossip
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.state import Life
+from swarm.protocol.rounds.succession import Succession
+
+MAX_EARLY = 2048
+
+
+@dataclass(kw_only=True, eq=False)
+class Listener(Role):
+    """Decides when this peer hears only, and which messages are for now."""
+
+    life: Life
+    contacts: Contacts
+    blobs: Blobs
+    succession: Succession
+    gossip: Gossip
+    forks: Forks
+    begin_height: Callable[[], None]
+    """Starts what the tip allows."""
+    _early: dict[tuple[PeerId, type], tuple[Header, Message]] = field(
+        init=False, default_factory=dict
+    )
+
+    def listen(self) -> None:
+        """Starts to listen: after booting [B1] and after a pause [B2]."""
+        self.life.boot_at = self.now
+        self.life.listen_until = self.now + self.timers.discover_s
+        self.life.may_listen_on = True
+        self.contacts.somebody_is_ahead = False
+        self.succession.campaign = None
+        self.contacts.heard.clear()
+        if self.blobs.catch_up:
+            self.blobs.catch_up.progress_at = self.now  # it stood still with this process [X2]
+        self.gossip.next_hello = self.now
+        self.tick()
+
+    def tick(self) -> None:
+        """Asks everybody for their tips, until that is over."""
+        until = self.life.listen_until
+        assert until is not None
+        is_over = self.now >= until and not self._is_changing_generation()
+        if is_over or self.have_spoken():
+            self.end()
+        elif self.now >= self.gossip.next_hello:
+            self.gossip.next_hello = self.now + self.timers.hello_s
+            for peer in dict.fromkeys([*sorted(self.tip.members), *self.contacts.known]):
+                if peer != self.me:
+                    self.out.post(peer, Hello(ask=True))
+
+    def _is_changing_generation(self) -> bool:
+        """Whether survivors' chain, found while listening, is still on its way here [B1].
+
+        It may take longer than T_disc; to act in the old generation meanwhile could roll the
+        survivors back. A fetch without progress ends the listening as well [X2].
+        """
+        return (
+            self.life.may_listen_on
+            and self.blobs.catch_up is not None
+            and self.forks.leaves_my_generation(self.blobs.catch_up.manifest)
+        )
+
+    def end(self) -> None:
+        """From now on this peer takes part; others get the time anew in which to show up."""
+        self.life.listen_until = None
+        succession = self.succession
+        succession.top_since = succession.convener_at = succession.reign.since = self.now
+        self.begin_height()
+
+    def have_spoken(self) -> bool:
+        """Whether all other members have shown, since listening began, to be no further."""
+        return (
+            not self.blobs.catch_up
+            and not self.contacts.somebody_is_ahead
+            and all(peer in self.contacts.heard for peer in self.tip.members if peer != self.me)
+        )
+
+    def may_handle(self, header: Header, message: Message) -> bool:
+        """Whether a message is for now: HELLO and COMMIT always, others on equal tips [H1]."""
+        if isinstance(message, (Hello, Commit)):
+            return True
+        return not self.life.is_listening and header.tip == self.tip.digest
+
+    def keep_early(self, source: PeerId, header: Header, message: Message) -> None:
+        """Keeps what belongs to a tip that this peer is about to have, as the network might [C1].
+
+        The newest of each kind and peer; the rest is repeated anyway.
+        """
+        if header.code >= self.tip.code and len(self._early) < MAX_EARLY:
+            self._early[source, type(message)] = (header, message)
+
+    def replay_early(self) -> None:
+        """Delivers what was kept for the tip, before the event is over."""
+        early, self._early = self._early, {}
+        for (source, kind), (header, message) in early.items():
+            if header.tip == self.tip.digest:
+                self.out.to_self.append((source, header, message))
+            elif header.code > self.tip.code:
+                self._early[source, kind] = (header, message)
+
+    def was_paused(self) -> bool:
+        """Whether nothing happened for so long that this process must have stood still [B2]."""
+        return self.now - self.life.event_at > self.timers.patience_s

@@ -1,0 +1,145 @@
+"""Proposer: one value a ballot, its votes, and the announcement [C5, C6]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Propose
+from swarm.protocol.rounds.blobs import Blobs, Proposal
+from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.succession import Succession
+from swarm.protocol.schemas import MAX_HOLDERS
+
+
+@dataclass(kw_only=True, eq=False)
+class Proposer(Role):
+    """Has a manifest voted on."""
+
+    contacts: Contacts
+    blobs: Blobs
+    succession: Succession
+
+    def propose(
+        self, campaign: Campaign, manifest: Manifest, evidence: Evidence | None, why: str
+    ) -> None:
+        """Phase 2; one ballot never proposes two values [C6]."""
+        assert campaign.proposal is None, "a ballot proposes once"
+        campaign.proposal, campaign.evidence = manifest, evidence
+        campaign.enter(Stage.VOTE, self.now)
+        self.out.explain(Topic.ROUND, f"proposed height {manifest.height}: {why}")
+        message = Propose(campaign.ballot, manifest, self._holders(campaign), evidence)
+        for peer in self._concerned(manifest):
+            self.out.post(peer, message)
+
+    def _holders(self, campaign: Campaign) -> tuple[PeerId, ...]:
+        """The last that said that they have everything: earlier messages have named the others."""
+        return tuple(campaign.holders)[-MAX_HOLDERS:]
+
+    def _concerned(self, manifest: Manifest) -> list[PeerId]:
+        """Members before and after a manifest."""
+        return sorted({**self.tip.members, **manifest.members})
+
+    def repeat(self, campaign: Campaign, manifest: Manifest) -> None:
+        """Asks once more for the votes that are missing."""
+        message = Propose(campaign.ballot, manifest, self._holders(campaign), campaign.evidence)
+        for peer in self._concerned(manifest):
+            # Those that have voted need a sign of life only now and then.
+            if peer not in campaign.accepts or campaign.num_polls % 2 == 0:
+                self.out.post(peer, message)
+
+    def take(self, campaign: Campaign, source: PeerId, accept: Accept) -> bool:
+        """Notes a vote; whether it is one for the proposal."""
+        if (
+            campaign.stage is not Stage.VOTE
+            or campaign.proposal is None
+            or source not in self.standing.electorate()
+            or accept.ballot != campaign.ballot
+            or accept.digest != campaign.proposal.digest
+        ):
+            return False
+        campaign.accepts[source] = accept.signature
+        campaign.holders[source] = None
+        return True
+
+    def is_chosen(self, campaign: Campaign) -> bool:
+        """A majority decides at once, half with the tie-breaker after a grace [C5].
+
+        The grace keeps a swarm of two from deciding every round on one disk. It lasts T_vote / 2,
+        or until none of the others has been heard for as long as a convener may be deaf.
+        """
+        votes = [peer for peer in campaign.accepts if peer in self.standing.electorate()]
+        if 2 * len(votes) > len(self.tip.voters):
+            return True
+        if not self.standing.has_quorum(votes):
+            return False
+        since = self.now - 2 * self.timers.heartbeat_s
+        others = (peer for peer in self.standing.electorate() if peer not in campaign.accepts)
+        heard = self.contacts.heard
+        is_awaited = any(heard.get(peer, campaign.stage_at) >= since for peer in others)
+        return not is_awaited or self.now - campaign.stage_at >= self.timers.vote_s / 2
+
+    def decide(self, campaign: Campaign) -> None:
+        """Announces the decision to old and new members, this peer among them [C5]."""
+        manifest = campaign.proposal
+        assert manifest is not None
+        campaign.enter(Stage.DECIDED, self.now)
+        signatures = {peer: campaign.accepts[peer] for peer in self._signers(campaign)}
+        self.out.explain(
+            Topic.ROUND,
+            f"height {manifest.height} decided with {len(campaign.accepts)} of "
+            f"{len(self.tip.voters)} votes under attempt {campaign.ballot.attempt}",
+        )
+        commit = Commit(manifest, Certificate(campaign.ballot, signatures), self.tip)
+        for peer in self._concerned(manifest):
+            self.out.post(peer, commit)
+            # Votes that are still under way show a peer behind that has just been told.
+            self.contacts.told[peer, manifest.digest] = self.now
+
+    def _signers(self, campaign: Campaign) -> list[PeerId]:
+        """A smallest quorum among the votes, so that certificates stay small."""
+        votes = sorted(peer for peer in campaign.accepts if peer in self.standing.electorate())
+        return votes[: len(self.tip.voters) // 2 + 1]
+
+    def give_up(self, campaign: Campaign) -> dict[PeerId, str] | None:
+        """Blobs are missing here and T_vote is over: whom the next attempt does without [C6].
+
+        It is over sooner when the sources have failed, or are gone and nothing arrives any more.
+        """
+        proposal = self.blobs.proposal
+        if proposal is None or not proposal.missing or proposal.ballot != campaign.ballot:
+            return None
+        if self.succession.is_out_of_attempts():
+            return None
+        age_s = self.now - campaign.stage_at
+        limit_s = self._voting_limit_s(proposal)
+        if age_s < limit_s:
+            return None
+        excluded = dict(campaign.excluded)
+        for digest, unit in proposal.missing.items():
+            source = proposal.manifest.entries[unit].source
+            if source != self.me:
+                excluded[source] = f"{unit} ({digest[:12]}) could not be fetched from it"
+        self.out.explain(
+            Topic.TAKEOVER,
+            f"attempt {campaign.ballot.attempt} given up: {len(proposal.missing)} blobs of its "
+            f"proposal still missing after {age_s:.1f} s (limit {limit_s:.1f})",
+        )
+        return excluded
+
+    def _voting_limit_s(self, proposal: Proposal) -> float:
+        """How long this peer waits for the blobs of what it has proposed."""
+        sources = {
+            digest: proposal.manifest.entries[unit].source
+            for digest, unit in proposal.missing.items()
+        }
+        is_still = self.now - proposal.progress_at >= self.timers.grace_s
+        if is_still and self.contacts.gone.issuperset(sources.values()):
+            return self.timers.grace_s
+        have_failed = all(
+            source in proposal.failed.get(digest, ()) for digest, source in sources.items()
+        )
+        return self.timers.vote_s / 2 if have_failed else self.timers.vote_s

@@ -1,0 +1,105 @@
+"""A lost majority is given up: survivors go on as a generation of their own [F2, F3]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Member, PeerId
+from swarm.protocol.messages import Ballot, Certificate, Commit
+from swarm.protocol.rounds.adopter import Adopter
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.composition import compose_reform, new_generation
+from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.forks import Forks
+from swarm.protocol.rounds.standing import Role
+from swarm.protocol.rounds.state import Life, Work
+
+
+@dataclass(kw_only=True, eq=False)
+class Reformer(Role):
+    """Reforms, or follows the reform of others, once the own generation has stalled."""
+
+    life: Life
+    contacts: Contacts
+    blobs: Blobs
+    work: Work
+    forks: Forks
+    adopter: Adopter
+
+    def tick(self) -> None:
+        """Leaves the generation once it gives no sign of life any more."""
+        forks = self.forks
+        if forks.quiet_s < self.timers.reform_s:
+            return
+        if forks.candidate and forks.may_leave_generation():
+            source, commit = forks.candidate
+            forks.candidate = None
+            self.out.explain(
+                Topic.FORK, f"stalled for {self.timers.reform_s:.1f} s: a reform is adopted"
+            )
+            self.adopter.adopt(source, commit)
+        elif self._reform_due():
+            self.reform(
+                f"no quorum of {len(self.tip.voters)} voters heard for {self.timers.reform_s:.1f} s"
+            )
+
+    def _reform_due(self) -> bool:
+        """Whether to give up the lost majority; higher ranks wait a little longer [F3].
+
+        A peer that is still at its local steps loses nothing by waiting: there is nothing to
+        average yet. By a reform it would lose them if its majority came back.
+        """
+        jitter_s = self.standing.rank * self.timers.heartbeat_s
+        return (
+            self.timers.reform_s < inf
+            and not self.blobs.catch_up
+            and not self.life.is_leaving
+            and not self._is_at_work()
+            and self.forks.is_stalled(self.timers.reform_s + jitter_s)
+        )
+
+    def _is_at_work(self) -> bool:
+        """Whether this peer's local steps are under way, by its own word."""
+        ready_at = self.work.ready_at if self.work.offered_at is None else None
+        return ready_at is not None and self.now < ready_at + self.timers.grace_s
+
+    def reform(self, why: str) -> None:
+        """Goes on with those that still answer, as a generation of its own [F3]."""
+        since = self.now - self.timers.reform_s / 2
+        heard = [peer for peer, at in self.contacts.heard.items() if at > since]
+        heard = [peer for peer in heard if self._may_survive(peer)]
+        members = {peer: Member(0, self._capacity_of(peer)) for peer in sorted([self.me, *heard])}
+        nonce = self.peer.random.getrandbits(128)
+        generation = self._new_generation(nonce)
+        manifest = compose_reform(self.tip, members, generation, self.rules, reformer=self.me)
+        commit = Commit(manifest, Certificate(Ballot(0, self.me), {}), self.tip)
+        commit = replace(commit, certificate=self.adopter.with_own_signature(commit))
+        self.blobs.synced.add(manifest.digest)
+        # Nobody can have voted in a generation that begins here, so the abstention ends [P5].
+        self.standing.record = replace(self.standing.record, abstain_until_height=0)
+        self.adopter.apply(
+            commit,
+            f"reformed at height {manifest.height}: {why}, {len(members)} go on; who joins without "
+            f"the founder there needs --tip {manifest.height}:{manifest.digest}",
+        )
+        for peer in members:
+            if peer != self.me:
+                self.out.post(peer, commit)
+
+    def _may_survive(self, peer: PeerId) -> bool:
+        """Whether a peer that was heard goes on with the survivors."""
+        is_known = peer in self.tip.members or peer == self.tip.founding.founder
+        return is_known or self.rules.is_open
+
+    def _new_generation(self, nonce: int) -> str:
+        return new_generation(self.tip, self.me, nonce)
+
+    def _capacity_of(self, peer: PeerId) -> float:
+        if peer == self.me:
+            return self.peer.capacity
+        if peer in self.tip.members:
+            return self.tip.members[peer].capacity
+        ready = self.contacts.readies.get(peer)
+        return ready.capacity if ready else 1.0

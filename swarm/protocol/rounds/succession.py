@@ -1,0 +1,115 @@
+"""Who convenes this height: the highest ballot, since when, and the campaign of this peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarm.protocol.events import Topic
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import MAX_ATTEMPT, Ballot
+from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.campaign import Campaign, Stage
+from swarm.protocol.rounds.standing import Role
+
+
+@dataclass
+class Reign:
+    """The attempts that one convener has begun at one height, one after the other [K1, A7]."""
+
+    since: float
+    attempt: int
+    """The first."""
+    last_attempt: int = 0
+    """With a proposal."""
+    proposals: set[Digest] = field(default_factory=set)
+    """What this peer has taken up of them."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Succession(Role):
+    """Conveners of this height; all of it is forgotten with the tip."""
+
+    blobs: Blobs
+    top: Ballot | None = field(init=False)
+    """The highest ballot seen."""
+    top_since: float = field(init=False)
+    convener_at: float = field(init=False)
+    """When the convener showed last that it is there."""
+    collected_at: float = field(init=False)
+    """When it was heard collecting [K1]."""
+    reign: Reign = field(init=False)
+    campaign: Campaign | None = field(init=False)
+    """Of this peer, while it convenes."""
+    was_deaf: bool = field(init=False)
+    """In the last campaign that it gave up [C7]."""
+    distrusted: set[PeerId] = field(init=False)
+    """Conveners whose proposals were refused [A4]."""
+    claims: dict[PeerId, int] = field(init=False)
+    """The highest attempt that members have named [A5]."""
+    passed_over: int = field(init=False)
+    """The highest attempt that was refused as out of turn [A7]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.forget_height()
+
+    def forget_height(self) -> None:
+        """Begins anew after a new tip."""
+        self.top = self.campaign = None
+        self.top_since = self.convener_at = self.collected_at = self.now
+        self.reign = Reign(self.now, 0)
+        self.was_deaf = False
+        self.distrusted = set()
+        self.claims = {self.me: self.standing.promised().attempt}
+        self.passed_over = 0
+
+    @property
+    def highest(self) -> Ballot:
+        """The highest ballot seen or promised."""
+        promised = self.standing.promised()
+        return max(promised, self.top or promised)
+
+    @property
+    def convener(self) -> PeerId:
+        """Who convenes this height, as far as this peer knows."""
+        return self.highest.convener
+
+    def note_ballot(self, ballot: Ballot) -> None:
+        """Remembers the highest ballot; a convener that was overtaken steps down [C7]."""
+        if self.top is not None and ballot <= self.top:
+            return
+        if self.top is None or self.top.convener != ballot.convener:
+            self.reign = Reign(self.now, ballot.attempt)
+        self.top = ballot
+        self.top_since = self.convener_at = self.now
+        if self.campaign and self.campaign.ballot < ballot:
+            reason = self.why_step_down(self.campaign)
+            if reason:
+                self.step_down(reason)
+
+    def why_step_down(self, campaign: Campaign) -> str | None:
+        """Why a campaign has no prospect: overtaken or too old [C7]."""
+        attempt = campaign.ballot.attempt
+        if self.top and self.top > campaign.ballot:
+            return f"overtaken by attempt {self.top.attempt} of {self.top.convener}"
+        if campaign.stage is Stage.DECIDED and self.blobs.catch_up is None:
+            return "what was decided gave way to a better manifest, which could not be fetched"
+        age_s = self.now - max(campaign.started_at, campaign.awaited_at)
+        limit_s = self.timers.attempt_limit_s(attempt)
+        if age_s > limit_s and not self.standing.decides_alone:
+            return f"attempt {attempt} took {age_s:.1f} s (limit {limit_s:.1f})"
+        return None
+
+    def step_down(self, reason: str) -> None:
+        """Ends the campaign of this peer."""
+        self.campaign = None
+        self.convener_at = self.now
+        self.out.explain(Topic.TAKEOVER, f"stepped down: {reason}")
+
+    def is_out_of_attempts(self) -> bool:
+        """Whether there is no higher ballot at this height: nobody would believe one [A5]."""
+        return self.highest.attempt >= MAX_ATTEMPT
+
+    def next_ballot(self) -> Ballot:
+        """Higher than everything seen or promised at this height [K1]."""
+        return Ballot(max(self.highest.attempt, self.passed_over) + 1, self.me)

@@ -1,0 +1,236 @@
+"""The main loop of a peer: train, offer, agree, adopt; `Training.run` and below, in this order.
+
+It decides; its `TrainingShell` acts. Time passes only where something is awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from swarm.experts import expert_of_unit
+from swarm.protocol.adoption import Action, Adoption, adopt, due_units, experts_due, still_late
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.messages import Offer
+from swarm.protocol.records import PeerState
+from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.training.reading import Reading
+from swarm.protocol.training.resuming import offer_of, problem_of, way_to
+from swarm.protocol.training.shell import Applied, SavedWork, TrainingShell, Work
+
+
+class Training:
+    """What one peer does in a run, from a start to the last round."""
+
+    def __init__(
+        self,
+        shell: TrainingShell,
+        me: PeerId,
+        rules: Rules,
+        rounds: int,
+        *,
+        is_due: Callable[[Manifest], bool] | None = None,
+    ) -> None:
+        """Knows nothing yet; `run` begins with what is on the disk.
+
+        Args:
+            shell: carries out what is decided here.
+            me: this peer.
+            rules: of the run.
+            rounds: the last one.
+            is_due: whether a tip's only successor is a merge; by default as [M1] says.
+        """
+        self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
+        self.is_due = is_due or partial(merge_due, merging=rules.merging)
+        self.reading = Reading(rules, me)
+        self.tip: Manifest
+        """What the model is at."""
+        self.work: Work | None = None
+        """Local steps on the tip that are still good; see `is_done`."""
+        self.offers: list[Offer] = []
+        """Made since the tip was adopted: late progress, then the finished round."""
+        self.bases: dict[int, Digest] = {}
+        """Of each own expert: the agreed value that its local progress started from."""
+        self.late: frozenset[int] = frozenset()
+        """Own experts with progress that the rounds so far have left out [O2]."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the local steps on the tip are done."""
+        return self.work is not None and self.work.completed
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> Manifest:
+        """Takes part until the last round is over, and its merge; returns the last manifest."""
+        self.resume()
+        while self.tip.round < self.rounds or self.is_due(self.tip):
+            if self.work is None:
+                self.shell.may_stop()
+            newer = await self.take_part()
+            await self.adopt(newer)
+        return self.tip
+
+    async def take_part(self) -> Sequence[Applied]:
+        """Does what there is to do on the tip, until there is a newer one."""
+        if self.is_due(self.tip):  # no local steps and no offers [M2]
+            return await self.shell.wait(self.tip, PeerState.MERGING)
+        if self.me not in self.tip.members:
+            return await self.shell.wait(self.tip, PeerState.JOINING)
+        if not self.is_done:
+            self.offer_late()
+            await self.train()
+        if not self.is_done:  # the tip has moved meanwhile
+            return await self.shell.wait(self.tip, PeerState.CATCHING_UP)
+        offer = await self.save()  # durable before anybody hears of it [P6]
+        self.shell.submit(self.tip, offer)
+        return await self.shell.wait(self.tip, PeerState.AVERAGING)
+
+    # ------------------------------------------------------------ its parts
+
+    def offer_late(self) -> None:
+        """What rounds have left out of this peer's experts goes in at once; it trains on [O2].
+
+        Nothing else has to be durable: after a crash the experts start from what was agreed.
+        """
+        tip = self.tip
+        if not self.late or not experts_due(tip, self.rules.experts_every):
+            return
+        values = self.shell.store(tip, self._bases_of_due(self.late), 0)
+        units = {unit: value for unit, value in values.items() if value.digest != value.base}
+        if units:
+            self.offers = [Offer(tip.digest, 0, 0, units)]
+            self.shell.submit(tip, self.offers[0])
+
+    async def train(self) -> None:
+        """The local steps of a round, or those that are left of them."""
+        tip, reading = self.tip, self.reading
+        left = partial(reading.work_left, tip)
+        dealt, began_s = reading.dealt(tip), reading.began_s
+        self.work = await self.shell.train(tip, dealt, self.work, began_s, left)
+
+    async def save(self) -> Offer:
+        """Makes the finished work durable; returns the offer of it."""
+        tip, work = self.tip, self.work
+        assert work is not None
+        saved = SavedWork(
+            run_id=self.rules.run,
+            base_tip=tip.digest,
+            round=tip.round + 1,
+            steps=work.steps,
+            tokens=work.tokens,
+            seconds=work.seconds,
+            data_position=self.reading.position_after(work.tokens),
+            expert_bases=dict(self.bases),
+            offered={},
+        )
+        units = await self.shell.save(tip, self._bases_of_due(), saved)
+        offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
+        self.offers.append(offer)
+        return offer
+
+    def _bases_of_due(self, experts: Collection[int] | None = None) -> dict[Unit, Digest]:
+        """Units to be offered on the tip, of these experts alone, with their bases [S3]."""
+        bases = {}
+        for unit in due_units(self.me, self.tip, self.rules.experts_every):
+            expert = expert_of_unit(unit)
+            if experts is None or expert in experts:
+                agreed = self.tip.entries[unit].digest
+                bases[unit] = agreed if expert is None else self.bases[expert]
+        return bases
+
+    # ------------------------------------------------------------ a newer tip
+
+    async def adopt(self, newer: Sequence[Applied]) -> None:
+        """Moves on, manifest by manifest; what local work is good for then is decided here."""
+        start, work, path = self.tip, self.work, list(newer)
+        late = self.late.union(self.bases if work and work.steps else ())
+        is_counted, is_kept = False, True
+        while path:
+            applied = path.pop(0)
+            manifest = applied.manifest
+            adoption = self.decide(manifest, self.tip.digest)
+            if not self.shell.adopt(manifest, adoption, self.tip):
+                path = path or list(await self.shell.wait(manifest, PeerState.CATCHING_UP))
+                continue
+            is_kept &= adoption.shared is Action.KEEP
+            follows = manifest.parent == start.digest
+            is_mine = follows and self.is_done and manifest.counts(self.me)
+            is_counted |= is_mine
+            late = still_late(late, adoption, is_counted=is_mine)
+            self._moved_to(manifest, adoption)
+            if work and work.tokens and not (path or is_counted or is_kept):
+                self.shell.lose(work.tokens, applied.reason)
+            self.shell.report(applied, work if follows else None, counted=is_mine)
+        self.late, self.offers = late, []
+        offered_tokens = work.tokens if work and self.is_done else 0
+        if not is_kept:  # after a reform the same work is offered to it
+            self.work = None
+        if self.work is None:
+            self.reading.next_round(applied.at_s, offered_tokens)
+        self.shell.release()
+        self.validate()
+
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
+        return adopt(self.me, manifest, previous=previous, bases=self.bases, offers=self.offers)
+
+    def _moved_to(self, manifest: Manifest, adoption: Adoption) -> None:
+        self.tip, self.bases = manifest, adoption.bases
+
+    def validate(self) -> None:
+        """The first convener measures the agreed state for everybody, merged if it is to be."""
+        if self.tip.order[0] == self.me and not self.is_due(self.tip):
+            self.shell.validate(self.tip)
+
+    # ------------------------------------------------------------ going on where we were
+
+    def resume(self) -> None:
+        """Brings model and tip together after a start, and finds work that is still good.
+
+        The rounds go on meanwhile, so the tip may move away: then the newer one is taken.
+        """
+        while not self._resume_at(self.shell.newest()):
+            pass
+
+    def _resume_at(self, newest: Applied) -> bool:
+        tip = newest.manifest
+        saved = self.shell.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
+        self.bases = dict(saved.expert_bases) if saved else {}
+        self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
+        path = way_to(newest, saved.base_tip if saved else "")
+        if not self._adopt_start(path, newest, saved):
+            return False
+        if saved:
+            # What is offered again is counted when the round is over.
+            again = saved.tokens if self.work else 0
+            self.reading.position = saved.data_position
+            self.reading.position = self.reading.position_after(-again)
+        self.shell.resumed(tip, has_work=self.work is not None)
+        if path:
+            self.validate()
+        return True
+
+    def _adopt_start(
+        self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
+    ) -> bool:
+        """Returns whether the tip was reached."""
+        if not path and not self.shell.adopt_frozen(newest.manifest):
+            return False
+        previous, is_kept = saved.base_tip if saved else "", saved is not None
+        for manifest in path:
+            adoption = self.decide(manifest, previous)
+            parent = newest.parent
+            before = parent if parent and parent.digest == manifest.parent else manifest
+            if self.shell.adopt(manifest, adoption, before, at_start=True):
+                is_kept &= adoption.shared is Action.KEEP
+                previous = manifest.digest
+                self._moved_to(manifest, adoption)
+            elif manifest is newest.manifest:
+                return False
+        self.tip, self.offers = newest.manifest, []
+        # Killed between the record of a reform and the private state: the work is still good.
+        self.work = saved if is_kept else None
+        self.reading.next_round(newest.at_s, 0)
+        return True

@@ -1,0 +1,174 @@
+"""What the main loop of a peer has done for it.
+
+The loop knows neither engine, disk, network nor clock: its shell carries out what it decides. What
+takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
+"""
+
+# Where a shell need not listen, nothing is done with what it would be told.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from swarm.protocol.adoption import Adoption
+from swarm.protocol.deadlines import LocalWork
+from swarm.protocol.dealing import Stretches
+from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.records import PeerState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One tip that this peer moved to: when by the shell's clock, why, and its parent if known."""
+
+    manifest: Manifest
+    at_s: float
+    reason: str = ""
+    parent: Manifest | None = None
+
+
+class Work(Protocol):
+    """What local steps on a tip amount to."""
+
+    @property
+    def steps(self) -> int:
+        """Local steps, skipped ones included."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that they were trained on."""
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+
+    @property
+    def completed(self) -> bool:
+        """False if the tip moved before all of them were done."""
+
+
+@dataclass(frozen=True)
+class SavedWork:
+    """Local steps as a private state names them [P6]; see `swarm.train.checkpoint.PrivateState`."""
+
+    run_id: str
+    base_tip: Digest
+    round: int
+    steps: int
+    tokens: int
+    seconds: float
+    data_position: int
+    expert_bases: Mapping[int, Digest]
+    offered: Mapping[Unit, Digest]
+    """Empty in what is to be saved: its values are not stored yet."""
+
+    @property
+    def completed(self) -> bool:
+        """Only finished work is saved."""
+        return True
+
+
+class TrainingShell(Protocol):
+    """Engine, disk and rounds of one peer; it need not listen where nothing is done here."""
+
+    # ------------------------------------------------ when the peer starts
+
+    def newest(self) -> Applied:
+        """The newest tip; `at_s` is when its round began."""
+
+    def load(self, tip: Manifest, problem: Callable[[SavedWork], str | None]) -> SavedWork | None:
+        """Fills the engine from the private state.
+
+        None: there is none, it is damaged or has a `problem`; the engine is as it was.
+        """
+
+    def adopt_frozen(self, tip: Manifest) -> bool:
+        """Fills in what is not trained here beside what was loaded; returns as `adopt`."""
+
+    def resumed(self, tip: Manifest, *, has_work: bool) -> None:
+        """Model and tip are one; with work that is still good the peer offers that again."""
+
+    # ------------------------------------------------ a round
+
+    def may_stop(self) -> None:
+        """Nothing is under way: a peer that was asked to stop may do it here."""
+        return
+
+    async def train(
+        self,
+        tip: Manifest,
+        dealt: Stretches,
+        before: Work | None,
+        began_s: float,
+        left: Callable[[int, float, float], LocalWork],
+    ) -> Work:
+        """Takes local steps until none is left, or the tip has moved.
+
+        Args:
+            tip: what they start from.
+            dealt: samples to be read.
+            before: steps on them that were done already; the result contains these.
+            began_s: when the round began.
+            left: says before each step how many there are to be yet, given all steps done, the
+                mean seconds of one and those since the round began.
+        """
+
+    def store(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], tokens: int
+    ) -> Mapping[Unit, OfferedUnit]:
+        """Stores the values of units after so many tokens since the tip, for others to fetch.
+
+        Their blobs stay until `release`. `bases`: the agreed value that each was trained from.
+        """
+
+    async def save(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> Mapping[Unit, OfferedUnit]:
+        """As `store`; in the end the private state, with what was stored, is durable [P6]."""
+
+    def submit(self, tip: Manifest, offer: Offer) -> None:
+        """Puts an offer into the round after a tip."""
+
+    async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
+        """Tips after this one, oldest first, one at least; `state` is for people."""
+
+    # ------------------------------------------------ a newer tip
+
+    def adopt(
+        self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
+    ) -> bool:
+        """Moves the engine from one manifest to another as was decided.
+
+        False: blobs of it were collected, so a newer tip is here; the engine is as it was.
+        """
+
+    def lose(self, tokens: int, reason: str) -> None:
+        """Hears that the result of local steps will be in no manifest."""
+        return
+
+    def report(self, applied: Applied, work: Work | None, *, counted: bool) -> None:
+        """Hears what was adopted, of this peer's steps on its parent, and whether these are in."""
+        return
+
+    def release(self) -> None:
+        """What was offered has been adopted, or never will be: its blobs may go."""
+
+    def validate(self, manifest: Manifest) -> None:
+        """Measures the held-out loss of the agreed state that was just adopted."""
+        return
+
+
+def at_once(routine: Coroutine[Any, Any, T]) -> T:
+    """The result of a routine whose shell blocks its thread where it waits."""
+    try:
+        routine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a shell that blocks never gives way")

@@ -1,0 +1,165 @@
+"""The page's routes: what they answer, to whom, how much, and that nothing comes from elsewhere."""
+
+import contextlib
+import hashlib
+import http.client
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import ConfigError
+from swarm.monitor.feed import Feed
+from swarm.monitor.schema import as_json
+from swarm.monitor.server import MAX_LISTENERS, WEB, listening_socket
+from tests.monitor.crowds import crowd
+from tests.monitor.pages import WAIT_S, Page, page_of
+
+FIRST_PAINT_BYTES = 1_000_000
+BYTES_PER_S = 200_000
+LOOK_S = 2.0
+"""Between two looks; the shortest time in which a page may have to be sent everything anew."""
+VENDORED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot-LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+"""SHA-256 of the files of uPlot 1.6.32, as its package has them."""
+ROUTES = ("/", "/snapshot.json", "/metrics", "/favicon.ico", "/glossary.json", "/static/app.js")
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    feed = Feed(MAX_LISTENERS)
+    feed.show(as_json(crowd(4, 8, 9)))
+    with page_of(feed) as served:
+        yield served
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_answers_with_the_same_strict_headers(page: Page, path: str) -> None:
+    answer = page.get(path)
+    assert answer.status == 200 and answer.body
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "server" not in answer.headers
+
+
+def test_the_snapshot_is_what_json_prints(page: Page) -> None:
+    assert json.loads(page.get("/snapshot.json").body) == json.loads(json.dumps(page.feed.state))
+
+
+def test_before_the_first_look_the_page_is_there_and_says_so() -> None:
+    with page_of() as served:
+        assert served.get("/").status == 200
+        answer = served.get("/snapshot.json")
+        assert answer.status == 503
+        assert json.loads(answer.body)["health"]["word"] == "unreachable"
+        text = served.get("/metrics").body.decode()
+        assert 'swarm_health{word="unreachable"} 1.0' in text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("path", ["/", "/snapshot.json", "/events", "/static/app.js"])
+def test_nothing_but_get_is_answered(page: Page, method: str, path: str) -> None:
+    answer = page.get(path, method)
+    assert (answer.status, answer.headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize("path", ["/static/../feed.py", "/static/%2e%2e/feed.py", "/nothing"])
+def test_no_other_file_is_served(page: Page, path: str) -> None:
+    assert page.get(path).status == 404
+
+
+def line_of(answer: http.client.HTTPResponse, start: bytes) -> bytes:
+    while not (line := answer.readline()).startswith(start):
+        assert line, "the stream ended"
+    return line.removeprefix(start)
+
+
+def test_a_listener_gets_the_history_at_once_and_then_what_changes() -> None:
+    feed = Feed(MAX_LISTENERS)
+    first, second = (json.loads(json.dumps(as_json(crowd(4, 8, k)))) for k in (9, 10))
+    feed.show(first)
+    with page_of(feed) as served, served.open("/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert line_of(answer, b"event: ") == b"snapshot\n"
+        assert json.loads(line_of(answer, b"data: ")) == first
+        assert first["losses"] and first["rounds"] and first["events"]
+        feed.show(second)
+        assert line_of(answer, b"event: ") == b"change\n"
+        assert json.loads(line_of(answer, b"data: "))["set"]["round"] == 10
+
+
+def test_listeners_are_limited_and_one_that_goes_makes_room() -> None:
+    feed = Feed(3)
+    with page_of(feed) as served, contextlib.ExitStack() as others:
+        for _ in range(2):
+            line_of(others.enter_context(served.open("/events")), b"event: ")
+        with served.open("/events") as answer:
+            line_of(answer, b"event: ")
+            refused = served.get("/events")
+            assert refused.status == 503 and refused.headers["retry-after"]
+        deadline = time.monotonic() + WAIT_S
+        while feed.listeners == 3:
+            assert time.monotonic() < deadline, "the listener that went is still counted"
+            time.sleep(0.05)
+        with served.open("/events") as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(("peers", "experts"), [(50, 128), (256, 256)])
+def test_a_large_run_stays_within_what_the_page_may_load(peers: int, experts: int) -> None:
+    files = sum(path.stat().st_size for path in WEB.rglob("*") if path.is_file())
+    feed = Feed(MAX_LISTENERS)
+    feed.show(as_json(crowd(peers, experts, 61, seen_rounds=1)))
+    version, first = feed.since(None)
+    assert files + len(first) < FIRST_PAINT_BYTES, (files, len(first))
+    # A peer renews its record every 8 s at least; if all did at each look it would be this:
+    feed.show(as_json(crowd(peers, experts, 62, seen_rounds=1)))
+    _, change = feed.since(version)
+    assert len(change) / (8.0 if peers > 50 else LOOK_S) < BYTES_PER_S, len(change)
+
+
+def test_vendored_files_are_those_of_their_package() -> None:
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (WEB / "vendor").iterdir()
+    }
+    assert found == VENDORED
+
+
+def test_the_page_names_no_other_address_and_makes_no_markup_of_text() -> None:
+    ours = [path for path in WEB.iterdir() if path.is_file()]
+    assert {path.suffix for path in ours} == {".html", ".js", ".css", ".svg"}
+    for path in ours:
+        text = path.read_text()
+        text = text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|(src|href)=[\"']/", text), path.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+        assert not re.search(r"style=[\"']|<style|onclick=[\"']", text), "refused by the policy"
+        assert text.count("\n") < 260, path.name
+
+
+def test_a_port_in_use_is_told_in_one_line() -> None:
+    bound = listening_socket("127.0.0.1", 0)
+    bound.listen()
+    try:
+        with pytest.raises(ConfigError, match="another port"):
+            listening_socket("127.0.0.1", bound.getsockname()[1])
+    finally:
+        bound.close()
+
+
+def test_the_pages_files_are_in_the_wheel() -> None:
+    """Each kind of file below web/ is named in pyproject.toml."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for path in WEB.rglob("*"):
+        if path.is_file():
+            folder = path.parent.relative_to(WEB.parent).as_posix()
+            pattern = f"{folder}/*{path.suffix}" if path.suffix else f"{folder}/*LICENSE"
+            assert f'"{pattern}"' in text, path

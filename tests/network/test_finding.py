@@ -1,0 +1,101 @@
+"""Which run is meant where several are announced, and how soon it is said that none is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from swarm.config import RunConfig, parse_config
+from swarm.errors import RunMismatch
+from swarm.network import finding
+from swarm.network.fetch import Downloads
+from swarm.network.finding import Announced, Opened, find_run, runs_here
+from swarm.network.node import Node
+from swarm.peer.agreement import require_no_other
+from swarm.protocol.records import RunRecord, RunState
+from tests.scenarios.swarms import EXACT
+
+RUN = parse_config(RunConfig, EXACT, source="x")
+DIGEST = "0" * 64
+ENTRANCE = Announced(
+    RunRecord(
+        "mine-1", "mine", RUN.fingerprint(), "QmA", DIGEST, 1, DIGEST, 1,
+        state=RunState.RUNNING, wait_for_peers=1,
+    ),
+    ("QmA",),
+)  # fmt: skip
+OTHER = Announced(replace(ENTRANCE.record, run="other-2", name="other"), ("QmB",))
+
+
+class Swarms:
+    """What is announced: by the peer whose address was given, and in the DHT."""
+
+    told: tuple[Announced, ...] = (ENTRANCE,)
+    rumours: tuple[Announced, ...] = (ENTRANCE, OTHER)
+    answers_after_s = 0.0
+    looks = 0
+
+    async def runs_of(self, *_: object) -> list[Announced]:
+        await asyncio.sleep(self.answers_after_s)
+        return list(self.told)
+
+    async def announced_runs(self, _: object) -> list[Announced]:
+        self.looks += 1
+        return list(self.rumours)
+
+    async def open_run(self, announced: Announced, *_: object, **__: object) -> Opened:
+        return Opened(announced, RUN, None)
+
+
+@pytest.fixture
+def swarms(monkeypatch: pytest.MonkeyPatch) -> Swarms:
+    swarms = Swarms()
+    for name in ("runs_of", "announced_runs", "open_run"):
+        monkeypatch.setattr(finding, name, getattr(swarms, name))
+    monkeypatch.setattr(finding, "ALONE_S", 0.01)
+    monkeypatch.setattr(finding, "POLL_S", 0.01)
+    return swarms
+
+
+NODE = cast(Node, type("Alone", (), {"entrances": ("QmA",), "neighbours": (), "peer_id": "me"})())
+
+
+def find(**options: Any) -> Opened | None:
+    whole = {"fingerprint": None, "wanted": None, "deadline_s": 0.1, **options}
+    return asyncio.run(find_run(NODE, cast(Downloads, None), **whole))
+
+
+def test_the_run_of_the_given_address_is_meant_even_if_that_peer_is_slow(swarms: Swarms) -> None:
+    """A founder printed its line, somebody founds a second run beside it, and a third comes."""
+    swarms.answers_after_s = 0.1
+    opened = find()
+    assert opened and opened.announced.record.run == "mine-1"
+
+
+def test_of_two_runs_that_others_announce_one_has_to_be_named(swarms: Swarms) -> None:
+    swarms.told = ()
+    with pytest.raises(RunMismatch, match=r"mine-1, other-2 .*--run-id"):
+        find()
+    opened = find(wanted="other-2")
+    assert opened and opened.announced.record.run == "other-2"
+
+
+def test_a_run_that_nobody_announces_is_not_waited_for_where_others_are(
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "OTHERS_S", 0.05)
+    with pytest.raises(RunMismatch, match="no peer announces nosuch-3; announced are mine-1, oth"):
+        find(wanted="nosuch-3", deadline_s=3600.0)
+    assert swarms.looks > 1, "it may have come a little later"
+
+
+def test_a_run_is_not_founded_beside_another_without_a_word(swarms: Swarms) -> None:
+    there = asyncio.run(runs_here(NODE, cast(Downloads, None)))
+    assert [name for name, _ in there] == ["mine-1", "other-2"]
+    changed = RUN.model_copy(update={"run": RUN.run.model_copy(update={"rounds": 9})})
+    with pytest.raises(RunMismatch, match=r"mine-1 runs there.*rounds: asked 9.*--new-run"):
+        require_no_other(changed, there)
+    require_no_other(changed, [])

@@ -1,0 +1,328 @@
+"""The main loop of a peer, and what it has done for it."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.experts import expert_of_unit, expert_unit
+from swarm.protocol.adoption import Adoption
+from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.records import PeerState
+from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work, at_once
+from swarm.protocol.training.resuming import problem_of, way_to
+from tests.protocol.round_pump import found, make_rules
+
+RULES = make_rules(experts=2, parts=1)
+TIP = found(RULES, ["me", "you"])
+MINE = next(expert for expert, owners in TIP.owners.items() if "me" in owners)
+STEPS = RULES.local_steps_at(0)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Local steps."""
+
+    steps: int = STEPS
+    tokens: int = 1000
+    seconds: float = 1.0
+    completed: bool = True
+
+
+class Over(Exception):
+    """The script has no more tips."""
+
+
+@dataclass
+class Peer(TrainingShell):
+    """A shell that acts by script, and remembers what it was asked for."""
+
+    tips: list[list[Applied]]
+    """What each wait gives."""
+    steps: list[Done] = field(default_factory=list)
+    """What local steps give, or all of them."""
+    saved: SavedWork | None = None
+    at: Applied = field(default_factory=lambda: Applied(TIP, 0.0))
+    gone: frozenset[str] = frozenset()
+    """Manifests whose blobs were collected."""
+    value: str = "trained"
+    calls: list[SimpleNamespace] = field(default_factory=list)
+
+    def go(self, **options: Any) -> None:
+        """Until the rounds or the script are over."""
+        rules, rounds = options.pop("rules", RULES), options.pop("rounds", 9)
+        with contextlib.suppress(Over):
+            at_once(Training(self, "me", rules, rounds, **options).run())
+
+    def of(self, name: str) -> list[SimpleNamespace]:
+        """What was asked for under a name."""
+        return [call for call in self.calls if call.name == name]
+
+    def names(self) -> list[str]:
+        """What was asked for, in order."""
+        return [call.name for call in self.calls]
+
+    def _note(self, name: str, **said: Any) -> None:
+        self.calls.append(SimpleNamespace(name=name, **said))
+
+    def newest(self) -> Applied:
+        self._note("newest")
+        return self.at
+
+    def load(self, tip: Manifest, problem: Any) -> SavedWork | None:
+        self._note("load")
+        return self.saved
+
+    def adopt_frozen(self, tip: Manifest) -> bool:
+        self._note("adopt_frozen")
+        return True
+
+    def resumed(self, tip: Manifest, *, has_work: bool) -> None:
+        self._note("resumed")
+
+    def may_stop(self) -> None:
+        self._note("may_stop")
+
+    async def train(
+        self, tip: Manifest, dealt: Any, before: Work | None, began_s: float, left: Any
+    ) -> Done:
+        self._note("train", tip=tip, before=before, began_s=began_s)
+        return self.steps.pop(0) if self.steps else Done()
+
+    def store(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], tokens: int
+    ) -> dict[Unit, OfferedUnit]:
+        self._note("store")
+        return self._values(bases)
+
+    async def save(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        self._note("save", work=work)
+        return self._values(bases)
+
+    def _values(self, bases: Mapping[Unit, Digest]) -> dict[Unit, OfferedUnit]:
+        return {u: OfferedUnit(f"{self.value}.{u}", 100, base) for u, base in bases.items()}
+
+    def submit(self, tip: Manifest, offer: Offer) -> None:
+        self._note("submit", offer=offer)
+
+    async def wait(self, tip: Manifest, state: PeerState) -> Sequence[Applied]:
+        self._note("wait", state=state)
+        if not self.tips:
+            raise Over
+        return self.tips.pop(0)
+
+    def adopt(
+        self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
+    ) -> bool:
+        self._note("adopt", manifest=manifest, at_start=at_start)
+        return manifest.digest not in self.gone
+
+    def lose(self, tokens: int, reason: str) -> None:
+        self._note("lose", tokens=tokens, reason=reason)
+
+    def report(self, applied: Applied, work: Work | None, *, counted: bool) -> None:
+        self._note("report", applied=applied, counted=counted)
+
+    def release(self) -> None:
+        self._note("release")
+
+    def validate(self, manifest: Manifest) -> None:
+        self._note("validate", manifest=manifest)
+
+
+def after(parent: Manifest, *, kind: Kind = Kind.QUORUM, **changes: Any) -> Manifest:
+    """A successor, in which nobody's values are."""
+    fields: dict[str, Any] = {"kind": kind, "parent": parent.digest, "contributors": ("you",)}
+    if kind is Kind.REFORM:
+        fields |= {"generation": "fresh"}
+    else:
+        fields |= {"height": parent.height + 1}
+    if kind is Kind.QUORUM:
+        fields |= {"round": parent.round + 1}
+    return replace(parent, **fields | changes)
+
+
+def applied(*manifests: Manifest, at_s: float = 5.0) -> list[Applied]:
+    return [Applied(manifest, at_s, "why") for manifest in manifests]
+
+
+def saved_on(tip: Manifest, **changes: Any) -> SavedWork:
+    bases = {MINE: tip.entries[expert_unit(MINE)].digest}
+    saved = SavedWork("run-1", tip.digest, tip.round + 1, STEPS, 1000, 1.0, 0, bases, {})
+    return replace(saved, **changes)
+
+
+# ---------------------------------------------------------------- a round
+
+
+def test_a_round_is_trained_saved_offered_adopted_and_reported_in_this_order() -> None:
+    mine = after(TIP, contributors=("me", "you"))
+    peer = Peer([applied(mine)])
+    peer.go(rounds=1)
+    assert peer.names() == [
+        "newest", "load", "adopt", "resumed", *(["validate"] if TIP.order[0] == "me" else []),
+        "may_stop", "train", "save", "submit", "wait", "adopt", "report", "release",
+        *(["validate"] if mine.order[0] == "me" else []),
+    ]  # fmt: skip
+    (offer,) = [call.offer for call in peer.of("submit")]
+    assert (offer.tip, offer.steps, offer.tokens) == (TIP.digest, STEPS, 1000)
+    assert {expert_of_unit(unit) for unit in offer.units} == {None, MINE}
+    assert peer.of("report")[0].counted
+
+
+def test_a_stranger_neither_trains_nor_offers() -> None:
+    outside = replace(TIP, members={"you": TIP.members["you"]}, owners={0: ("you",), 1: ("you",)})
+    peer = Peer([], at=Applied(outside, 0.0))
+    peer.go()
+    assert peer.of("train") == []
+    assert [wait.state for wait in peer.of("wait")] == [PeerState.JOINING]
+
+
+def test_on_a_due_tip_there_are_no_steps_and_no_offers_and_what_is_merged_is_measured() -> None:
+    due = after(TIP, seed="1" * 64)
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([applied(due), applied(merge, at_s=7.0)])
+    peer.go(is_due=lambda tip: tip.digest == due.digest)
+    assert [train.tip.digest for train in peer.of("train")] == [TIP.digest, merge.digest]
+    assert [wait.state for wait in peer.of("wait")][1] is PeerState.MERGING
+    assert due.digest not in [validate.manifest.digest for validate in peer.of("validate")]
+    assert peer.of("train")[1].began_s == 7.0
+
+
+def test_a_merge_after_the_last_round_is_part_of_the_run() -> None:
+    due = after(TIP, seed="1" * 64)
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([applied(due), applied(merge)])
+    peer.go(rounds=1, is_due=lambda tip: tip.digest == due.digest)
+    assert [r.applied.manifest.digest for r in peer.of("report")] == [due.digest, merge.digest]
+    assert peer.tips == []
+
+
+# ---------------------------------------------------------------- what work is still good for
+
+
+def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -> None:
+    peer = Peer([applied(after(TIP))])
+    peer.go(rounds=1)
+    assert [(lose.tokens, lose.reason) for lose in peer.of("lose")] == [(1000, "why")]
+    assert not peer.of("report")[0].counted
+
+
+def test_a_reform_gets_the_finished_work_and_that_is_saved_for_it_first() -> None:
+    reform = after(TIP, kind=Kind.REFORM)
+    peer = Peer([applied(reform)])
+    peer.go()
+    assert len(peer.of("train")) == 1
+    assert [save.work.base_tip for save in peer.of("save")] == [TIP.digest, reform.digest]
+    assert [submit.offer.tip for submit in peer.of("submit")] == [TIP.digest, reform.digest]
+    assert peer.of("lose") == []
+
+
+def test_steps_that_a_reform_interrupts_go_on_where_they_were() -> None:
+    half = Done(steps=1, tokens=250, completed=False)
+    reform = after(TIP, kind=Kind.REFORM)
+    peer = Peer([applied(reform)], steps=[half])
+    peer.go()
+    assert [train.before for train in peer.of("train")] == [None, half]
+    offers = [submit.offer for submit in peer.of("submit")]
+    assert [(o.tip, o.steps) for o in offers if not o.is_late] == [(reform.digest, STEPS)]
+
+
+def test_a_manifest_whose_blobs_are_gone_is_jumped_over() -> None:
+    first = after(TIP)
+    second = after(first)
+    peer = Peer([applied(first), applied(second)], gone=frozenset({first.digest}))
+    peer.go(rounds=2)
+    assert [report.applied.manifest.digest for report in peer.of("report")] == [second.digest]
+
+
+# ---------------------------------------------------------------- late offers [O2]
+
+
+@pytest.mark.parametrize(
+    ("experts_every", "value", "late"),
+    [(1, "trained", 1), (2, "trained", 0), (1, "as agreed", 0)],
+    ids=["offered", "not due", "nothing new"],
+)
+def test_what_a_round_left_out_of_own_experts_is_offered_before_the_next_steps(
+    experts_every: int, value: str, late: int
+) -> None:
+    rules = replace(RULES, experts_every=experts_every)
+    missed = after(TIP) if experts_every == 1 else after(after(TIP))
+    unit = expert_unit(MINE)
+    peer = Peer([applied(missed)], value=value)
+    if value == "as agreed":
+        entries = {**TIP.entries, unit: replace(TIP.entries[unit], digest=f"{value}.{unit}")}
+        peer.at = Applied(replace(TIP, entries=entries), 0.0)
+        peer.tips = [applied(after(peer.at.manifest))]
+    peer.go(rules=rules)
+    offers = [submit.offer for submit in peer.of("submit")]
+    assert [offer.is_late for offer in offers].count(True) == late
+    if late:
+        assert offers[1].is_late and offers[1].units.keys() == {unit}
+        assert (offers[1].steps, offers[1].tokens) == (0, 0)
+        kinds = peer.names()
+        assert kinds.index("store") < len(kinds) - 1 - kinds[::-1].index("train")
+
+
+def test_a_round_that_counts_leaves_nothing_late() -> None:
+    peer = Peer([applied(after(TIP, contributors=("me",)))])
+    peer.go()
+    assert peer.of("store") == []
+
+
+# ---------------------------------------------------------------- after a crash
+
+
+def test_saved_work_on_the_tip_is_offered_again_without_a_step() -> None:
+    peer = Peer([], saved=saved_on(TIP))
+    peer.go()
+    assert peer.names()[:4] == ["newest", "load", "adopt_frozen", "resumed"]
+    assert peer.of("train") == [] and len(peer.of("submit")) == 1
+
+
+def test_saved_work_of_an_older_tip_is_dropped_and_experts_follow_the_way() -> None:
+    due = after(TIP, contributors=("me",))
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([], saved=saved_on(TIP), at=Applied(merge, 3.0, parent=due))
+    peer.go()
+    assert [adopt.manifest.digest for adopt in peer.of("adopt")] == [due.digest, merge.digest]
+    assert all(adopt.at_start for adopt in peer.of("adopt"))
+    assert peer.of("train")[0].before is None
+    assert peer.of("train")[0].began_s == 3.0
+
+
+def test_the_way_goes_over_the_parent_only_from_before_it() -> None:
+    parent = after(TIP)
+    tip = after(parent, kind=Kind.MERGE)
+    newest = Applied(tip, 0.0, parent=parent)
+    assert way_to(newest, tip.digest) == []
+    assert way_to(newest, parent.digest) == [tip]
+    assert way_to(newest, TIP.digest) == [parent, tip]
+    assert way_to(newest, "elsewhere") == [tip]
+    assert way_to(Applied(tip, 0.0), TIP.digest) == [tip]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run_id": "other"}, "belongs to the run other, not run-1"),
+        ({"round": 7}, "cannot follow the manifest"),
+        ({"tokens": 0}, "cannot follow the manifest"),
+        ({"base_tip": "older", "round": 7}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("is_reformed", [False, True])
+def test_a_private_state_that_does_not_fit_has_a_problem(
+    changes: dict[str, Any], words: str | None, *, is_reformed: bool
+) -> None:
+    tip = after(TIP, kind=Kind.REFORM) if is_reformed else TIP
+    problem = problem_of(saved_on(TIP, **changes), "run-1", tip)
+    assert (problem is None) if words is None else (problem and words in problem)
