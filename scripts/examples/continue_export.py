@@ -17,7 +17,8 @@ class Losses(swarm.PeerObserver):
         print(f"step {step}: {stats.cross_entropy:.3f} nats per token")
 
     def on_validation(self, round_number: int, val_loss: float, bits_per_byte: float) -> None:
-        print(f"round {round_number}: held-out loss {val_loss:.3f}, {bits_per_byte:.3f} bits a byte")
+        print(f"round {round_number}: held-out loss {val_loss:.3f}")
+        print(f"round {round_number}: {bits_per_byte:.3f} bits per byte of text")
 
 
 def main(export: str, folder: str, *settings: str) -> None:
