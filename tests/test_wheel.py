@@ -58,7 +58,9 @@ def test_a_wheel_has_the_code_and_the_run_files_and_nothing_else(wheel: Path) ->
     code = {*ROOT.glob("peers/*.py"), *ROOT.glob("swarm/**/*.py"), ROOT / "swarm" / "py.typed"}
     files = {f"swarm/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/**/*.toml")}
     assert len(files) >= 9 and "swarm/configs/runs/demo.toml" in files
-    assert held == {str(path.relative_to(ROOT)) for path in code} | files
+    page = {path for path in ROOT.glob("swarm/monitor/web/**/*") if path.is_file()}
+    assert ROOT / "swarm/monitor/web/index.html" in page
+    assert held == {str(path.relative_to(ROOT)) for path in code | page} | files
     assert wheel.name.startswith(f"swarm-{__version__}-")
 
 
@@ -88,7 +90,7 @@ def test_every_program_says_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert len(scripts) == 7
+    assert len(scripts) == 8
     for name, place in scripts.items():
         module, _, function = place.partition(":")
         monkeypatch.setattr(sys, "argv", [name, "--version"])
