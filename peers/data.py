@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peers.option_values import require_folder
-from peers.options import OPTIONS, Program, option
+from peers.options import OPTIONS, Program, option, version_option
 from peers.program_log import configure_logging
 from swarm import durable
 from swarm.data.corpus import Corpus, Split, open_corpus
@@ -41,8 +41,10 @@ class Programs(Program, click.Group):
 
 
 @click.group("swarm-data", cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
+@version_option("swarm-data")
 @OPTIONS["log_format"]
-def main(log_format: str) -> None:
+@OPTIONS["log_level"]
+def main(log_format: str, log_level: str | None) -> None:
     """Makes a tokenizer and shards of tokens out of text, and looks at them.
 
     \b
@@ -50,7 +52,7 @@ def main(log_format: str) -> None:
     swarm-data tokenize --corpus DIR --tokenizer TOKENIZER --out SHARDS
     swarm-peer --run FILE --tokenizer TOKENIZER --corpus SHARDS
     """  # noqa: D301 - click reads the backspace
-    configure_logging(log_format)
+    configure_logging(log_format, log_level or "info")
 
 
 @main.command("train-tokenizer")

@@ -80,8 +80,12 @@ def program(name: str) -> Callable[[Callable[..., Any]], Program]:
         "show_default": True,
     }
     command = click.command(name, cls=Program, context_settings=settings)
-    version = click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
-    return lambda function: command(version(function))
+    return lambda function: command(version_option(name)(function))
+
+
+def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option --version of the program of this name."""
+    return click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
 
 
 def _one_value_each(args: Iterable[str]) -> Iterable[str]:
