@@ -6,7 +6,7 @@ from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.schedule import run_schedule
 
 SEEDS_PER_CLASS = 600
-QUICK_SEEDS_PER_CLASS = 180
+QUICK_SEEDS_PER_CLASS = 120
 """Campaigns (scripts/simulate) try hundreds of thousands; these notice what breaks at once."""
 SEEDS_PER_TEST = 60
 SEEDS = [

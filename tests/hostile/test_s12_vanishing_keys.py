@@ -57,6 +57,7 @@ def test_each_rule_is_needed(mutant: str, seed: int) -> None:
     assert run_schedule("V", seed, cast=EXTENDED_MUTANTS[mutant].cast).violation is not None
 
 
+@pytest.mark.exhaustive  # a minute; the simulator tries it with 50 keys in every run of the tests
 @pytest.mark.scenario
 def test_four_real_peers_that_join_idle_and_are_killed_hold_no_round_up(tmp_path: Path) -> None:
     """T_reform is ten minutes here, so nothing but the quorum of the three can go on."""
