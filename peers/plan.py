@@ -246,9 +246,7 @@ def table_of(run: RunConfig, cost: Cost) -> Table:
 def seconds(num_bytes: float, rate_mbit: float) -> str:
     """How long bytes take at a rate, in words."""
     duration_s = num_bytes * 8 / (rate_mbit * 1e6)
-    if duration_s < 90:
-        return f"{duration_s:.1f} s"
-    return f"{duration_s / 60:.0f} min" if duration_s < 5400 else f"{duration_s / 3600:.1f} h"
+    return f"{duration_s:.1f} s" if duration_s < 90 else duration(duration_s)
 
 
 def _millions(count: float) -> str:

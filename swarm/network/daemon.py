@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _FORM = "/ip4/A.B.C.D/tcp/PORT/p2p/ID"
 _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
-_ANY = ("0.0.0.0", "::")
 _PR_SET_PDEATHSIG = 1
 STARTUP_S = 15.0
 _ASK_AFTER_S = (0.0, 0.5, 0.5)

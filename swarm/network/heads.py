@@ -115,7 +115,7 @@ class Heads:
     def _next_gap(self) -> Filling | None:
         """A gap of the chain by lot, with what has come of it; forgets those that are closed."""
         found = gaps(self._machine.chain)
-        begun = {_ends(gap): self._begun.get(_ends(gap), gap) for gap in found}
+        begun = {gap.ends: self._begun.get(gap.ends, gap) for gap in found}
         self._begun = begun
         return random.choice(list(begun.values())) if begun else None
 
@@ -141,15 +141,11 @@ class Heads:
             self._node.traffic.refuse(error.reason)
             logger.warning("peer=%s heads refused: %s", peer[-6:], error)
             return False
-        self._begun[_ends(filling)] = filling
+        self._begun[filling.ends] = filling
         if filling.is_whole:
-            del self._begun[_ends(filling)]
+            del self._begun[filling.ends]
             self._deliver(HeadsFound(filling.links))
         return True
-
-
-def _ends(gap: Filling) -> tuple[Digest, Digest]:
-    return gap.before.head.digest, gap.after.head.digest
 
 
 def _answer(chain: Chain, question: bytes) -> bytes:

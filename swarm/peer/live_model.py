@@ -217,9 +217,7 @@ class LiveModel:
             self.held[unit] = entry.digest
         for layout in () if keep_shared else self.agreed.layout.units:
             if expert_of_unit(layout.unit) is None:
-                digest = manifest.entries[layout.unit].digest
-                for part, values in read_parts(layout, self.agreed.read(digest)):
-                    self.engine.write_part(part, values)
+                self.begin_anew(manifest, layout.unit)
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
         """A matrix at a time: frozen ones may be stored with scales of whole rows."""

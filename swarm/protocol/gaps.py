@@ -45,6 +45,11 @@ class Filling:
     links: tuple[Link, ...] = ()
 
     @property
+    def ends(self) -> tuple[Digest, Digest]:
+        """Digests of the neighbours: which gap it is, whatever has come of it."""
+        return self.before.head.digest, self.after.head.digest
+
+    @property
     def is_whole(self) -> bool:
         """Whether nothing is lacking any more."""
         return bool(self.links) and self.links[0].head.parent == self.before.head.digest

@@ -30,6 +30,7 @@ CAUGHT_BY_SCHEDULE = {
     "apply_before_blobs": "A:0",
     "duplicate_commit_restarts": "A:0",
     "fetch_never_dropped": "A:174",
+    "votes_cross_tips": "A:274",
     "no_base_check": "C:0",
     "offered_before_saved": "A:0",
     "no_takeover": "A:1",

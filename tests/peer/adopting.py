@@ -1,13 +1,27 @@
 """A model without its main loop: moves to a manifest, and gives what is offered on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from swarm.codecs import Content
+from swarm.config import RunConfig
 from swarm.experts import expert_of_unit
-from swarm.peer.live_model import LiveModel
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.founding import founding_manifest
+from swarm.peer.live_model import LiveModel, initial_contents
 from swarm.protocol.adoption import Adoption, adopt, due_units
-from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Digest, Founding, Manifest, Unit
 from swarm.protocol.messages import Offer
+
+
+def founded_in(store: BlobStore, run: RunConfig, peers: Iterable[str]) -> Manifest:
+    """Manifest 0 of a run of these peers; its initial values are in the store."""
+    layout, initial = layout_of(run), {}
+    for unit, value in initial_contents(run, layout):
+        initial[unit] = (store_content(store, value), value.num_bytes)
+    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
+    return founding_manifest(founding, run, layout, initial, dict.fromkeys(peers, 1.0))
 
 
 def adopt_into(

@@ -17,12 +17,11 @@ from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
-from swarm.network.founding import founding_manifest
 from swarm.network.moments_exchange import Arrival, MomentsExchange
 from swarm.peer import expert_moments
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.observing import UNOBSERVED
 from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
@@ -32,11 +31,11 @@ from swarm.peer.trainer import Trainer
 from swarm.protocol.digests import digest_of
 from swarm.protocol.handover import Moments, moments_layout
 from swarm.protocol.layout import layout_of
-from swarm.protocol.manifest import Founding, Kind, Manifest
+from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.resident import ResidentEngine
-from tests.peer.adopting import adopt_into
+from tests.peer.adopting import adopt_into, founded_in
 from tests.train.runs import batch, held_out, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"})
@@ -177,11 +176,7 @@ def store() -> BlobStore:
 
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
-    initial = {}
-    for unit, value in initial_contents(RUN, LAYOUT):
-        initial[unit] = (store_content(store, value), value.num_bytes)
-    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
-    return founding_manifest(founding, RUN, LAYOUT, initial, dict.fromkeys(PEERS, 1.0))
+    return founded_in(store, RUN, PEERS)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
-from tests.peer.adopting import adopt_into, offered_values
+from tests.peer.adopting import adopt_into, founded_in, offered_values
 from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
 
 RUN = tiny_run()
@@ -39,11 +39,7 @@ def store() -> BlobStore:
 
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
-    initial = {}
-    for unit, value in initial_contents(RUN, LAYOUT):
-        initial[unit] = (store_content(store, value), value.num_bytes)
-    founding = Founding("me", "n", "c" * 64, 1, "d" * 64, 4)
-    return founding_manifest(founding, RUN, LAYOUT, initial, {"me": 1.0})
+    return founded_in(store, RUN, ["me"])
 
 
 @pytest.fixture

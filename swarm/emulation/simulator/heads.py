@@ -61,7 +61,7 @@ class HeadSearch:
             self._shell.after(AGAIN_S, self._look)
             return
         gap = found[self._asked // len(others) % len(found)]
-        filling = self._begun.get(_ends(gap), gap)
+        filling = self._begun.get(gap.ends, gap)
         page = between(other.chain, filling.question)
         self._shell.after(ANSWER_S, self._came, filling, page)
 
@@ -72,12 +72,8 @@ class HeadSearch:
         except BadMessage:  # it has nothing of it
             self._shell.after(AGAIN_S, self._look)
             return
-        self._begun[_ends(filling)] = filling
+        self._begun[filling.ends] = filling
         if filling.is_whole:
-            del self._begun[_ends(filling)]
+            del self._begun[filling.ends]
             self._shell.tell(HeadsFound(filling.links))
         self._shell.after(NEXT_S, self._look)
-
-
-def _ends(gap: Filling) -> tuple[Digest, Digest]:
-    return gap.before.head.digest, gap.after.head.digest

@@ -72,7 +72,7 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     "any_proof": Mutant(
         "L1: a tip is believed along certificates",
         Cast(machine_of(_AnyProof)),
-        replace(_P, forgeries=(4, 8)),
+        FORGERS,
     ),
     "any_attempt": Mutant(
         "A5: one message does not use up the ballots",

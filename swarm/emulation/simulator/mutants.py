@@ -323,6 +323,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "fetch_never_dropped": Mutant(
         "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
     ),
+    "votes_cross_tips": Mutant("H1: votes never cross tips", _of(_VotesCrossTips)),
     "no_base_check": Mutant("S2: compare and swap on the base", _of(training=NoBaseCheck)),
     "offered_before_saved": Mutant(
         "P6: the private state is durable before the offer", _of(training=OfferedBeforeSaved)
