@@ -74,7 +74,7 @@ def test_the_first_setup_installs_under_the_pins_and_the_second_does_nothing(
     assert checkout.setup()[0] == 0
     calls = checkout.calls()
     assert kinds(calls) == ["venv", "pip"]
-    assert calls[1].endswith(".[hf,monitor] under scripts/constraints.txt")
+    assert calls[1].endswith(".[data,hf,monitor] under scripts/constraints.txt")
     assert checkout.setup()[0] == 0
     assert checkout.calls() == []
 
@@ -96,7 +96,7 @@ def test_new_pins_update_in_place_and_keep_dev(checkout: Checkout) -> None:
         constraints.write("another==1.0\n")
     checkout.setup()
     (call,) = checkout.calls()
-    assert ".[hf,monitor,dev]" in call
+    assert ".[data,hf,monitor,dev]" in call
 
 
 def test_after_a_failed_installation_everything_is_made_anew(checkout: Checkout) -> None:
