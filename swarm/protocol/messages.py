@@ -197,6 +197,8 @@ class Ready:
     """Until the sender's local steps are done, as it expects; None: it does not know."""
     worked_s: float = 0.0
     """What the sender's local steps have taken so far; with an offer, until it was made."""
+    fetched_s: float = 0.0
+    """What it took the sender to fetch the tip before it could begin them."""
     wish: Wish | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
     invitation: Invitation | None = None

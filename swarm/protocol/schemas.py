@@ -205,6 +205,7 @@ class ReadySchema(Schema):
     dialable: bool
     remaining_s: Seconds | None
     worked_s: Seconds
+    fetched_s: Seconds
     wish: SignatureText | None
     invitation: Invitation | None
     signature: SignatureText

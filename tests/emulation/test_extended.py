@@ -37,6 +37,8 @@ CAUGHT = {
     "lost_record_votes": "F:71",
     "failed_sync_awaited": "F:2",
     "four_are_a_quorum": "G:35",
+    "last_ones_keep_step": "K:52006049",
+    "fetching_is_worth_nothing": "L:52017008",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",

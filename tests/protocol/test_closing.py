@@ -62,6 +62,29 @@ def test_a_late_peer_is_waited_for_while_its_work_is_worth_more(
         assert "needs 3.4 s more, which costs 3 peers more than its 10.0 s of work" in why
 
 
+def test_to_fetch_the_tip_is_work_that_would_be_lost() -> None:
+    """Else a peer whose line is as slow as a round is left out each time it has come."""
+    alone = replace(absent(remaining_s=18.0, worked_s=1.0), num_offers=1)
+    assert why_close(alone, TIMERS) is not None
+    came = replace(alone.absent[0], fetched_s=18.0)
+    assert why_close(replace(alone, absent=(came,)), TIMERS) is None
+    assert why_close(replace(alone, absent=(came,), num_offers=2), TIMERS) is not None
+
+
+BEHIND = replace(BUSY, silent_s=19.0, worked_s=0.0, is_behind=True)
+
+
+@pytest.mark.parametrize(("num_offers", "limit_s"), [(1, 18.0), (2, 18.0), (4, 9.0), (36, 1.0)])
+def test_those_that_fetch_are_waited_for_as_long_as_their_next_rounds_are_worth(
+    num_offers: int, limit_s: float
+) -> None:
+    """The fastest worked for 9 s; at most twice of that, half of 8 rounds of one peer."""
+    roster = replace(ROSTER, num_offers=num_offers, num_members=num_offers + 1, absent=(BEHIND,))
+    assert why_close(replace(roster, waited_s=limit_s - 0.1), TIMERS) is None
+    why = why_close(replace(roster, waited_s=limit_s), TIMERS)
+    assert why and f"still fetches the tip, {limit_s} s after a quorum (limit {limit_s})" in why
+
+
 def test_the_more_peers_wait_the_less_a_late_one_is_worth() -> None:
     assert why_close(absent(remaining_s=3.1), TIMERS) is None
     many = replace(absent(remaining_s=3.1), num_offers=11, num_members=12)

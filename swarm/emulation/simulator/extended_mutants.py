@@ -23,6 +23,8 @@ from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
 from swarm.protocol.rounds.blobs import Blobs
+from swarm.protocol.rounds.campaign import Campaign
+from swarm.protocol.rounds.closing import Absent
 from swarm.protocol.rounds.collector import Collector
 from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.reducer import Reducer
@@ -59,6 +61,21 @@ class _FourAreAQuorum(Standing):
 
 class _UnheardGoesFirst(Takeover):
     def _goes_last(self) -> bool:
+        return False
+
+
+class _LastOnesKeepStep(Takeover):
+    def _last_place(self) -> int:
+        return len(self.tip.order)
+
+
+class _FetchingIsWorthNothing(Collector):
+    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
+        return replace(super()._absent(campaign, peer), fetched_s=0.0)
+
+
+class _ThoseBehindAreSilent(Collector):
+    def _is_behind(self, campaign: Campaign, peer: PeerId) -> bool:
         return False
 
 
@@ -241,6 +258,15 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     ),
     "unheard_goes_first": Mutant(
         "K1: a convener that got no answers goes last", Cast(machine_of(_UnheardGoesFirst))
+    ),
+    "last_ones_keep_step": Mutant(
+        "K1: two that got no answers do not begin together", Cast(machine_of(_LastOnesKeepStep))
+    ),
+    "fetching_is_worth_nothing": Mutant(
+        "C3: to fetch the tip is work", Cast(machine_of(_FetchingIsWorthNothing))
+    ),
+    "those_behind_are_silent": Mutant(
+        "C3: a patient round waits for those that fetch", Cast(machine_of(_ThoseBehindAreSilent))
     ),
     "wall_clock": Mutant("the wall clock does not matter", Cast(clock=attrgetter("wall_s"))),
     "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(clock=attrgetter("awake_s"))),

@@ -113,6 +113,7 @@ class Adopter(Role):
             # A newer target is no progress: only blobs are [X2].
             progress_at=replaced.progress_at if replaced else self.now,
             commit=commit,
+            began_at=replaced.began_at if replaced else self.now,
         )
         if proposal and proposal.manifest.digest == manifest.digest:
             blobs.cancel_fetch(Purpose.PROPOSAL, proposal)
@@ -158,6 +159,8 @@ class Adopter(Role):
             abstain_until_height=abstain_until(old, manifest, self.me, self.work.offer),
         )
         self.standing.persist(record, self._lengthen_chain(commit, certificate))
+        pursuit = self.blobs.catch_up
+        self.work.fetched_s = self.now - pursuit.began_at if pursuit else 0.0
         self.out.explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
         self.out.emit(Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:

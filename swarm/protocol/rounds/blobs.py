@@ -51,6 +51,8 @@ class CatchUp(Pursuit):
     """A decided manifest on its way to being applied [X1]."""
 
     commit: Commit
+    began_at: float
+    """When this peer began to catch up, maybe with an older manifest."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -64,6 +64,8 @@ class Campaign:
     """When a member expects to have finished its local steps."""
     worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """How long a member has worked on the tip, and when it said so."""
+    fetched: dict[PeerId, float] = field(default_factory=dict)
+    """How long a member has fetched the tip."""
     words: dict[PeerId, Promise] = field(default_factory=dict)
     """When members said that they will have finished their local steps."""
     awaited_at: float = 0.0

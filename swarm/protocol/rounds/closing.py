@@ -6,7 +6,7 @@ lengthen the next, and who convenes for the first time, or starts again, knows o
 
 A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
 waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
-what it has worked on its shared tensors in this round.
+what it has worked on its shared tensors in this round, and what it took to fetch the tip for that.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ machine slower than that has trained still counts, as experts that come late [O2
 PATIENT_EVERY = 8
 """One round in so many waits for new trainees as for voters: a slow machine gets its first round
 that counts it, and after that it is waited for as long as rounds go on to count it."""
+BEHIND = 2
+"""In these rounds members that still fetch the tip are waited for, at most so many times what the
+fastest of the voters has worked: a lone voter needs nothing from anybody, and its rounds may be as
+short as others fetch its values, which then are never where it is."""
 UNEQUAL = 16
 """Without a quorum of offers nobody is waited for that needs so many times what the fastest did."""
 
@@ -51,7 +55,7 @@ class Absent:
     remaining_s: float | None
     """Until it will have finished its local steps, as it said last; None: it did not say."""
     worked_s: float
-    """How long it has worked since the tip: what is lost if it is left out."""
+    """How long it has worked since the tip."""
     word: Word | None = None
     """None: it did not say."""
     contributed: bool = True
@@ -60,6 +64,16 @@ class Absent:
     """Whether its machine refused the last message to it."""
     is_new: bool = False
     """Whether it is a trainee that the tip did not count, and this no round that is patient."""
+    is_behind: bool = False
+    """Whether this round is patient and the peer is heard, but has not answered: it fetches."""
+    fetched_s: float = 0.0
+    """How long it fetched the tip before it could work: that is lost with its work, or a peer whose
+    line is as slow as a round would fetch one tip after the other and never be counted."""
+
+    @property
+    def invested_s(self) -> float:
+        """What is lost if it is left out."""
+        return self.worked_s + self.fetched_s
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,8 @@ def _why_not(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
         return why
     if roster.waited_s is None:
         return _why_silent(absent, timers.roster_late_s) or _why_hopeless(absent, roster, timers)
+    if absent.is_behind:
+        return _why_left_behind(roster)
     limit_s = timers.grace_s if absent.is_gone else timers.silence_s
     return (
         _why_silent(absent, limit_s)
@@ -145,8 +161,19 @@ def _why_no_longer(roster: OpenRoster, timers: Timers) -> str | None:
     return f"is new, and voters wait for {roster.waited_s:.1f} s (limit {limit_s:.1f})"
 
 
+def _why_left_behind(roster: OpenRoster) -> str | None:
+    """A peer that is left behind loses all rounds until the next patient one; half is put on it."""
+    assert roster.waited_s is not None
+    num_behind = sum(absent.is_behind for absent in roster.absent)
+    worth = num_behind * PATIENT_EVERY / 2 / max(1, roster.num_offers)
+    limit_s = roster.fastest_s * min(BEHIND, worth)
+    if roster.waited_s < limit_s:
+        return None
+    return f"still fetches the tip, {roster.waited_s:.1f} s after a quorum (limit {limit_s:.1f})"
+
+
 def is_patient(round_number: int) -> bool:
-    """Whether this round waits for new trainees as for voters [3.4]."""
+    """Whether this round waits for new trainees as for voters, and for those that fetch [3.4]."""
     return round_number % PATIENT_EVERY == 0
 
 
@@ -162,12 +189,12 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
     overdue_s = max(0.0, absent.word.overdue_s) if absent.word else 0.0
-    if (absent.remaining_s + overdue_s) * roster.num_offers <= absent.worked_s:
+    if (absent.remaining_s + overdue_s) * roster.num_offers <= absent.invested_s:
         return None
     overdue = f", {overdue_s:.1f} s after its word" if overdue_s else ""
     return (
         f"needs {absent.remaining_s:.1f} s more{overdue}, which costs {roster.num_offers} peers "
-        f"more than its {absent.worked_s:.1f} s of work are worth"
+        f"more than its {absent.invested_s:.1f} s of work are worth"
     )
 
 
@@ -194,7 +221,7 @@ def _slack_s(absent: Absent, word: Word, roster: OpenRoster, timers: Timers) -> 
         return max(floor_s, word.total_s / DONE_AGAIN)
     if not absent.remaining_s:
         return max(floor_s, word.total_s / (DONE if absent.contributed else DONE_AGAIN))
-    worth_s = absent.worked_s / max(1, roster.num_offers)
+    worth_s = absent.invested_s / max(1, roster.num_offers)
     return max(timers.grace_s, min(word.total_s * (timers.straggler_factor - 1), worth_s))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
@@ -70,6 +71,7 @@ class Collector(Role):
             campaign.ready_at[source] = self.now + ready.remaining_s
             self._note_word(campaign, source, ready.remaining_s, ready.worked_s)
         campaign.worked[source] = (ready.worked_s, self.now)
+        campaign.fetched[source] = ready.fetched_s
         if ready.offer and campaign.offers.get(source) != ready.offer:
             self._take_offer(campaign, source, ready.offer)
 
@@ -212,12 +214,20 @@ class Collector(Role):
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self.contacts.gone,
             is_new=self._is_new(peer),
+            is_behind=self._is_behind(campaign, peer),
+            fetched_s=campaign.fetched.get(peer, 0.0),
         )
 
     def _is_new(self, peer: PeerId) -> bool:
         """Whether a trainee has yet to show that waiting for it pays."""
         is_known = peer in self.standing.electorate() or peer in self.tip.contributors
         return not is_known and not is_patient(self.tip.round + 1)
+
+    def _is_behind(self, campaign: Campaign, peer: PeerId) -> bool:
+        """Whether a member lives, but has not got the tip yet: it greets and does not answer."""
+        if peer == self.me or peer in campaign.seen or not is_patient(self.tip.round + 1):
+            return False
+        return self.now - self.contacts.heard.get(peer, -inf) < self.timers.silence_s
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; one that was not asked before is silent since the campaign.

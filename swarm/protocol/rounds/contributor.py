@@ -93,6 +93,7 @@ class Contributor(Role):
             self.peer.is_dialable and self.tip.round >= work.reduces_from,
             None if work.ready_at is None else max(0.0, work.ready_at - self.now),
             self.worked_s(),
+            work.fetched_s,
             self._wish() if is_leaving else None,
             None if self.standing.is_member else self.peer.invitation,
             self._signed_declaration(declaration),

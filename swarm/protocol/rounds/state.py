@@ -117,6 +117,8 @@ class Work:
     """When this peer expects to have finished its local steps."""
     steps_s: float | None = None
     """From a new tip to the end of its local steps, as expected last."""
+    fetched_s: float = 0.0
+    """What it took to fetch the tip, and those that it overtook, before the first of them."""
     signed: dict[Declaration, Signature] = field(default_factory=dict)
     """By this peer, for the tip."""
     reduces_from: int = 0

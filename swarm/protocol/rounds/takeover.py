@@ -128,7 +128,7 @@ class Takeover(Role):
         """
         order, convener = self.tip.order, self.succession.convener
         if convener == self.me and self._goes_last():
-            return len(order)
+            return self._last_place()
         start = order.index(convener) if convener in order else 0
         return (self.standing.rank - start) % len(order)
 
@@ -139,6 +139,14 @@ class Takeover(Role):
         were back before its successors are done, that one would refuse them all, for ever.
         """
         return self.succession.was_deaf
+
+    def _last_place(self) -> int:
+        """Behind all others, each of those that go last by its own turn.
+
+        Two conveners that got no answers may each have refused the other while it convened itself
+        [A7]. With the same wait they would begin at the same moment for ever.
+        """
+        return len(self.tip.order) + self.standing.rank
 
     def _tell_wait(self, convener: PeerId, silent_s: float) -> None:
         """Says once a height why nothing happens."""
