@@ -39,6 +39,7 @@ CAUGHT = {
     "four_are_a_quorum": "G:35",
     "last_ones_keep_step": "K:52006049",
     "fetching_is_worth_nothing": "L:52017008",
+    "those_behind_are_silent": "L:52200310",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
