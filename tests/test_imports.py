@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "swarm.emulation": PROTOCOL,
 }
 MAY_IMPORT["swarm.peer"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
+MAY_IMPORT["swarm.export"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["swarm.api"] = frozenset(MAY_IMPORT) - {"swarm.emulation"}
 MAY_IMPORT["peers"] = frozenset(MAY_IMPORT) - {"swarm.api"}
 # The package's own file hands on the names of swarm.api, when they are first used: a script gets

@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,10 +25,14 @@ from swarm.model.initialise import initial_tensors
 MAX_SHARD_BYTES = 8 * 10**8
 """A shard is in memory twice while it is written: as tensors and as bytes."""
 SINGLE_FILE = "model.safetensors"
+Dtype = Literal["agreed", "float32", "bfloat16"]
+"""Of weights in files; "agreed": as peers exchange them, experts perhaps in bf16, norms in fp32."""
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def config_dict(run: RunConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
+def config_dict(
+    run: RunConfig, *, eos_token_id: int | None = None, dtype: Dtype = "agreed"
+) -> dict[str, Any]:
     """The contents of config.json.
 
     Qwen3-MoE for QK-norm per head, OLMoE for the projection, dots.llm1 for a sigmoid router: of the
@@ -42,7 +46,7 @@ def config_dict(run: RunConfig, *, eos_token_id: int | None = None) -> dict[str,
     common = {
         "attention_bias": False,
         "bos_token_id": None,
-        "dtype": "float32",
+        "dtype": "bfloat16" if dtype == "bfloat16" else "float32",
         "eos_token_id": eos_token_id,
         "hidden_act": "silu",
         "hidden_size": model.hidden_size,
@@ -130,6 +134,7 @@ def save_model(
     *,
     eos_token_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: Dtype = "agreed",
 ) -> list[Path]:
     """Writes config.json and the tensors; sharded with an index when they exceed one shard.
 
@@ -143,6 +148,7 @@ def save_model(
             training alone are left out.
         eos_token_id: the tokenizer's end-of-text id.
         max_shard_bytes: size of a shard; one larger tensor makes a shard of its own.
+        dtype: of the weights in the files.
 
     Returns:
         The files written.
@@ -152,7 +158,7 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
-    wanted = ((name, tensor) for name, tensor in named if exported(name))
+    wanted = ((name, _cast(name, tensor, dtype)) for name, tensor in named if exported(name))
     named = itertools.chain(wanted, _shared_experts(run))
     for number, shard in enumerate(_shards(named, max_shard_bytes)):
         parts.append(folder / f"{number:05d}.partial")
@@ -167,10 +173,18 @@ def save_model(
     written = [folder / file for file in files]
     if len(files) > 1:
         written.append(_write_json(folder / INDEX_FILE, _index(files, contents)))
-    config = config_dict(run, eos_token_id=eos_token_id)
+    config = config_dict(run, eos_token_id=eos_token_id, dtype=dtype)
     written.append(_write_json(folder / "config.json", config))
     _remove_others(folder, written)
     return written
+
+
+def _cast(name: str, tensor: Tensor, dtype: Dtype) -> Tensor:
+    """A tensor in its type in the files; Transformers keeps selection biases in fp32, always."""
+    if dtype == "agreed":
+        return tensor
+    is_exact = dtype == "float32" or name.endswith("e_score_correction_bias")
+    return tensor.to(torch.float32 if is_exact else torch.bfloat16)
 
 
 def _name_files(count: int) -> list[str]:

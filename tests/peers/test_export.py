@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.data.training import train_tokenizer
 from swarm.errors import CorruptState, StateError
+from swarm.export.facts import ExportFacts, Form
+from swarm.export.folder import write_export
+from swarm.export.losses import Losses
 from swarm.model.huggingface import load_named
 from swarm.model.initialise import initial_tensors
 from swarm.network.blobs import BlobStore
@@ -104,11 +108,14 @@ def test_an_export_holds_model_configuration_and_tokenizer(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    export(found, tmp_path / "out")
+    export(ExportFacts(found), tmp_path / "out")
     folder = tmp_path / "out"
     assert {path.name for path in folder.iterdir()} == {
+        "README.md",
         "config.json",
+        "generation_config.json",
         "model.safetensors",
+        "swarm_export.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }
@@ -130,7 +137,7 @@ def test_an_export_has_the_tokenizer_of_its_run(
     used = TokenizerFile(found.store.put(made.content), len(made.content), made.end_of_text, 9)
     founding = dataclasses.replace(found.manifest.founding, tokenizer=used)
     manifest = dataclasses.replace(found.manifest, founding=founding)
-    export(dataclasses.replace(found, manifest=manifest), tmp_path)
+    export(ExportFacts(dataclasses.replace(found, manifest=manifest)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["eos_token_id"] == made.end_of_text
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -140,7 +147,7 @@ def test_an_export_has_the_tokenizer_of_its_run(
     assert loaded.eos_token_id == made.end_of_text
     found.store.collect({d for d in found.store.digests() if d != used.digest})
     with pytest.raises(CorruptState, match="tokenizer is missing"):
-        export(dataclasses.replace(found, manifest=manifest), tmp_path)
+        export(ExportFacts(dataclasses.replace(found, manifest=manifest)), tmp_path)
 
 
 def on_disk(path: Path, run: RunConfig, layout: Layout) -> Manifest:
@@ -225,3 +232,58 @@ def test_the_newest_of_two_manifests_is_what_the_record_names(
     assert invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")[0] == 0
     tensors = dict(load_named(tmp_path / "out"))
     assert all(bool((tensors[piece.name] == 1).all()) for piece in unit.slices)
+
+
+def test_a_model_in_bf16_says_so_and_loads_as_such(found: AgreedModel, tmp_path: Path) -> None:
+    given = Form("bfloat16", max_shard_bytes=30_000)
+    write_export(tmp_path, ExportFacts(found, given))
+    assert {tensor.dtype for _, tensor in load_named(tmp_path)} == {torch.bfloat16}
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == 256
+
+
+def test_the_card_tells_where_a_model_comes_from_and_shows_its_losses(
+    found: AgreedModel, tmp_path: Path
+) -> None:
+    hostile = "](http://x) <script>|`"
+    manifest = dataclasses.replace(
+        found.manifest, run="demo-0123456789abcdef", round=3, tokens=123_456,
+        contributors=("QmA", "QmB"), work={"QmA": 100, "QmB": 1000},
+    )  # fmt: skip
+    losses = Losses({1: 4.5, 3: 2.25, 4: 2.0}, bits_per_byte_of_nat=2.0)
+    model = dataclasses.replace(found, manifest=manifest)
+    facts = ExportFacts(model, Form(license="apache-2.0"), losses, {"QmB": hostile})
+    write_export(tmp_path, facts)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith('---\nlicense: "apache-2.0"\n')
+    for words in (
+        "| run | `demo-0123456789abcdef` |",
+        f"| manifest | `{manifest.digest}` |",
+        "| tokens seen | 123,456 |",
+        "| held-out loss | 2.2500 nats per token, 4.5000 bits per byte |",
+        "| `model.hidden_size` | `32` |",
+        "![Held-out loss by round](loss.svg)",
+    ):
+        assert words in card, words
+    assert card.index("`QmB`") < card.index("`QmA`"), "who has done most comes first"
+    assert "<script>" not in card and "](http" not in card and hostile not in card
+    picture = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
+    titles = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[1:] == ["round 1: 4.5000", "round 3: 2.2500"], "nothing of later rounds"
+    facts = json.loads((tmp_path / "swarm_export.json").read_text())
+    assert (facts["round"], facts["val_loss"], facts["run_id"]) == (3, 2.25, manifest.run)
+
+
+def test_extras_are_added_after_everything_else(found: AgreedModel, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def extra(folder: Path, facts: ExportFacts) -> None:
+        seen.append({path.name for path in folder.iterdir()})
+        assert facts.model is found
+        (folder / "more").write_text(facts.run_id)
+
+    write_export(tmp_path, ExportFacts(found), [extra])
+    assert {"README.md", "config.json", "swarm_export.json", "tokenizer.json"} <= seen[0]
+    assert (tmp_path / "more").read_text().startswith("demo-")

@@ -1,0 +1,134 @@
+"""The model card of an export: README.md as Hugging Face's hub shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from swarm.export.curve import CURVE_FILE
+from swarm.export.facts import ExportFacts
+from swarm.protocol.printable import printable
+
+CARD_FILE = "README.md"
+INTRODUCTION = (
+    "A mixture-of-experts language model that peers have trained together without a server. "
+    "Load it with Transformers:"
+)
+MAX_NAMED = 64
+"""Contributors that the card lists; how many more there are is said."""
+
+
+def card(facts: ExportFacts) -> str:
+    """The text of README.md.
+
+    Peers choose their names themselves, so these are made harmless in Markdown and HTML.
+    """
+    run, manifest = facts.model.run, facts.model.manifest
+    lines = [
+        *_front_matter(facts),
+        "",
+        f"# {run.run.name}, round {manifest.round}",
+        "",
+        INTRODUCTION,
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")',
+        "```",
+        "",
+        "## Where it comes from",
+        "",
+        *_table(("", ""), _origin(facts)),
+        "",
+        *_losses(facts),
+        "## Contributors",
+        "",
+        *_contributors(facts),
+        "",
+        "## Configuration",
+        "",
+        *_table(("setting", "value"), _settings(facts)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _front_matter(facts: ExportFacts) -> list[str]:
+    """What the hub reads; strings in JSON's form are YAML as well."""
+    license_line = [f"license: {json.dumps(facts.form.license)}"] if facts.form.license else []
+    return [
+        "---",
+        *license_line,
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- mixture-of-experts",
+        "- decentralized-training",
+        "---",
+    ]
+
+
+def _origin(facts: ExportFacts) -> Iterator[tuple[str, str]]:
+    run, manifest = facts.model.run, facts.model.manifest
+    yield "run", f"`{facts.run_id}`"
+    yield "round", f"{manifest.round} of {run.run.rounds}"
+    yield "manifest", f"`{manifest.digest}`"
+    yield "height", str(manifest.height)
+    yield "steps", f"{manifest.step:,}"
+    yield "tokens seen", f"{manifest.tokens:,}"
+    yield "weights", facts.form.dtype
+    if facts.val_loss is not None:
+        yield "held-out loss", _loss(facts, facts.val_loss)
+    yield "license", _plain(facts.form.license) if facts.form.license else "not stated"
+
+
+def _loss(facts: ExportFacts, nats: float) -> str:
+    text = f"{nats:.4f} nats per token"
+    if facts.told.bits_per_byte_of_nat is not None:
+        text += f", {nats * facts.told.bits_per_byte_of_nat:.4f} bits per byte"
+    return text
+
+
+def _losses(facts: ExportFacts) -> list[str]:
+    if not facts.losses:
+        return []
+    (first, before), (last, after) = facts.losses[0], facts.losses[-1]
+    said = f"Held-out loss, as peers have published it: round {first}: {_loss(facts, before)}; "
+    said += f"round {last}: {_loss(facts, after)}."
+    return ["## Loss", "", said, "", f"![Held-out loss by round]({CURVE_FILE})", ""]
+
+
+def _contributors(facts: ExportFacts) -> list[str]:
+    manifest = facts.model.manifest
+    if not manifest.contributors:
+        return ["This is the model from which the run began."]
+    work = sorted(manifest.work.items(), key=lambda item: (-item[1], item[0]))
+    rows = [
+        (f"`{_plain(peer)}`", _plain(facts.names.get(peer, "")), f"{tokens:,}")
+        for peer, tokens in work[:MAX_NAMED]
+    ]
+    more = len(work) - len(rows)
+    said = f"{len(work)} of {len(manifest.members)} members have worked for this round."
+    cut = ["", f"and {more} more"] if more > 0 else []
+    return [said, "", *_table(("peer", "name", "tokens in this round"), rows), *cut]
+
+
+def _settings(facts: ExportFacts) -> Iterator[tuple[str, str]]:
+    for section, values in facts.model.run.model_dump(mode="json", exclude_none=True).items():
+        named = values.items() if isinstance(values, dict) else [("", values)]
+        for key, value in named:
+            yield f"`{section}.{key}`".replace(".`", "`"), f"`{json.dumps(value)}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def _plain(text: str) -> str:
+    """Text of somebody else that neither Markdown nor HTML reads anything into."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~<>:-])", r"\\\1", html.escape(printable(text), quote=False))

@@ -1,0 +1,77 @@
+"""What is known of an exported model: where it came from, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.export.losses import Losses
+from swarm.model.huggingface import MAX_SHARD_BYTES, Dtype
+from swarm.peer.agreed_model import AgreedModel
+from swarm.protocol.manifest import PeerId, run_id
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a person wants an export to be written.
+
+    Attributes:
+        dtype: of the weights; "agreed" leaves each tensor in the type in which peers exchange it.
+        max_shard_bytes: size of a file of weights; a shard is in memory twice while it is written.
+        license: for the model card; None leaves it open.
+    """
+
+    dtype: Dtype = "agreed"
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    license: str | None = None
+
+
+@dataclass(frozen=True)
+class ExportFacts:
+    """One agreed model and what the exporter knows of its run.
+
+    Attributes:
+        model: configuration, manifest, and the store with its blobs, the held-out text among them.
+        form: how it is written.
+        told: held-out losses as far as they are known, of later rounds too.
+        names: what people call the peers that are known.
+    """
+
+    model: AgreedModel
+    form: Form = Form()
+    told: Losses = field(default_factory=Losses)
+    names: Mapping[PeerId, str] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id; manifest 0 has none in it, since the id is made of that manifest."""
+        run, manifest = self.model.run, self.model.manifest
+        return manifest.run or run_id(run.run.name, run.fingerprint(), manifest.blob)
+
+    @property
+    def losses(self) -> tuple[tuple[int, float], ...]:
+        """(round, held-out loss in nats per token), ascending, up to this round."""
+        return self.told.until(self.model.manifest.round)
+
+    @property
+    def val_loss(self) -> float | None:
+        """Held-out loss of this very round in nats per token, where a peer has published it."""
+        return dict(self.losses).get(self.model.manifest.round)
+
+    def as_json(self) -> dict[str, Any]:
+        """What programs read again of an export: its origin, in plain values."""
+        manifest = self.model.manifest
+        return {
+            "run_id": self.run_id,
+            "generation": manifest.generation,
+            "round": manifest.round,
+            "rounds": self.model.run.run.rounds,
+            "height": manifest.height,
+            "manifest": manifest.digest,
+            "step": manifest.step,
+            "tokens": manifest.tokens,
+            "contributors": list(manifest.contributors),
+            "dtype": self.form.dtype,
+            "val_loss": self.val_loss,
+        }
