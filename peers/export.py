@@ -9,6 +9,7 @@ import click
 
 from peers.option_values import require_folder
 from peers.options import Options, option, options, program
+from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm.model.huggingface import Dtype
@@ -16,7 +17,19 @@ if TYPE_CHECKING:
 
 @program("swarm-export")
 @options("initial_peers", "tip", "state_dir", "log_format", "log_level")
-@option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
+@option("--out", type=click.Path(path_type=Path), help="Folder to write the newest model into.")
+@option(
+    "--every",
+    metavar="ROUNDS",
+    type=click.IntRange(min=1),
+    help="Follows the run instead: an export for each so many rounds, and for the last one.",
+)
+@option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    help="With --every: folder of the exports round-000012, ..., and of the link latest.",
+)
+@option("--keep", type=click.IntRange(min=1), default=3, help="With --every: how many stay.")
 @option("--run-id", help="Which run, where there are several.")
 @option(
     "--dtype",
@@ -39,7 +52,10 @@ if TYPE_CHECKING:
 def main(
     given: Options,
     *,
-    out: Path,
+    out: Path | None,
+    every: int | None,
+    output_dir: Path | None,
+    keep: int,
     run_id: str | None,
     dtype: Dtype,
     max_shard_size: str,
@@ -48,12 +64,24 @@ def main(
     """Writes the newest agreed model: safetensors, config.json and tokenizer files.
 
     With --initial-peers it is fetched from the run's peers, else taken from --state-dir, whose
-    peer must not be running.
+    peer must not be running. With --every it goes on until the run's last round is exported; it may
+    be killed and started again at any time.
     """
-    require_folder(out)
-    from peers.exporting import export_newest, form_of  # loads torch and hivemind: not for --help
+    if (every is None) != (output_dir is None):
+        raise ConfigError("--every and --output-dir go together")
+    if (out is None) == (output_dir is None):
+        raise ConfigError("name --out DIR, or --every ROUNDS --output-dir DIR")
+    folder = out or output_dir
+    assert folder is not None
+    require_folder(folder)
+    # The next loads torch and hivemind: not for --help
+    from peers.exporting import Plan, export_newest, follow, form_of  # as said above
 
-    export_newest(given, out, run_id, form_of(dtype, max_shard_size, license_name))
+    form = form_of(dtype, max_shard_size, license_name)
+    if every is None:
+        export_newest(given, folder, run_id, form)
+    else:
+        follow(given, Plan(folder, every, keep), run_id, form)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -11,19 +12,33 @@ import click
 from peers.options import Options
 from swarm.errors import ConfigError
 from swarm.export.facts import ExportFacts, Form
+from swarm.export.fetching import FromPeers
 from swarm.export.folder import Extra, write_export
-from swarm.export.losses import kept_losses, told_losses
+from swarm.export.following import Follower
+from swarm.export.losses import kept_losses
+from swarm.export.shelf import BLOBS, Shelf
 from swarm.model.huggingface import Dtype
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
-from swarm.peer.agreed_model import AgreedModel, open_state
+from swarm.peer.agreed_model import open_state
 from swarm.peer.machine import size_in_bytes
-from swarm.progress import fetching
-from swarm.protocol.layout import layout_of
 
 START_S = 30.0
-ASK_S = 30.0
-FETCH_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rounds of a run are exported.
+
+    Attributes:
+        folder: where the exports stand.
+        every: rounds from one to the next; the run's last is always exported.
+        keep: how many stay.
+    """
+
+    folder: Path
+    every: int
+    keep: int
 
 
 def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form:
@@ -56,9 +71,40 @@ def export_newest(
         store = BlobStore(Path(folder))
         observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
         try:
-            export(_from_peers(observer, store, run_id, form), out, extras)
+            source = FromPeers(observer, store, run_id)
+            manifest = source.newest(0)
+            assert manifest is not None, "every round is 0 or later"
+            export(source.bring(manifest, form), out, extras)
         finally:
             observer.stop()
+
+
+def follow(
+    given: Options, plan: Plan, run_id: str | None, form: Form, extras: Sequence[Extra] = ()
+) -> None:
+    """Exports a run's rounds as they are agreed, until the last one.
+
+    Raises:
+        ConfigError: no address of a peer was given, or the folder holds another run's exports.
+        NobodyReachable: no peer answers, or for too long.
+        StateError: the folder is in use, or cannot be written to.
+    """
+    if not given.initial_peers:
+        raise ConfigError(
+            "--every follows a run: --initial-peers is missing",
+            hint="every peer prints its address when it starts",
+        )
+    shelf = Shelf(plan.folder, plan.keep)
+    try:
+        store = BlobStore(plan.folder / BLOBS)
+        observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
+        try:
+            source = FromPeers(observer, store, run_id)
+            Follower(source, shelf, plan.every, form, extras, click.echo).follow()
+        finally:
+            observer.stop()
+    finally:
+        shelf.close()
 
 
 def export(facts: ExportFacts, out: Path, extras: Sequence[Extra] = ()) -> None:
@@ -67,25 +113,6 @@ def export(facts: ExportFacts, out: Path, extras: Sequence[Extra] = ()) -> None:
     write_export(out, facts, extras)
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
-
-
-def _from_peers(
-    observer: Observer, store: BlobStore, run_id: str | None, form: Form
-) -> ExportFacts:
-    announced = observer.find(run_id, ASK_S)
-    run = observer.config(announced, ASK_S)
-    seen = observer.look(announced.record.run, ASK_S)
-    manifest = observer.tip(announced, seen.peers, ASK_S)
-    sources = sorted({*announced.publishers, *seen.peers})
-    observer.fetch_model(
-        manifest, layout_of(run), sources=sources, on_blob=fetching(), deadline_s=FETCH_S
-    )
-    return ExportFacts(
-        AgreedModel(run, manifest, store),
-        form,
-        told_losses(seen.validations, manifest.members),
-        {peer: record.name for peer, record in seen.peers.items()},
-    )
 
 
 def _from_disk(

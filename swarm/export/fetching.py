@@ -1,0 +1,134 @@
+"""Agreed models from the peers of a run, fetched by a guest that is in nobody's way."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from swarm.config import RunConfig
+from swarm.errors import NobodyReachable
+from swarm.export.facts import ExportFacts, Form
+from swarm.export.losses import Losses, told_losses
+from swarm.export.sources import idle_sources
+from swarm.network.blobs import BlobStore
+from swarm.network.finding import Announced
+from swarm.network.observer import Observer, Seen
+from swarm.peer.agreed_model import AgreedModel
+from swarm.progress import fetching
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Manifest, PeerId
+from swarm.protocol.records import RunState
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 30.0
+START_S = 600.0
+"""For a run whose founder still gathers peers to begin."""
+POLL_S = 2.0
+TURN_S = 60.0
+"""After so long the sources are chosen anew, by the newest records."""
+EMPTY_TURNS = 5
+"""So many turns without a byte, and a state is no longer to be had."""
+FETCH_S = 24 * 3600.0
+
+
+class FromPeers:
+    """See the module, and `swarm.export.following.Source`.
+
+    Attributes:
+        run_id: of the run that was found.
+        run: its configuration.
+        store: where fetched blobs are.
+    """
+
+    def __init__(self, observer: Observer, store: BlobStore, wanted: str | None) -> None:
+        """Finds the run.
+
+        Raises:
+            NobodyReachable: nobody announces it, or its founder has gathered peers for too long.
+            RunMismatch: several are announced, and none was named.
+        """
+        self._observer, self.store = observer, store
+        self._announced = _running(observer, wanted)
+        self.run_id = self._announced.record.run
+        self.run: RunConfig = observer.config(self._announced, ASK_S)
+        self._told = Losses()
+        self._names: dict[PeerId, str] = {}
+
+    def newest(self, least_round: int) -> Manifest | None:
+        """See `Source`; a proof is asked for once a record says that there is one to show."""
+        seen = self._observer.look(self.run_id, ASK_S)
+        if seen.peers and all(record.round < least_round for record in seen.peers.values()):
+            return None
+        return self._observer.tip(self._announced, seen.peers, ASK_S)
+
+    def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+        """See `Source`: in turns, since whose link is idle changes while a model comes.
+
+        Peers whose links are busy are asked where there are no others, and when a turn brought
+        nothing.
+        """
+        wanted = {entry.digest: entry.num_bytes for entry in manifest.entries.values()}
+        wanted |= manifest.founding.blobs
+        missing = sum(size for digest, size in wanted.items() if not self.store.has(digest))
+        logger.info(
+            "round=%d %.1f MB of %.1f MB are here from before",
+            manifest.round, (sum(wanted.values()) - missing) / 1e6, sum(wanted.values()) / 1e6,
+        )  # fmt: skip
+        say, end_s, empty = fetching(), time.monotonic() + FETCH_S, 0
+        here = missing
+
+        def arrived(now: int, total: int) -> None:
+            nonlocal here
+            here = total - now
+            say(now, total)
+
+        while True:
+            before = here
+            seen = self._look()
+            idle = idle_sources(seen.peers, manifest) if not empty else []
+            everybody = sorted({*self._announced.publishers, *seen.peers})
+            try:
+                self._observer.fetch_model(
+                    manifest,
+                    layout_of(self.run),
+                    sources=idle or everybody,
+                    on_blob=arrived,
+                    deadline_s=TURN_S,
+                )
+                break
+            except NobodyReachable:
+                empty = 0 if here < before else empty + 1
+                if empty == EMPTY_TURNS or time.monotonic() > end_s:
+                    raise
+        seen = self._look()
+        self._told = self._told.with_newer(told_losses(seen.validations, manifest.members))
+        return ExportFacts(
+            AgreedModel(self.run, manifest, self.store), form, self._told, self._names
+        )
+
+    def _look(self) -> Seen:
+        """The records; none where nobody answers, since the bytes may come all the same."""
+        try:
+            seen = self._observer.look(self.run_id, ASK_S)
+        except NobodyReachable as error:
+            logger.info("%s", error)
+            return Seen({}, {}, {})
+        self._names |= {peer: record.name for peer, record in seen.peers.items()}
+        return seen
+
+
+def _running(observer: Observer, wanted: str | None) -> Announced:
+    """The run once it has begun: while its founder gathers peers it has no manifest."""
+    end_s = time.monotonic() + START_S
+    while True:
+        announced = observer.find(wanted, ASK_S)
+        if announced.record.state is RunState.RUNNING:
+            return announced
+        if time.monotonic() > end_s:
+            raise NobodyReachable(
+                f"the founder of {announced.record.name} has gathered peers for {START_S:.0f} s",
+                hint="start again once the run has begun",
+            )
+        logger.info("the founder of %s still gathers peers", announced.record.name)
+        time.sleep(POLL_S)

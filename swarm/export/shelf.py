@@ -1,0 +1,175 @@
+"""The folder in which the exports of a run stand, one of them named `latest`.
+
+Killed at any moment, each `round-...` in it is whole, and `latest` leads to one. An export is
+written into a hidden folder beside, made durable and renamed; then the link is replaced. What is to
+go is renamed first, so that nobody takes a half-deleted export for one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from swarm import durable
+from swarm.errors import ConfigError, StateError, StateLocked
+from swarm.export.folder import FACTS_FILE, sync_tree
+from swarm.protocol.manifest import Digest
+
+LATEST = "latest"
+PARTIAL, REMOVED, NEW_LINK = ".partial-", ".removed-", ".latest.new"
+BLOBS = ".blobs"
+"""Folder of the blobs of the newest export, so that the next one fetches only what has changed."""
+_NAME = re.compile(r"^round-(\d{6,12})$")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An export that stands there."""
+
+    path: Path
+    round: int
+    manifest: Digest
+
+
+class Shelf:
+    """See the module; one process at a time has it open."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Opens the folder, and clears away what a kill has left half done.
+
+        Args:
+            folder: made when missing; other files in it are left alone.
+            keep: how many exports stay, at least 1.
+
+        Raises:
+            StateLocked: another process has it open.
+            StateError: the disk refused.
+            ConfigError: something else is called `latest`.
+        """
+        assert keep >= 1
+        self.folder, self._keep = folder, keep
+        try:
+            durable.make_folder(folder)
+            self._lock: IO[str] = (folder / ".lock").open("a+")
+        except OSError as error:
+            raise StateError(f"{folder}: {error.strerror}", hint="name another folder") from error
+        try:
+            self._take()
+            self._tidy()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StateLocked(
+                f"{self.folder}: another swarm-export writes into it",
+                hint="end it, or name another --output-dir",
+            ) from error
+        link = self.folder / LATEST
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(f"{link} is there and no link", hint="name another --output-dir")
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        self._lock.close()
+
+    @property
+    def exports(self) -> list[Kept]:
+        """The whole ones by ascending round; folders without their facts are somebody else's."""
+        found = (self._kept(path) for path in self.folder.iterdir())
+        return sorted((one for one in found if one), key=lambda one: one.round)
+
+    def _kept(self, path: Path) -> Kept | None:
+        match = _NAME.match(path.name)
+        facts = _facts_of(path) if match else None
+        return Kept(path, int(match[1]), str(facts.get("manifest"))) if match and facts else None
+
+    def require_run(self, run_id: str) -> None:
+        """Refuses a folder with the exports of another run.
+
+        Raises:
+            ConfigError: names both runs.
+        """
+        for one in self.exports:
+            other = (_facts_of(one.path) or {}).get("run_id")
+            if other != run_id:
+                raise ConfigError(
+                    f"{one.path} is of the run {other}, not of {run_id}",
+                    hint="name another --output-dir",
+                )
+
+    def add(self, round_number: int, write: Callable[[Path], None]) -> Path:
+        """Puts an export in its place, lets `latest` lead to it, and removes old ones.
+
+        Args:
+            round_number: of the model; later than those that are there.
+            write: fills an empty folder; its error is raised, and nothing of it stays.
+
+        Raises:
+            OSError: the disk refused; the exports that were there are as they were.
+        """
+        path = self.folder / f"round-{round_number:06d}"
+        partial = self.folder / f"{PARTIAL}{path.name}"
+        try:
+            partial.mkdir()
+            write(partial)
+            sync_tree(partial)
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        durable.sync_folder(self.folder)
+        self._link(path)
+        self._remove_old()
+        return path
+
+    def _link(self, path: Path) -> None:
+        new = self.folder / NEW_LINK
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)
+        new.replace(self.folder / LATEST)
+        durable.sync_folder(self.folder)
+
+    def _remove_old(self) -> None:
+        exports = self.exports
+        for one in exports[: -self._keep]:
+            if one.path.name != self._linked():
+                gone = self.folder / f"{REMOVED}{one.path.name}"
+                one.path.rename(gone)
+                durable.sync_folder(self.folder)
+                shutil.rmtree(gone)
+
+    def _linked(self) -> str | None:
+        link = self.folder / LATEST
+        return os.readlink(link) if link.is_symlink() else None
+
+    def _tidy(self) -> None:
+        try:
+            for path in list(self.folder.iterdir()):
+                if path.name.startswith((PARTIAL, REMOVED)):
+                    shutil.rmtree(path)
+            (self.folder / NEW_LINK).unlink(missing_ok=True)
+            exports = self.exports
+            if exports and self._linked() != exports[-1].path.name:
+                self._link(exports[-1].path)
+            self._remove_old()
+        except OSError as error:
+            raise StateError(f"{self.folder}: {error.strerror}") from error
+
+
+def _facts_of(path: Path) -> dict[str, Any] | None:
+    try:
+        facts = json.loads((path / FACTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None

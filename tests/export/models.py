@@ -1,0 +1,104 @@
+"""Agreed models of a toy run, round after round, as a local store has them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm.codecs import encode_unit
+from swarm.config import RunConfig, parse_config
+from swarm.errors import NobodyReachable
+from swarm.export.facts import ExportFacts, Form
+from swarm.export.losses import Losses
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.founding import founding_manifest
+from swarm.peer.agreed_model import AgreedModel
+from swarm.peer.live_model import initial_contents
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Founding, Manifest, run_id
+from tests.scenarios.swarms import EXACT
+
+
+def toy_run(*overrides: str) -> RunConfig:
+    """The run of the scenarios."""
+    return parse_config(RunConfig, EXACT, source="test", overrides=overrides)
+
+
+def found(store: BlobStore, run: RunConfig) -> Manifest:
+    """Manifest 0, with all of its blobs in the store."""
+    layout = layout_of(run)
+    initial = {
+        unit: (store_content(store, content), content.num_bytes)
+        for unit, content in initial_contents(run, layout)
+    }
+    config = run.canonical_json()
+    founding = Founding("QmA", "nonce", store.put(config), len(config), store.put(b"held"), 4)
+    manifest = founding_manifest(founding, run, layout, initial, {"QmA": 1.0})
+    store.put(manifest.encoded)
+    return manifest
+
+
+def after(store: BlobStore, run: RunConfig, manifest: Manifest, rounds: int = 1) -> Manifest:
+    """So many rounds later: expert 0 is new, everything else as it was."""
+    layout, number = layout_of(run), manifest.round + rounds
+    unit = layout.by_unit["expert.0"]
+    values = {s.name: torch.full(layout.shapes[s.name], float(number)) for s in unit.slices}
+    digest = store.put(encode_unit(unit, values))
+    entry = dataclasses.replace(manifest.entries["expert.0"], digest=digest, version=number)
+    name = manifest.run or run_id(run.run.name, run.fingerprint(), manifest.blob)
+    made = dataclasses.replace(
+        manifest, run=name, height=number, round=number, parent=manifest.digest,
+        entries={**manifest.entries, "expert.0": entry},
+    )  # fmt: skip
+    store.put(made.encoded)
+    return made
+
+
+def facts_of(run: RunConfig, manifest: Manifest, store: BlobStore) -> ExportFacts:
+    """Of a model that is here, with a loss."""
+    told = Losses({number: 5.0 - number / 10 for number in range(manifest.round + 1)}, 2.0)
+    return ExportFacts(AgreedModel(run, manifest, store), told=told)
+
+
+@dataclass
+class Chain:
+    """A `Source` whose swarm agrees on one manifest more at each look.
+
+    Attributes:
+        run: of all of it.
+        manifests: that are agreed, in order.
+        gone: rounds whose blobs nobody has any more.
+        fetched: what `bring` had to fetch, a set of digests per call.
+    """
+
+    run: RunConfig
+    manifests: Sequence[Manifest]
+    remote: BlobStore
+    store: BlobStore = field(default_factory=BlobStore)
+    gone: frozenset[int] = frozenset()
+    fetched: list[set[str]] = field(default_factory=list)
+    looks: int = 0
+
+    @property
+    def run_id(self) -> str:
+        return self.manifests[-1].run
+
+    def newest(self, least_round: int) -> Manifest | None:
+        at = min(self.looks, len(self.manifests) - 1)
+        self.looks += 1
+        newest = self.manifests[at]
+        return newest if newest.round >= least_round else None
+
+    def bring(self, manifest: Manifest, form: Form) -> ExportFacts:
+        if manifest.round in self.gone:
+            raise NobodyReachable(f"round {manifest.round} is nowhere")
+        missing = {digest for digest in manifest.blobs if not self.store.has(digest)}
+        for digest in sorted(missing):
+            content = self.remote.get(digest)
+            assert content is not None
+            self.store.put(bytes(content))
+        self.store.sync(manifest.blobs)
+        self.fetched.append(missing)
+        return dataclasses.replace(facts_of(self.run, manifest, self.store), form=form)

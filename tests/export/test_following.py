@@ -1,0 +1,182 @@
+"""Following a run: which rounds are exported, what is fetched for them, and when it gives up."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm.errors import ConfigError, NobodyReachable
+from swarm.export.facts import Form
+from swarm.export.following import LOST_S, STILL_S, Follower, is_ready, next_due
+from swarm.export.shelf import LATEST, Shelf
+from swarm.export.sources import idle_sources
+from swarm.network.blobs import BlobStore
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import PeerRecord, PeerState
+from tests.export.models import Chain, after, found, toy_run
+from tests.peer_records import peer_record
+
+
+class Time:
+    """A clock that sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chain_of(rounds: int, *, each: int = 1) -> Chain:
+    run, remote = toy_run(f"run.rounds={rounds}", "merging.alpha=0"), BlobStore()
+    manifests = [found(remote, run)]
+    while manifests[-1].round < rounds:
+        manifests.append(after(remote, run, manifests[-1], each))
+    return Chain(run, manifests, remote)
+
+
+def follow(chain: Chain, folder: Path, *, every: int = 2, keep: int = 9) -> list[str]:
+    said: list[str] = []
+    shelf, time = Shelf(folder, keep), Time()
+    try:
+        Follower(
+            chain, shelf, every, Form(), say=said.append, sleep=time.sleep, clock=time
+        ).follow()
+    finally:
+        shelf.close()
+    return said
+
+
+def rounds_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[6:]) for path in folder.glob("round-*"))
+
+
+@pytest.mark.parametrize(
+    ("every", "exported", "rounds", "due"),
+    [(2, 0, 9, 2), (2, 2, 9, 4), (2, 3, 9, 4), (2, 8, 9, 9), (1, 0, 9, 1), (50, 0, 9, 9)],
+)
+def test_the_next_multiple_is_due_or_the_last_round(
+    every: int, exported: int, rounds: int, due: int
+) -> None:
+    assert next_due(every, exported, rounds) == due
+
+
+def test_a_round_is_exported_once_its_merge_is_done() -> None:
+    run = toy_run()  # merges every 12 steps
+    manifest = found(BlobStore(), run)
+    before = dataclasses.replace(manifest, round=2, step=12, merged=0)
+    assert not is_ready(before, 2, run)
+    assert is_ready(dataclasses.replace(before, merged=1), 2, run)
+    assert not is_ready(dataclasses.replace(before, merged=1), 3, run)
+
+
+def test_every_other_round_and_the_last_are_exported_and_only_what_changed_is_fetched(
+    tmp_path: Path,
+) -> None:
+    chain = chain_of(5)
+    said = follow(chain, tmp_path)
+    assert rounds_in(tmp_path) == [2, 4, 5]
+    assert os.readlink(tmp_path / LATEST) == "round-000005"
+    first, *later = chain.fetched
+    assert len(first) > 8
+    for digests, manifest in zip(later, (chain.manifests[4], chain.manifests[5]), strict=True):
+        assert digests == {manifest.entries["expert.0"].digest, manifest.blob}
+    assert set(chain.store.digests()) == chain.manifests[5].blobs, "nothing older is kept"
+    assert [line.split(" (")[0] for line in said[:3]] == [f"exported round {k}" for k in (2, 4, 5)]
+    assert said[-1] == "the run's last round 5 is exported"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "round-000004")
+    expert = model.model.layers[0].mlp.experts.gate_up_proj[0]
+    assert torch.equal(expert, torch.full_like(expert, 4.0))
+
+
+def test_a_round_that_was_missed_has_the_next_one_in_its_place(tmp_path: Path) -> None:
+    said = follow(chain_of(9, each=3), tmp_path)
+    assert rounds_in(tmp_path) == [3, 6, 9]
+    assert said[0].startswith("exported round 3 instead of 2, which was over")
+
+
+def test_it_goes_on_after_the_newest_and_fetches_again_what_a_disk_has_spoiled(
+    tmp_path: Path,
+) -> None:
+    chain = chain_of(6)
+    chain.store = BlobStore(tmp_path / ".blobs")
+    whole, chain.manifests = chain.manifests, chain.manifests[:5]
+    with pytest.raises(NobodyReachable, match=r"waited 24\.0 h for round 6: the swarm has not"):
+        follow(chain, tmp_path)
+    assert rounds_in(tmp_path) == [2, 4]
+    spoiled = whole[4].entries["expert.3"].digest
+    place = chain.store.file_of(spoiled)
+    assert place is not None
+    with place.pack.path.open("r+b") as file:
+        file.seek(place.offset)
+        file.write(b"spoiled")
+    chain = Chain(chain.run, whole, chain.remote, BlobStore(tmp_path / ".blobs"), looks=4)
+    follow(chain, tmp_path)
+    assert rounds_in(tmp_path) == [2, 4, 6]
+    (fetched,) = chain.fetched
+    assert fetched == {spoiled, whole[6].entries["expert.0"].digest, whole[6].blob}
+    looks = chain.looks
+    assert follow(chain, tmp_path) == ["the run's last round 6 is exported"]
+    assert chain.looks == looks, "nothing is left to ask for"
+
+
+def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) -> None:
+    chain = chain_of(4)
+    chain.gone = frozenset({2})
+    said = follow(chain, tmp_path)
+    assert rounds_in(tmp_path) == [3, 4]
+    assert said[0].startswith("round 2 cannot be had any more: round 2 is nowhere")
+
+
+def test_another_runs_exports_are_refused(tmp_path: Path) -> None:
+    follow(chain_of(2), tmp_path)
+    with pytest.raises(ConfigError, match="not of exact-"):
+        follow(chain_of(4), tmp_path)
+
+
+class Silent(Chain):
+    """Nobody answers after the first look."""
+
+    def newest(self, least_round: int) -> Manifest | None:
+        if self.looks:
+            raise NobodyReachable("no answer within 30 s")
+        return super().newest(least_round)
+
+
+def test_a_run_that_is_gone_is_given_up_with_the_reason(tmp_path: Path) -> None:
+    chain = chain_of(2)
+    silent = Silent(chain.run, chain.manifests, chain.remote)
+    said: list[str] = []
+    time, shelf = Time(), Shelf(tmp_path, 1)
+    follower = Follower(silent, shelf, 2, Form(), (), said.append, time.sleep, time)
+    with pytest.raises(NobodyReachable, match=r"waited 30 min for round 2: no answer .*start ag"):
+        follower.follow()
+    shelf.close()
+    assert LOST_S < time.now_s < LOST_S + 10 < STILL_S
+    assert said == 30 * ["waiting for round 2: no answer within 30 s"]
+
+
+def records(manifest: Manifest, **states: PeerState) -> dict[str, PeerRecord]:
+    return {
+        name: dataclasses.replace(peer_record(name), state=state, manifest_digest=manifest.digest)
+        for name, state in states.items()
+    }
+
+
+def test_those_whose_links_are_idle_are_asked() -> None:
+    manifest = found(BlobStore(), toy_run())
+    peers = records(
+        manifest, a=PeerState.AVERAGING, b=PeerState.TRAINING, c=PeerState.TRAINING,
+        d=PeerState.LEAVING, e=PeerState.JOINING,
+    )  # fmt: skip
+    assert idle_sources(peers, manifest) == ["b", "c"]
+    behind = dataclasses.replace(peers["b"], manifest_digest="0" * 64)
+    assert idle_sources(peers | {"b": behind}, manifest) == ["c"]
+    assert idle_sources(peers | records(manifest, f=PeerState.FINISHED), manifest) == ["f"]
+    assert idle_sources(records(manifest, a=PeerState.AVERAGING), manifest) == []
