@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from swarm.errors import ConfigError
 from swarm.network.daemon import Address
+from swarm.protocol.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0
@@ -107,7 +108,7 @@ def _every_s(entry: Entry, is_missing: bool, is_alone: bool, wall: float) -> flo
         return CONNECTED_EVERY_S
     if entry.is_given or (entry.answered_at and abs(wall - entry.answered_at) < RECENT_S):
         return MISSING_EVERY_S
-    return min(MISSING_EVERY_S * 2.0 ** min(entry.failures, 10), LONGEST_S)
+    return backoff_s(entry.failures + 1, MISSING_EVERY_S, LONGEST_S)
 
 
 def freshest(*lists: Iterable[Remembered], limit: int) -> tuple[Remembered, ...]:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from swarm.errors import CorruptState, OutOfMemory, StateError, SwarmError, lacks_memory
+from swarm.protocol.backoff import backoff_s
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1800.0
 MEMORY_PATIENCE_S = 60.0
+FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 MENDED_BY = {
     errno.ENOSPC: "free some space",
@@ -88,7 +90,7 @@ def after_failure(error: Exception, attempt: int, waited_s: float) -> Pause:
     reason = reason if mended_by in reason else f"{reason} ({mended_by})"
     if waited_s >= (MEMORY_PATIENCE_S if number == errno.ENOMEM else PATIENCE_S):
         return Pause(None, f"{reason}; gave up after {waited_s:.0f} s")
-    return Pause(min(0.5 * 2.0 ** min(attempt, 10), LONGEST_PAUSE_S), reason)
+    return Pause(backoff_s(attempt + 1, FIRST_PAUSE_S, LONGEST_PAUSE_S), reason)
 
 
 def _number(error: BaseException) -> int:

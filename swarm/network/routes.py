@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
+from swarm.protocol.backoff import backoff_s
+
 MAX_PEERS = 1024
 RELAYS_PER_TRY = 3
 DIRECT_AGAIN_S = 30.0
@@ -84,7 +86,7 @@ class Routes:
         known = self._peers.get(peer)
         if known is None or known.failed_s is None or known.relay is None:
             return False
-        again_s = min(DIRECT_AGAIN_S * 2.0 ** min(known.failures - 1, 10), LONGEST_AGAIN_S)
+        again_s = backoff_s(known.failures, DIRECT_AGAIN_S, LONGEST_AGAIN_S)
         return now_s - known.failed_s < again_s
 
     def dialled(self, peer: str) -> None:
@@ -117,8 +119,7 @@ class Routes:
         if known.relay == relay:
             known.relay = None
         failures = known.rests.get(relay, (0.0, 0))[1] + 1
-        rest_s = min(REST_S * 2.0 ** min(failures - 1, 10), LONGEST_REST_S)
-        known.rests[relay] = (now_s + rest_s, failures)
+        known.rests[relay] = (now_s + backoff_s(failures, REST_S, LONGEST_REST_S), failures)
 
     def _note(self, peer: str) -> _Known:
         known = self._peers.pop(peer, None) or _Known()

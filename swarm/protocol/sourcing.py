@@ -15,6 +15,8 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
+from swarm.protocol.backoff import backoff_s
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -155,8 +157,8 @@ class Sourcing(Generic[Key]):
         if rest and rest.until > now:
             return rest  # the other flows of the same peer broke with it: one failure
         failures = rest.failures + 1 if rest else 1
-        length_s = self._limits.rest_s * 2.0 ** min(failures - 1, 30)
-        return _Rest(now + min(length_s, self._limits.longest_rest_s), failures, why)
+        length_s = backoff_s(failures, self._limits.rest_s, self._limits.longest_rest_s)
+        return _Rest(now + length_s, failures, why)
 
     def assign(self, now: float, most: int | None = None) -> list[Assignment[Key]]:
         """The jobs to ask for now; each counts as asked until done, failed or released.

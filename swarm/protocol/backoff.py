@@ -1,0 +1,17 @@
+"""How long whatever failed is left alone: twice as long after each failure, up to a limit."""
+
+from __future__ import annotations
+
+_MOST_DOUBLINGS = 30
+"""Beyond any limit that is in use, and far below where a float ends."""
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds of rest.
+
+    Args:
+        failures: in a row, at least 1.
+        first_s: after the first of them.
+        longest_s: the rest never takes longer.
+    """
+    return min(first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
