@@ -28,10 +28,13 @@ MAX_CHAIN_LINES = 600
 """Of a class and of all of ours that it inherits from: what a reader of it has to know."""
 
 # Part -> the parts it may import besides itself. A part is swarm.X, or peers as a whole.
-BASE = frozenset({"swarm.config", "swarm.errors", "swarm.experts", "swarm.version"})
+BASE = frozenset(
+    {"swarm.canonical", "swarm.config", "swarm.errors", "swarm.experts", "swarm.version"}
+)
 DURABLE = frozenset({"swarm.durable"})
 PROTOCOL = BASE | {"swarm.protocol"}
 MAY_IMPORT = {
+    "swarm.canonical": frozenset[str](),
     "swarm.config": BASE,
     "swarm.durable": frozenset[str](),
     "swarm.errors": frozenset[str](),

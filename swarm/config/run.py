@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, Self
 
 from blake3 import blake3
 from pydantic import Field, model_validator
 
+from swarm.canonical import canonical
 from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.model import ModelConfig
 from swarm.config.section import (
@@ -332,9 +332,7 @@ class RunConfig(Section):
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""
-        return json.dumps(
-            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")
-        ).encode()
+        return canonical(self.model_dump(mode="json"))
 
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""

@@ -8,7 +8,6 @@ piece of a large blob can be checked on arrival, from whichever peer it comes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
@@ -61,8 +60,3 @@ def digest_of_chunks(chunks: Iterable[Buffer]) -> str:
     if room < PIECE_BYTES:
         index += piece.digest()
     return digest_of_index(bytes(index))
-
-
-def canonical(value: object) -> bytes:
-    """Canonical JSON."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from swarm.canonical import canonical
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer, canonical
+from swarm.protocol.digests import Buffer
 from swarm.protocol.messages import Declaration, Declared, Evidence, ReducedUnit, Report
 from swarm.protocol.schemas import (
     BlobSchema,

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from swarm.canonical import canonical
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer, canonical
+from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import Code, Digest, Head, Kind
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link

@@ -11,13 +11,13 @@ of this is outside agreement, and a lie in it costs no more than a bad learning 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from pydantic import Field
 
+from swarm.canonical import canonical
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
@@ -302,7 +302,7 @@ class _AnswerSchema(Schema):
 
 def encode_question(settled: Iterable[Digest]) -> bytes:
     """A question as canonical JSON: what have you got for me, but for these blobs?"""
-    return _json({"settled": list(settled)})
+    return canonical({"settled": list(settled)})
 
 
 def decode_question(encoded: bytes) -> tuple[Digest, ...]:
@@ -316,7 +316,7 @@ def decode_question(encoded: bytes) -> tuple[Digest, ...]:
 
 def encode_answer(moments: Iterable[Moments]) -> bytes:
     """An answer as canonical JSON."""
-    return _json({"moments": [asdict(each) for each in moments]})
+    return canonical({"moments": [asdict(each) for each in moments]})
 
 
 def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
@@ -327,7 +327,3 @@ def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
     """
     parsed = parse(_AnswerSchema, encoded, "moments_answer")
     return tuple(Moments(**each.model_dump()) for each in parsed.moments)
-
-
-def _json(content: Mapping[str, object]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

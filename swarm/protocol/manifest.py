@@ -7,7 +7,6 @@ round. Rules in brackets, as [R1], are those of the protocol page in swarm/READM
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,6 +23,7 @@ from pydantic import (
     ValidationError,
 )
 
+from swarm.canonical import canonical
 from swarm.errors import BadManifest
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
@@ -42,6 +42,8 @@ Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
 FOUNDING_GENERATION = "0"
 MAX_MANIFEST_BYTES = 8 * 2**20
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+"""Canonical JSON holds no other numbers."""
 
 
 class Kind(Enum):
@@ -87,9 +89,9 @@ class Member:
 
     silent: int
     """Consecutive rounds in which nothing was heard of this peer [R1]."""
-    capacity: float
+    capacity: Finite
     """Relative share of experts it wants to own."""
-    tokens_per_s: float = 0.0
+    tokens_per_s: Finite = 0.0
     """Of its local steps in the last round that counted it; 0 until one has."""
     counted: int = SEASONED_ROUNDS
     """Rounds that have counted it since it was taken in, at most `SEASONED_ROUNDS`; the founding
@@ -149,7 +151,7 @@ class Head:
     def encoded(self) -> bytes:
         """Canonical JSON."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+        return canonical(content, plain=_plain)
 
     @cached_property
     def digest(self) -> Digest:
@@ -239,7 +241,7 @@ class Manifest:
         """Canonical JSON: the manifest's blob."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         content["sources"] = packed_sources(self.sources, self.contributors)
-        return json.dumps(content, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+        return canonical(content, plain=_plain)
 
     @cached_property
     def blob(self) -> Digest:

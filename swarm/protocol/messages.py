@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from swarm.canonical import canonical
 from swarm.experts import expert_of_unit
-from swarm.protocol.digests import canonical, digest_of
+from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from swarm.protocol.digests import Buffer, canonical
+from swarm.canonical import canonical
+from swarm.protocol.digests import Buffer
 from swarm.protocol.messages import Certificate, Commit, Link
 from swarm.protocol.schemas import ProofSchema, parse, signature_text
 

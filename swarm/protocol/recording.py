@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from swarm.canonical import canonical
 from swarm.errors import BadMessage
-from swarm.protocol.digests import Buffer, canonical
+from swarm.protocol.digests import Buffer
 from swarm.protocol.events import Record
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, decode_manifest

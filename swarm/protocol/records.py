@@ -7,7 +7,6 @@ lost, late or a lie. Keys, lifetimes and sizes are all in this file.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Annotated, TypeVar
 from blake3 import blake3
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from swarm.canonical import canonical
 from swarm.config import RunName
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
@@ -349,11 +349,4 @@ def validation_key(run: str, peer_id: str) -> str:
 
 
 def _json(record: Record) -> bytes:
-    return json.dumps(
-        asdict(record),
-        sort_keys=True,
-        separators=(",", ":"),
-        ensure_ascii=False,
-        allow_nan=False,
-        default=lambda value: value.value,
-    ).encode(errors="replace")
+    return canonical(asdict(record), plain=lambda value: value.value, ascii_only=False)

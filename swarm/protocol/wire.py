@@ -16,8 +16,9 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from swarm.canonical import canonical
 from swarm.errors import BadMessage, StateError
-from swarm.protocol.digests import Buffer, canonical, digest_of
+from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.evidence import MAX_EVIDENCE_BYTES, encode_evidence, known_evidence
 from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.invitation import as_plain

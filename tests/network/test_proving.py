@@ -10,11 +10,12 @@ from itertools import pairwise
 
 import pytest
 
+from swarm.canonical import canonical
 from swarm.network import inbound
 from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
 from swarm.protocol.claims import MAX_STRANGER_PROOF_BYTES
 from swarm.protocol.deadlines import Timers
-from swarm.protocol.digests import canonical, digest_of
+from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Fetch, Purpose, Received, Record
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.messages import (

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from swarm.canonical import canonical
 from swarm.protocol.adoption import experts_due
-from swarm.protocol.digests import canonical, digest_of
+from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds.deals import tokens_problem
