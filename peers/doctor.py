@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import resource
-import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 
 import click
 
@@ -17,49 +13,14 @@ from peers.findings import (
     Examined,
     Finding,
     Level,
-    Local,
-    Needs,
-    Sight,
     findings_of,
     nat_of,
     verdict_of,
 )
 from peers.options import Options, option, options, program
-from swarm.config import ComputeSection, NetworkSection, RunConfig
-from swarm.errors import (
-    ConfigError,
-    NobodyReachable,
-    StateError,
-    StateLocked,
-    SwarmError,
-    Unreachable,
-)
-from swarm.model.cost import cost_of, owned_per_peer
-from swarm.network.address_book import Remembered
-from swarm.network.blobs import BlobStore
-from swarm.network.fetch import Downloads
-from swarm.network.finding import find_run, whom_to_ask
-from swarm.network.joining import present_peers
-from swarm.network.node import Node
-from swarm.network.probing import dial_back, look_at
-from swarm.network.tips import newest_tip
-from swarm.peer.link_check import Rates, measured_rates, verdict_for
-from swarm.peer.machine import processor, this_machine, wishes_of
-from swarm.peer.state_directory import StateDirectory
-from swarm.protocol.fitness import LinkVerdict
+from swarm.errors import NobodyReachable
 from swarm.protocol.printable import printable
-from swarm.protocol.records import PeerRecord, RunState
-from swarm.train.ladder import plan_engine
-from swarm.version import __version__
 
-logger = logging.getLogger(__name__)
-
-START_S = 40.0
-LOOK_S = 90.0
-FIND_S = 8.0
-SETTLE_S = 3.0
-ASKED = 6
-"""Peers that are asked what they see."""
 VERDICTS = {
     True: "This machine can take part.",
     False: "This machine cannot take part.",
@@ -87,22 +48,9 @@ def main(context: click.Context, given: Options, run_id: str | None) -> None:
     """
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)  # what is wrong is said as a finding
-    config, folder = given.peer_config(), given.state_dir.expanduser()
-    local, remembered, port = _local(folder)
-    wanted = given.run_config() if given.run else None
-    around = Around()
-    if config.network.initial_peers or remembered:
-        click.echo(f"asking peers, for at most {START_S + LOOK_S:.0f} s ...", err=True)
-        around = _look_around(config.network, remembered, port, Asked(wanted, run_id))
-    run = around.run or wanted
-    examined = Examined(
-        local,
-        around.fault,
-        around.addresses,
-        around.sights,
-        *around.rates,
-        _needs(run, around, config.compute, folder) if run else None,
-    )
+    from peers.examining import examine  # loads torch and hivemind: not for --help
+
+    examined = examine(given, run_id)
     findings = findings_of(examined)
     verdict = verdict_of(examined, findings)
     if given.as_json:
@@ -132,173 +80,6 @@ def as_json(examined: Examined, findings: Sequence[Finding]) -> dict[str, object
         "findings": [asdict(finding) | {"level": finding.level.value} for finding in findings],
         "peers": [asdict(sight) for sight in examined.sights],
     }
-
-
-# ---------------------------------------------------------------- this machine
-
-
-def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
-    """This machine, and what its state directory knows of others."""
-    fault, in_use = None, False
-    remembered: tuple[Remembered, ...] = ()
-    port = None
-    try:
-        state = StateDirectory(path)
-        remembered, port = state.known_peers, state.port
-        (path / "doctor").write_bytes(b"can be written")
-        (path / "doctor").unlink()
-        state.close()
-    except StateLocked:
-        in_use = True
-    except (StateError, OSError) as error:
-        fault = str(error)
-    existing = next((p for p in (path, *path.parents) if p.exists()), None)
-    local = Local(
-        disk_free_bytes=shutil.disk_usage(existing).free if existing else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        state_fault=fault,
-        state_in_use=in_use,
-        version=__version__,
-        computes_with=processor(),
-    )
-    return local, remembered, port
-
-
-def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path) -> Needs:
-    """What the run asks of this machine, as one peer more in it."""
-    num_peers = around.num_members + 1 if around.num_members else run.run.peers
-    owned = owned_per_peer(run, num_peers)
-    plan = plan_engine(run, owned, this_machine(compute, folder), wishes_of(compute, folder))
-    device, process = plan.need.device / 1e9, plan.peaks.highest / 1e9
-    peaks = f"device {device:.1f} GB, the whole process {process:.1f} GB"
-    return Needs(
-        around.run_id or run.run.name,
-        cost_of(run, num_peers).disk_bytes,
-        f"{plan.reason} ({peaks})",
-        plan.fits,
-        around.link,
-    )
-
-
-# ---------------------------------------------------------------- the others
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The run that a person asked about."""
-
-    wanted: RunConfig | None
-    run_id: str | None
-
-
-@dataclass(frozen=True)
-class Around:
-    """What there is beside this machine.
-
-    Attributes:
-        fault: why nothing could be found out.
-        addresses: that this machine listens on.
-        sights: what peers saw.
-        rates: down and up.
-        run: that is announced here; with its id, its number of members, what its rates mean.
-    """
-
-    fault: str | None = None
-    addresses: tuple[str, ...] = ()
-    sights: tuple[Sight, ...] = ()
-    rates: Rates = (None, None)
-    run: RunConfig | None = None
-    run_id: str | None = None
-    num_members: int = 0
-    link: LinkVerdict | None = None
-
-
-def _look_around(
-    network: NetworkSection, remembered: tuple[Remembered, ...], port: int | None, asked: Asked
-) -> Around:
-    try:
-        node = Node.start(
-            identity_path=None,
-            network=network,
-            known_peers=network.initial_peers,
-            remembered=remembered,
-            port=port,
-            deadline_s=START_S,
-            must_reach=False,
-        )
-    except ConfigError:
-        raise
-    except SwarmError as error:
-        return Around(fault=str(error))
-    try:
-        return node.run(_ask_others(node, asked), LOOK_S)
-    except TimeoutError:
-        return Around(fault=f"the network answered too slowly (limit {LOOK_S:.0f} s)")
-    finally:
-        node.stop(5.0)
-
-
-async def _ask_others(node: Node, asked: Asked) -> Around:
-    await asyncio.sleep(0 if node.num_neighbours else SETTLE_S)
-    found = Around(addresses=node.addresses)
-    if not node.num_neighbours:
-        return replace(found, fault="no known address answers as a peer")
-    present: dict[str, PeerRecord] = {}
-    try:
-        found, present = await _look_at_run(node, found, asked)
-    except NobodyReachable as error:  # its neighbours can still say what they see
-        logger.info("the run was not looked at: %s", error)
-    peers = sorted({*node.neighbours, *present} - {node.peer_id})[:ASKED]
-    seen = await asyncio.gather(*(_sight(node, peer) for peer in peers))
-    sights = tuple(sight for sight in seen if sight)
-    fault = None if sights else "peers are there, but none answers questions"
-    return replace(found, fault=fault, sights=sights)
-
-
-async def _sight(node: Node, peer: str) -> Sight | None:
-    try:
-        look = await look_at(node, peer)
-        fault = await dial_back(node, peer, node.port) if node.port else None
-    except Unreachable as error:
-        logger.info("peer=%s: %s", peer[-6:], error)
-        return None
-    return Sight(
-        peer,
-        round(look.rtt_ms, 2),
-        round(look.clock_offset_s, 3),
-        look.about.version,
-        look.about.seen_at,
-        bool(node.port),
-        fault,
-    )
-
-
-async def _look_at_run(
-    node: Node, found: Around, asked: Asked
-) -> tuple[Around, dict[str, PeerRecord]]:
-    """The run that is announced here, what it means for this link, and who is in it."""
-    fingerprint = asked.wanted.fingerprint() if asked.wanted else None
-    store = BlobStore(None)
-    downloads = Downloads(node, store)
-    opened = await find_run(
-        node, downloads, fingerprint=fingerprint, wanted=asked.run_id, deadline_s=FIND_S
-    )
-    if opened is None:
-        return found, {}
-    run, record = opened.run, opened.announced.record
-    present = await present_peers(node, record.run)
-    rates = await measured_rates(node, present)
-    found = replace(found, rates=rates, run=run)
-    if record.state is RunState.GATHERING:
-        return found, present
-    peers = whom_to_ask(node, opened.announced, present)
-    tip = (await newest_tip(node, downloads, record, peers)).record.tip
-    members = {peer: present[peer] for peer in present if peer in tip.members}
-    link = verdict_for(run, tip, members, rates)
-    return (
-        replace(found, run_id=record.run, num_members=len(tip.members), link=link),
-        present,
-    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_nobody_at_the_address_is_a_fault_with_a_remedy(tmp_path: Path) -> None:
 def test_peers_say_what_they_see(
     tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peers.doctor.FIND_S", 0.1)  # there is no run to be found
+    monkeypatch.setattr("peers.examining.FIND_S", 0.1)  # there is no run to be found
     prober, nodes = Prober(), []
 
     async def on_request(source: str, payload: bytes) -> bytes:
