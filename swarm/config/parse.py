@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from swarm.config.explaining import explained, first_problem, key_of
 from swarm.config.peer import PeerConfig
 from swarm.config.run import RunConfig
 from swarm.errors import ConfigError
@@ -98,20 +99,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
-    # An unknown key first: it usually is why another one is missing.
-    problems = error.errors(include_url=False)
-    problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
+    problem = first_problem(error)
     path = [part for part in problem["loc"] if isinstance(part, str)]
-    key = "".join(f".{part}" if isinstance(part, str) else f"[{part}]" for part in problem["loc"])
-    key = key.removeprefix(".")
+    key = key_of(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_nearest(kind, path)}"
-    if problem["type"] == "missing":
-        return f"{key} is missing{_contents(kind, path)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error" and not isinstance(problem["input"], str):
-        return f"{key}.{message}" if key else message
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    contents = _contents(kind, path) if problem["type"] == "missing" else ""
+    return explained(key, problem) + contents
 
 
 def valid_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:

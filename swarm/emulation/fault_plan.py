@@ -30,6 +30,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
+from swarm.config.explaining import explained, first_problem, key_of
 from swarm.config.section import NonNegative, Positive, PositiveReal, Section
 from swarm.errors import ConfigError
 
@@ -235,32 +236,25 @@ def parse_plan(text: str, *, source: str) -> FaultPlan:
 
 
 def _explain(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
-    problem = min(problems, key=lambda found: found["type"] != "extra_forbidden")
+    problem = first_problem(error)
     # The tag of the chosen kind is part of the location; people wrote no such key.
     is_kind = len(problem["loc"]) > 2 and problem["loc"][0] == "fault"
     kind = KINDS.get(str(problem["loc"][2])) if is_kind else None
     where = (*problem["loc"][:2], *problem["loc"][3:]) if is_kind else problem["loc"]
     # Of a union the location names the tried types as well.
     is_unknown = problem["type"] == "extra_forbidden"
-    inner = [part for part in where if isinstance(part, int) or part in KEYS or is_unknown]
-    key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in inner).removeprefix(".")
+    key = key_of(part for part in where if isinstance(part, int) or part in KEYS or is_unknown)
     if is_unknown:
         owner = At if "at" in where[2:-1] else kind or FaultPlan
         return f"unknown key {key}; allowed: {', '.join(owner.model_fields)}"
-    if problem["type"] == "missing":
-        return f"{key} is missing"
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
         tag = problem.get("ctx", {}).get("tag")
         found = f"{key}.kind = {tag!r}" if tag else f"{key}.kind is missing"
         return f"{found}; allowed: {', '.join(KINDS)}"
-    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return f"{key.removesuffix('.at')}.{message}"
-    allowed = (
-        f"a number of a peer, {', '.join(ROLES)}, random or any" if key.endswith("peer") else ""
-    )
-    return f"{key} = {problem['input']!r}: {allowed or message[0].lower() + message[1:]}"
+        key = key.removesuffix(".at")
+    peers = f"a number of a peer, {', '.join(ROLES)}, random or any" if key.endswith("peer") else ""
+    return explained(key, problem, peers)
 
 
 def drawn_s(span: Seconds, draw: random.Random) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from swarm.config import RunConfig
+from swarm.config.explaining import refusal
 from swarm.errors import BadBlob, BadManifest, BadRecord, RunMismatch
 from swarm.protocol.digests import Buffer
 from swarm.protocol.layout import Layout
@@ -45,11 +46,8 @@ def decode_config(blob: Buffer, record: RunRecord) -> RunConfig:
     try:
         run = RunConfig.model_validate_json(bytes(blob))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in problem["loc"])[:120]
-        raise BadBlob(
-            "config_schema", f"the configuration of {record.run}: {place}: {problem['msg']}"
-        ) from error
+        what = f"the configuration of {record.run}: {refusal(error)}"
+        raise BadBlob("config_schema", what) from error
     if run.fingerprint() != record.fingerprint or run.run.name != record.name:
         raise RunMismatch(f"the configuration of {record.run} is not the announced one")
     return run

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from swarm.canonical import canonical
+from swarm.config.explaining import refusal
 from swarm.errors import BadManifest
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
@@ -376,9 +377,7 @@ def decode_manifest(encoded: Buffer) -> Manifest:
     try:
         manifest = _MANIFEST.validate_json(bytes(encoded))
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in problem["loc"])[:120]
-        raise BadManifest("manifest_schema", f"manifest field {place}: {problem['msg']}") from error
+        raise BadManifest("manifest_schema", f"manifest field {refusal(error)}") from error
     if manifest.encoded != bytes(encoded):
         raise BadManifest("manifest_schema", "the manifest is not in canonical form")
     return manifest

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.canonical import canonical
 from swarm.config import RunName
+from swarm.config.explaining import refusal
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import RUN_ID
@@ -280,11 +281,8 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
     try:
         record = _SCHEMAS[kind].validate_json(bytes(encoded))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        raise BadRecord(
-            "record_schema", f"{kind.__name__} {place}: {problem['msg']}"[:MAX_REASON]
-        ) from error
+        why = f"{kind.__name__} {refusal(error)}"[:MAX_REASON]
+        raise BadRecord("record_schema", why) from error
     assert isinstance(record, kind)
     return record
 

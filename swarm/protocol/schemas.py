@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.config.bounds import MAX_ROUND_TOKENS
+from swarm.config.explaining import refusal
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
 from swarm.protocol.invitation import Invitation
@@ -334,8 +335,4 @@ def parse(schema: type[S], encoded: Buffer, what: str) -> S:
     try:
         return schema.model_validate_json(bytes(encoded))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in problem["loc"])[:120]
-        raise BadMessage(
-            f"{what}_schema", f"{what} field {place}: {problem['msg'][:300]}"
-        ) from error
+        raise BadMessage(f"{what}_schema", f"{what} field {refusal(error)}") from error
