@@ -32,13 +32,17 @@ def content_of(store: BlobStore, digest: Digest) -> Content:
     return Content(store.size(digest) or 0, lambda: store.chunks(digest, PIECE_BYTES))
 
 
+class BlobGone(StateError):
+    """A blob of an older manifest was collected: a newer tip must be adopted instead."""
+
+
 def reader(store: BlobStore, digest: Digest) -> Read:
-    """What reads parts of a blob; it raises StateError when the blob is not here any more."""
+    """What reads parts of a blob; it raises BlobGone when the blob is not here any more."""
     return partial(_read, store, digest)
 
 
 def _read(store: BlobStore, digest: Digest, offset: int, length: int) -> Buffer:
     part = store.read(digest, offset, length)
     if part is None:
-        raise StateError(f"the blob {digest[:12]} is not here any more")
+        raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
     return part

@@ -17,8 +17,9 @@ from torch import Tensor
 from swarm.codecs import cut_from, encoded, read_part, read_parts
 from swarm.errors import StateError
 from swarm.experts import Slice, UnitLayout, expert_unit
+from swarm.network.contents import BlobGone
 from swarm.network.moments_exchange import Arrival, MomentsExchange
-from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.live_model import LiveModel
 from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.digests import digest_of_chunks

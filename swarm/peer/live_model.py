@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from swarm.codecs import (
-    Buffer,
     Content,
     Read,
     cut_from,
@@ -32,12 +31,12 @@ from swarm.codecs import (
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut, held_out_windows
 from swarm.data.tokenise import END_OF_TEXT
-from swarm.errors import BadBlob, DataError, StateError
+from swarm.errors import BadBlob, DataError
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
+from swarm.network.contents import BlobGone, reader, store_content
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
@@ -49,10 +48,6 @@ from swarm.train.engine import Engine
 logger = logging.getLogger(__name__)
 
 
-class BlobGone(StateError):
-    """A blob of an older manifest was collected: a newer tip must be adopted instead."""
-
-
 @dataclass(frozen=True)
 class Agreed:
     """Reads agreed values: the decoded blobs of a manifest."""
@@ -62,14 +57,7 @@ class Agreed:
 
     def read(self, digest: Digest) -> Read:
         """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
-
-        def bytes_of(offset: int, length: int) -> Buffer:
-            found = self.store.read(digest, offset, length)
-            if found is None:
-                raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
-            return found
-
-        return bytes_of
+        return reader(self.store, digest)
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:

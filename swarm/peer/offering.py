@@ -6,7 +6,8 @@ import logging
 
 from swarm.codecs import Content
 from swarm.errors import BadBlob
-from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.network.contents import BlobGone
+from swarm.peer.live_model import LiveModel
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Digest, Manifest, Unit

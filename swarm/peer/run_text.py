@@ -15,7 +15,7 @@ from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.held_out import held_out_documents
 from swarm.data.loader import require_a_batch
 from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open_shards
-from swarm.data.tokenizer import Tokenizer, require_vocabulary
+from swarm.data.tokenizer import Tokenizer
 from swarm.errors import BadManifest, DataError, TokenizerError
 from swarm.peer.agreement import joiners_need, missing_text, require_text
 from swarm.protocol.texts import Text
@@ -71,9 +71,7 @@ class RunText:
 
         Raises:
             DataError: it is missing, unfit or too small.
-            ConfigError: the vocabulary is smaller than the tokenizer's.
         """
-        require_vocabulary(run, tokenizer)
         corpus = corpus_of(run, self.folder)
         shards = self._open(corpus, tokenizer)
         require_a_batch(shards, run)

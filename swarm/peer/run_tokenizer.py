@@ -37,21 +37,20 @@ def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
             vocabulary is too small.
         TokenizerError: what was named is none, or cannot be run here.
     """
-    if run.data.tokenizer == "byte" and folder is None:
-        return BYTE
-    if run.data.tokenizer == "byte":
+    if run.data.tokenizer == "byte" and folder is not None:
         raise ConfigError(
             f'{folder} was named as the tokenizer, and the run has data.tokenizer = "byte"',
             hint="--set data.tokenizer=file",
         )
-    if folder is None:
+    if run.data.tokenizer != "byte" and folder is None:
         raise ConfigError(
             'data.tokenizer = "file": no tokenizer was named',
             hint="--tokenizer DIR, a folder with a tokenizer.json",
         )
-    tokenizer = open_tokenizer(folder)
+    tokenizer: Tokenizer = BYTE if folder is None else open_tokenizer(folder)
     require_vocabulary(run, tokenizer)
-    require_package()
+    if folder is not None:
+        require_package()
     return tokenizer
 
 

@@ -21,10 +21,11 @@ from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of_unit
+from swarm.network.contents import BlobGone
 from swarm.network.patience import patiently
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
-from swarm.peer.live_model import BlobGone, LiveModel
+from swarm.peer.live_model import LiveModel
 from swarm.peer.observing import RoundReport
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds

@@ -11,9 +11,9 @@ from swarm.codecs import encode_unit, mean_of
 from swarm.experts import expert_shapes, expert_unit
 from swarm.model.frozen import Int8Stack
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import reader, store_content
+from swarm.network.contents import BlobGone, reader, store_content
 from swarm.network.founding import founding_manifest
-from swarm.peer.live_model import Agreed, BlobGone, LiveModel, initial_contents
+from swarm.peer.live_model import Agreed, LiveModel, initial_contents
 from swarm.protocol.adoption import Action
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
