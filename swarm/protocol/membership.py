@@ -71,33 +71,28 @@ def next_members(
     strangers = [peer for peer in joiners if peer not in parent.members and peer not in leaving]
     strangers.sort(key=lambda peer: (turn(seed, peer), peer))
     guests = Guests.of(parent, invitations or {}, run=run, is_open=is_open)
-    room, num_taken, num_refused = max(1, len(parent.members)), 0, 0
-    for peer in strangers:
-        if not guests.may_come(peer):
-            num_refused += 1
-        elif num_taken == room:
-            reasons.append(f"{peer} not yet taken in: {room} joiners a round")
-        else:
-            num_taken += 1
-            members[peer], reason = guests.received(peer, joiners[peer])
-            reasons.append(reason)
-    if num_refused:
-        reasons.append(f"{num_refused} strangers not taken in: not invited")
+    newcomers, reasons_of_guests = guests.taken_in({peer: joiners[peer] for peer in strangers})
+    members |= newcomers
     if not members:
-        return Membership(
-            {
-                peer: replace(member, silent=0 if peer in heard else member.silent)
-                for peer, member in sorted(parent.members.items())
-            },
-            ("all members stay listed: nobody else would be left to continue the run",),
-            invitations=still_good(parent.invitations, parent.round + 1),
-        )
+        return _unchanged(parent, heard)
     elected = elect(members, contributors, seed=seed, is_open=is_open)
     return Membership(
         dict(sorted(elected.members.items())),
-        (*reasons, *elected.reasons),
+        (*reasons, *reasons_of_guests, *elected.reasons),
         dict(sorted(guests.came_with.items())),
         still_good(guests.uses, parent.round + 1),
+    )
+
+
+def _unchanged(parent: Manifest, heard: Collection[PeerId]) -> Membership:
+    """All members stay, although none would."""
+    return Membership(
+        {
+            peer: replace(member, silent=0 if peer in heard else member.silent)
+            for peer, member in sorted(parent.members.items())
+        },
+        ("all members stay listed: nobody else would be left to continue the run",),
+        invitations=still_good(parent.invitations, parent.round + 1),
     )
 
 
@@ -124,6 +119,25 @@ class Guests:
     ) -> Guests:
         """Before anybody has come."""
         return cls(parent, shown, dict(parent.invitations), is_open, run)
+
+    def taken_in(
+        self, capacities: Mapping[PeerId, float]
+    ) -> tuple[dict[PeerId, Member], list[str]]:
+        """Those of these strangers that become members, in their order, and why or why not."""
+        room, num_refused = max(1, len(self.parent.members)), 0
+        members: dict[PeerId, Member] = {}
+        reasons = []
+        for peer, capacity in capacities.items():
+            if not self.may_come(peer):
+                num_refused += 1
+            elif len(members) == room:
+                reasons.append(f"{peer} not yet taken in: {room} joiners a round")
+            else:
+                members[peer], reason = self.received(peer, capacity)
+                reasons.append(reason)
+        if num_refused:
+            reasons.append(f"{num_refused} strangers not taken in: not invited")
+        return members, reasons
 
     def may_come(self, peer: PeerId) -> bool:
         """Whether a stranger may become a member now."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from swarm.canonical import canonical
@@ -184,20 +185,7 @@ def _roster_list(message: AnyMessage, attachments: Mapping[str, bytes]) -> Roste
 
 def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
     """The message's own fields, with all that travels beside it moved to the attachments."""
-
-    def attach(content: Offer | Manifest | Evidence | bytes | None) -> dict[str, Any] | None:
-        if content is None:
-            return None
-        if isinstance(content, Manifest):
-            digest, blob = content.blob, content.encoded
-        elif isinstance(content, Offer):
-            digest, blob = content.digest, content.encoded
-        else:
-            blob = encode_evidence(content) if isinstance(content, Evidence) else content
-            digest = digest_of(blob)
-        attachments[digest] = blob
-        return {"digest": digest, "num_bytes": len(blob)}
-
+    attach = partial(_attach, attachments)
     body: dict[str, Any]
     match message:
         case Hello(ask):
@@ -244,6 +232,23 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
         case Prepare():
             body = {}
     return {"ballot": message.ballot._asdict(), **body}
+
+
+def _attach(
+    attachments: dict[str, bytes], content: Offer | Manifest | Evidence | bytes | None
+) -> dict[str, Any] | None:
+    """Adds what travels beside a message to its attachments; returns what the message says."""
+    if content is None:
+        return None
+    if isinstance(content, Manifest):
+        digest, blob = content.blob, content.encoded
+    elif isinstance(content, Offer):
+        digest, blob = content.digest, content.encoded
+    else:
+        blob = encode_evidence(content) if isinstance(content, Evidence) else content
+        digest = digest_of(blob)
+    attachments[digest] = blob
+    return {"digest": digest, "num_bytes": len(blob)}
 
 
 def _brief(why: str) -> str:

@@ -9,7 +9,7 @@ from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit, Wish
-from swarm.protocol.membership import next_members
+from swarm.protocol.membership import Membership, next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
 from swarm.protocol.ownership import Assignment, assign
@@ -51,22 +51,8 @@ def compose_round(
         attendance: decides on membership.
         rules: the run's rules.
     """
-    number = tip.round + 1
-    contributors = plan.contributors
-    membership = next_members(
-        tip,
-        heard=attendance.heard,
-        contributors=contributors,
-        leaving=attendance.leaving,
-        joiners=attendance.joiners,
-        capacities=attendance.capacities,
-        seed=tip.digest,
-        silent_limit=rules.silent_limit,
-        is_open=rules.is_open,
-        invitations=attendance.invitations,
-        run=rules.run,
-        elect=rules.with_voters,
-    )
+    number, contributors = tip.round + 1, plan.contributors
+    membership = _members_after(tip, contributors, attendance, rules)
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
     assignment = owners_after(tip, members, contributors, entries, rules)
@@ -99,6 +85,25 @@ def compose_round(
         invitations=membership.invitations,
         seed=None,
         reasons=(*membership.reasons, *assignment.reasons),
+    )
+
+
+def _members_after(
+    tip: Manifest, contributors: Collection[PeerId], attendance: Attendance, rules: Rules
+) -> Membership:
+    return next_members(
+        tip,
+        heard=attendance.heard,
+        contributors=contributors,
+        leaving=attendance.leaving,
+        joiners=attendance.joiners,
+        capacities=attendance.capacities,
+        seed=tip.digest,
+        silent_limit=rules.silent_limit,
+        is_open=rules.is_open,
+        invitations=attendance.invitations,
+        run=rules.run,
+        elect=rules.with_voters,
     )
 
 
