@@ -30,7 +30,6 @@ from blake3 import blake3
 from swarm.config import RunConfig, parse_config
 from swarm.model.cost import PRIVATE_BYTES, trained_per_peer
 from swarm.network.blobs import BlobStore
-from swarm.protocol.digests import digest_of
 from swarm.train.checkpoint import PrivateState, Saving, load_private, save_private
 from swarm.train.engine import EngineState
 
@@ -52,7 +51,7 @@ def store_values(state: PrivateState, folder: Path) -> None:
     store = BlobStore(folder)
     for k in range(NUM_UNITS):
         value = state.engine.tensors[f"master.{k}"].bfloat16().view(torch.uint8).numpy()
-        store.put_pinned(memoryview(value), digest_of(memoryview(value)))
+        store.pin([store.put(memoryview(value))])
 
 
 def save_before(path: Path, state: PrivateState) -> None:

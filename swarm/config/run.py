@@ -175,7 +175,7 @@ class WireConfig(Section):
     """Largest size of one part of the shared tensors."""
 
 
-class Phase(Section):
+class PhaseConfig(Section):
     """Settings that hold until the run has seen so many tokens."""
 
     until_tokens: Positive
@@ -200,7 +200,7 @@ class RunConfig(Section):
     ownership: OwnershipConfig = OwnershipConfig()
     merging: MergingConfig = MergingConfig()
     wire: WireConfig = WireConfig()
-    phases: Annotated[tuple[Phase, ...], Field(max_length=1024)] = ()
+    phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -314,12 +314,12 @@ class RunConfig(Section):
                 "model.num_experts_per_tok of 2 or more"
             )
 
-    def phase_at(self, tokens: int) -> Phase:
+    def phase_at(self, tokens: int) -> PhaseConfig:
         """The local steps and batch that hold once the run has seen `tokens` tokens."""
         for phase in self.phases:
             if tokens < phase.until_tokens:
                 return phase
-        return Phase(
+        return PhaseConfig(
             until_tokens=2**62,
             local_steps=self.round.local_steps,
             batch_tokens=self.train.batch_tokens,

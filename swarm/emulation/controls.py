@@ -26,7 +26,7 @@ class Trap:
 
     Attributes:
         name: of the file; traps are tried in its order.
-        phase: see `fault_plan.Phase`.
+        phase: see `fault_plan.FaultPhase`.
         round: the round being worked on is at least this.
         peer: number of the peer; None for any.
         role: what it must be at that moment; None for anything.

@@ -34,7 +34,7 @@ from swarm.config.explaining import explained, first_problem, key_of
 from swarm.config.section import NonNegative, Positive, PositiveReal, Section
 from swarm.errors import ConfigError
 
-Phase = Literal[
+FaultPhase = Literal[
     "local_steps",
     "save",
     "offer",
@@ -56,7 +56,6 @@ Victim = NonNegative | Role | Literal["random", "any"]
 Seconds = PositiveReal | tuple[PositiveReal, PositiveReal]
 """A duration, or two between which it is drawn."""
 
-PHASES: tuple[str, ...] = get_args(Phase)
 ROLES: tuple[str, ...] = get_args(Role)
 
 
@@ -65,7 +64,7 @@ class At(Section):
 
     round: Positive | None = None
     """The round, counted from 1."""
-    phase: Phase | None = None
+    phase: FaultPhase | None = None
     """Phase of that round, or of the first later one that has it; without it the fault comes as
     soon as the round begins."""
     after_s: Annotated[float, Field(ge=0)] | None = None

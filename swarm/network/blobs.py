@@ -82,15 +82,6 @@ class BlobStore:
             else:
                 self._packs.settle(digest, place)
 
-    def put_pinned(self, blob: Buffer, digest: str) -> None:
-        """Adds a blob of this digest and pins it, with no collection in between."""
-        self.pin([digest])
-        try:
-            self.put(blob, digest)
-        except BaseException:
-            self.unpin([digest])
-            raise
-
     def draft(self, num_bytes: int, on_finish: Callable[[str], None] | None = None) -> Draft:
         """Room for a value of this peer's own whose digest is not known yet.
 

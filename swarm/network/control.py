@@ -17,7 +17,7 @@ from swarm.network.ledger import Cost, Ledger
 from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
-MAX_MESSAGE_BYTES = 256 * 1024
+MAX_CALL_BYTES = 256 * 1024
 MAX_ANSWER_BYTES = 1_000_000
 """An answer over 4 MiB would make the caller hang for ever (measured)."""
 HANDLER_S = 60.0
@@ -161,7 +161,7 @@ class Control:
             Refused: its handler did not take the call.
             Unreachable: no answer in time.
         """
-        assert len(payload) <= MAX_MESSAGE_BYTES, f"control message of {len(payload)} bytes"
+        assert len(payload) <= MAX_CALL_BYTES, f"control message of {len(payload)} bytes"
         peer = peer_of(peer_id)
         if peer == p2p.peer_id:
             raise Unreachable("a peer does not call itself")
@@ -191,9 +191,9 @@ class Control:
     def _receive(self, payload: _Payload, context: P2PContext) -> str:
         self.traffic.control_messages_received += 1
         self.traffic.control_bytes_received += len(payload.data)
-        if len(payload.data) > MAX_MESSAGE_BYTES:
+        if len(payload.data) > MAX_CALL_BYTES:
             self.traffic.refuse("message_size")
-            raise ValueError(f"refused: over {MAX_MESSAGE_BYTES} bytes")
+            raise ValueError(f"refused: over {MAX_CALL_BYTES} bytes")
         source = str(context.remote_id.to_base58())
         if public_key_of(source) is None:
             self.traffic.refuse("peer_key")

@@ -31,7 +31,7 @@ _CALL_S = 15.0
 _REFUSED = "set this machine's clock; or open the port for others, or use --client-mode"
 
 
-class Record(NamedTuple):
+class StoredValue(NamedTuple):
     """A value that its owner signed, and the time (seconds since 1970) at which it expires."""
 
     value: bytes
@@ -88,13 +88,13 @@ class Dht:
             )
         return bool(stored)
 
-    async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, Record]]:
+    async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
         """For each key the records by the peer id of their owner; see `Node.get_many`."""
         async with asyncio.timeout(_CALL_S):
             found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         return {key: self._owned(found[key].value if found[key] else None) for key in keys}
 
-    def _owned(self, entries: object) -> dict[str, Record]:
+    def _owned(self, entries: object) -> dict[str, StoredValue]:
         if not isinstance(entries, dict):
             return {}
         owned = {owner: entry for subkey, entry in entries.items() if (owner := owner_of(subkey))}
@@ -104,11 +104,11 @@ class Dht:
             # Neither a long life nor a peer id brings a record in.
             random.shuffle(chosen)
             chosen.sort(key=lambda owner: not self._is_member(owner))
-        records: dict[str, Record] = {}
+        records: dict[str, StoredValue] = {}
         for owner in chosen[:MAX_RECORDS_PER_KEY]:
             entry = owned[owner]
             if isinstance(entry.value, bytes):
-                records[owner] = Record(entry.value, entry.expiration_time)
+                records[owner] = StoredValue(entry.value, entry.expiration_time)
         return records
 
     async def ping(self, peer: PeerID) -> bool:

@@ -27,7 +27,7 @@ from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control
 from swarm.network.daemon import Address
-from swarm.network.dht import Dht, Record
+from swarm.network.dht import Dht, StoredValue
 from swarm.network.handlers import Handlers as Handlers
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.loop_thread import LoopThread
@@ -256,11 +256,11 @@ class Node:
         await self._back()
         return await self._living().dht.store(key, value, ttl_s)
 
-    async def get(self, key: str) -> dict[str, Record]:
+    async def get(self, key: str) -> dict[str, StoredValue]:
         """All records of a key, by the peer id of the owner who signed them."""
         return (await self.get_many([key]))[key]
 
-    async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, Record]]:
+    async def get_many(self, keys: Sequence[str]) -> dict[str, dict[str, StoredValue]]:
         """`get` for several keys at once; at most 1,024 records a key, first those of members.
 
         Raises:

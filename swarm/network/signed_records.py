@@ -12,7 +12,7 @@ from swarm.network.bounded_msgpack import is_bytes
 from swarm.network.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
 from swarm.network.steady_clock import dht_clock
 
-MAX_RECORD_BYTES = 20 * 1024
+MAX_SIGNED_BYTES = 20 * 1024
 """With signature: the largest of our records, and room."""
 MAX_TTL_S = 3600.0
 """What a reader refuses; holders keep nothing that lives nearly as long, see `holder.py`."""
@@ -64,7 +64,7 @@ class SignedRecords(RecordValidatorBase):
         # In a dictionary that came as a whole these may be anything.
         if not (isinstance(record.value, bytes) and isinstance(record.expiration_time, float)):
             return "record_schema"
-        if len(record.value) > MAX_RECORD_BYTES:
+        if len(record.value) > MAX_SIGNED_BYTES:
             return "record_size"
         # Written so that NaN is refused too.
         if not record.expiration_time <= dht_clock()() + MAX_TTL_S:

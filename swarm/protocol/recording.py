@@ -12,7 +12,7 @@ from swarm.protocol.messages import Accepted, Link
 from swarm.protocol.proofs import certified, linked
 from swarm.protocol.schemas import LinkSchema, RecordedVoteSchema, RecordSchema, parse
 
-MAX_RECORD_BYTES = 5 * MAX_MANIFEST_BYTES
+MAX_KEPT_BYTES = 5 * MAX_MANIFEST_BYTES
 
 
 def encode_record(record: Record) -> bytes:
@@ -44,7 +44,7 @@ def decode_record(encoded: Buffer) -> Record:
         BadMessage: too large or not of the schema.
         BadManifest: one of its manifests is none.
     """
-    if len(encoded) > MAX_RECORD_BYTES:
+    if len(encoded) > MAX_KEPT_BYTES:
         raise BadMessage("record_size", f"a record of {len(encoded)} bytes is too large")
     parsed = parse(RecordSchema, encoded, "record")
     return Record(

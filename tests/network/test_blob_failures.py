@@ -278,10 +278,6 @@ def put(store: BlobStore, blob: bytes) -> None:
     store.put(blob)
 
 
-def put_pinned(store: BlobStore, blob: bytes) -> None:
-    store.put_pinned(blob, digest_of(blob))
-
-
 def write_draft(store: BlobStore, blob: bytes) -> None:
     with store.draft(len(blob)) as draft:
         for start in range(0, len(blob), 1_000_003):
@@ -298,7 +294,7 @@ def receive(store: BlobStore, blob: bytes) -> None:
     store.keep(partial)
 
 
-@pytest.mark.parametrize("way", [put, put_pinned, write_draft, receive])
+@pytest.mark.parametrize("way", [put, write_draft, receive])
 def test_no_collection_falls_between_a_blob_and_its_place(meddled, tmp_path, way):
     blobs = [content(seed, PIECE_BYTES + seed) for seed in range(1, 4)]
     digests = [digest_of(blob) for blob in blobs]
@@ -363,7 +359,8 @@ def test_what_was_synced_beside_collections_is_there_at_the_next_start(tmp_path,
         for number in range(60):
             blob = choose.randbytes(50)
             digest = digest_of(blob)
-            store.put_pinned(blob, digest)
+            store.pin([digest])
+            store.put(blob, digest)
             if number % 3 == 0:
                 store.sync([digest])
                 synced.append(digest)

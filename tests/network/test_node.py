@@ -25,7 +25,7 @@ from swarm.errors import (
 from swarm.network import daemon
 from swarm.network import node as node_module
 from swarm.network.address_book import Remembered
-from swarm.network.control import MAX_MESSAGE_BYTES, _Payload
+from swarm.network.control import MAX_CALL_BYTES, _Payload
 from swarm.network.daemon import connection_fault, is_identity_taken
 from swarm.network.identity import load_or_create_identity
 from swarm.network.node import Handlers, Node
@@ -85,7 +85,7 @@ def test_refused_messages_are_counted_by_reason(two):
     inbox.messages.clear()
     with pytest.raises(Unreachable, match="no such message"):
         sender.run(sender.post(receiver.peer_id, b"nonsense"), WAIT_S)
-    too_large = _Payload(bytes(MAX_MESSAGE_BYTES + 1))
+    too_large = _Payload(bytes(MAX_CALL_BYTES + 1))
     peer = receiver._p2p.peer_id
     call = sender._p2p.call_protobuf_handler(peer, "swarm.message", too_large, _Payload)
     with pytest.raises(Exception, match="refused"):

@@ -9,7 +9,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from swarm.network import dht
 from swarm.network.records import fetch_dated, fetch_records, publish
-from swarm.network.signed_records import MAX_RECORD_BYTES, MAX_TTL_S
+from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S
 from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
 
 WAIT_S = 20.0
@@ -127,7 +127,7 @@ def test_a_record_under_the_key_of_another_is_ignored(pair, key):
 @pytest.mark.parametrize(
     ("value", "changes", "reason"),
     [
-        (packed(bytes(MAX_RECORD_BYTES)), {}, "record_size"),
+        (packed(bytes(MAX_SIGNED_BYTES)), {}, "record_size"),
         (packed(b"x"), {"sign": False}, "record_signature"),
         (packed(b"x") + bytes(64), {"sign": False}, "record_signature"),
         (packed(b"x"), {"expiration": 1e12}, "record_expiration"),

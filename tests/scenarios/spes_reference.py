@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from swarm.config import MergingConfig, Phase, RunConfig
+from swarm.config import MergingConfig, PhaseConfig, RunConfig
 from swarm.data.loader import Loader
 from swarm.data.shards import Shards
 from swarm.experts import expert_shapes, shared_shapes
@@ -77,7 +77,7 @@ def train_locally(
     run: RunConfig,
     peer: str,
     step: int,
-    phase: Phase,
+    phase: PhaseConfig,
     *,
     read: int,
 ) -> int:
