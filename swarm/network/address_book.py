@@ -16,8 +16,8 @@ from swarm.protocol.backoff import backoff_s
 
 MAX_ADDRESSES = 256
 RECENT_S = 14 * 86_400.0
-"""Who answered within this is tried as often as if it had only just gone: a peer that was off for
-a week finds back, although all others were silent for as long from where it stands."""
+"""A peer that answered within this is tried as often as if it had only just gone: one that was off
+for a week finds back, although all others were silent for as long from where it stands."""
 ALONE_EVERY_S = 2.0
 """Nobody is in the routing table: after all peers were killed, they start one by one."""
 MISSING_EVERY_S = 30.0

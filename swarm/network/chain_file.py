@@ -3,8 +3,8 @@
 It is replaced as a whole when heads have come that it lacked.
 
 Layout of a line: 64 hex digits of BLAKE3 over the JSON, a blank, the link as canonical JSON. A line
-that does not match its digest is torn or was changed and is left out; whoever lacks links can prove
-less to others, and believes nothing more.
+that does not match its digest is torn or was changed and is left out; a peer that lacks links can
+prove less to others, and believes nothing more.
 """
 
 from __future__ import annotations

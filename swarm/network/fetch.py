@@ -83,7 +83,7 @@ class Downloads:
     ) -> None:
         """Returns when all blobs are in the store; tries for ever, so bound it from outside.
 
-        A blob that two calls want is fetched once; what is in the store counts as checked.
+        A blob that two calls want is fetched once; blobs of the store count as checked.
 
         Args:
             wants: blobs; those that are here cost nothing.
@@ -192,7 +192,7 @@ class Downloads:
             self._tidy(download)
 
     def _tidy(self, download: Incoming) -> None:
-        """Gives up what nobody waits for; what has been asked for comes in all the same.
+        """Gives up what nobody waits for; pieces that were asked for come in all the same.
 
         So a caller that cancels and asks again at once does not fetch anything twice.
         """
@@ -391,7 +391,7 @@ class Downloads:
             self.store.put(content, download.digest)
 
     def _give_up(self, download: Incoming, error: BaseException) -> None:
-        """It cannot be had here: whoever waits hears of it."""
+        """It cannot be had here: those that wait hear of it."""
         for piece in download.pieces:
             self._sourcing.forget(piece)
         self._remove(download)

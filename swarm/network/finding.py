@@ -134,7 +134,7 @@ async def find_run(
         downloads: fetches manifest 0 and the configuration.
         fingerprint: of the configuration that was asked for, if one was.
         wanted: run id that was asked for, or that this peer was in.
-        deadline_s: how long to look; what is found by then is still opened.
+        deadline_s: how long to look; a run that is found by then is still opened.
 
     Raises:
         RunMismatch: several runs are announced and none was asked for, or others than that one.

@@ -1,4 +1,4 @@
-"""What a stranger announces and serves is checked here before anything is made of it."""
+"""Checks of what a stranger announces and serves, before anything is made of it."""
 
 from __future__ import annotations
 

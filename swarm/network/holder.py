@@ -262,7 +262,7 @@ class HeldRecords(DHTLocalStorage):
 
 
 def _largest(used: Mapping[Name, int]) -> Name | None:
-    """Who has most; of equals the one that came last."""
+    """The owner that has most; of equals the one that came last."""
     return max(reversed(list(used)), key=used.__getitem__, default=None)
 
 

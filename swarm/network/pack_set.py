@@ -52,7 +52,7 @@ class Place:
 
 
 class PackSet:
-    """Packs and places; what changes a place takes `lock`, and what is slow runs outside of it.
+    """Packs and places; changes of a place take `lock`, and slow work runs outside of it.
 
     An allocation counts as a writer of its pack until the same section that gives its content a
     place, or abandons it, counts it off: so a pack without writers and places is garbage.
@@ -137,12 +137,12 @@ class PackSet:
             raise StateError(f"{path}: {error.strerror}") from error
 
     def settle(self, digest: str, place: Place) -> None:
-        """What was written there is this blob from now on, unless it has a place already."""
+        """Makes what was written there this blob, unless it has a place already."""
         self.places.setdefault(digest, place)
         self.abandon(place)
 
     def abandon(self, place: Place) -> None:
-        """Nobody fills this allocation any more; what nothing refers to is garbage."""
+        """Nobody fills this allocation any more; places that nothing refers to are garbage."""
         place.pack.num_writers -= 1
 
     def release(self, place: Place) -> None:

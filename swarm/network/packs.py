@@ -202,7 +202,7 @@ def _begin_writeback(descriptor: int) -> None:
     """Lets the disk begin, so that `make_durable` has little to wait for; only a hint.
 
     112 MB that arrive over half a second: fdatasync takes 6 to 20 ms after it instead of 40 to 60
-    (measured). What fails shows in fdatasync.
+    (measured). A failure shows in fdatasync.
     """
     if _sync_file_range:
         _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)

@@ -1,6 +1,6 @@
-"""Who has this peer store what in the DHT: charged to the sender before anything is looked at.
+"""Charges those who have this peer store records in the DHT, before anything is looked at.
 
-Keys and so owners of records cost nothing; who sends them is known to libp2p, and from where.
+Keys and so owners of records cost nothing; libp2p knows who sends them, and from where.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Tasks:
         return len(self._running)
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        """Ends this task with the others; whoever waits for it hears of its failure."""
+        """Ends this task with the others; those that wait for it hear of its failure."""
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 

@@ -46,7 +46,7 @@ def abstain_until(record: Record, manifest: Manifest, me: PeerId, offer: Offer |
     """Up to which height a peer casts no vote once it has applied a manifest.
 
     The abstention ends one height after a manifest that took in what the peer offered since it
-    came back. Let v be the height of its last vote before. What it offers now cannot be in a
+    came back. Let v be the height of its last vote before. Its offer of now cannot be in a
     manifest below v, which was decided before, so that manifest's height is v at least; and v + 1
     at least if the offer is an old one that the private state had kept. Both are behind it then.
     """

@@ -4,9 +4,9 @@
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
 
-Of several owners each finds the mean of their values agreed, not its own. What its offered value
-lacked of its master is still its own, and is added to the mean: the remainder that the wire
-rounded off, without which updates below half a unit in the last place would be lost in every round;
+Of several owners each finds the mean of their values agreed, not its own. The difference of its
+master and its offered value is still its own, and is added to the mean: the remainder that the wire
+rounded off, without which updates below half a unit in the last place would be lost in each round;
 and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
 the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
 
@@ -88,8 +88,8 @@ def adopt(
         manifest: the manifest that is being applied.
         previous: digest of the tip that the local steps since the last apply started from.
         bases: base digest of each expert with local progress.
-        offers: what this peer offered since then: late progress, the finished round. What was
-            trained since stays in the master.
+        offers: what this peer offered since then: late progress, the finished round. Training
+            since then stays in the master.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.

@@ -70,7 +70,7 @@ class Timers:
 
     @property
     def grace_s(self) -> float:
-        """Who needs no longer than this to finish its local steps is waited for."""
+        """A peer that needs no longer than this to finish its local steps is waited for."""
         return self.silence_s / 2
 
     @cached_property
@@ -199,7 +199,7 @@ def local_work_left(
     """How many more local steps a peer takes in a round.
 
     With an agreed end a step is begun only if the ones before say that it ends in time; the first
-    is always begun. Who has read all that it was dealt offers at once.
+    is always begun. A peer that has read all that it was dealt offers at once.
 
     Args:
         dealt: steps that its part of the text holds, or that the exact mode asks for.

@@ -19,7 +19,7 @@ from swarm.protocol.schemas import (
 )
 
 MAX_COUNT = 2**62
-"""As of counts in messages: what is larger could be adopted and then told nobody."""
+"""As of counts in messages: a larger one could be adopted and then told nobody."""
 MAX_AMOUNT = 1e12
 
 

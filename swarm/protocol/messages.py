@@ -179,7 +179,7 @@ class Accepted:
     ballot: Ballot
     manifest: Manifest
     evidence: Evidence | None = None
-    """None of a merge. Whoever has to propose the manifest again has to show it again [C2]."""
+    """None of a merge. A convener that proposes the manifest again shows it again [C2]."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How fast this peer receives: what the protocol's timers are adapted from.
 
 How long rounds take is no part of it. A time-out that is derived from rounds which a time-out has
-ended feeds on itself; what peers say about their own steps does not [C3].
+ended feeds on itself; the word of peers about their own steps does not [C3].
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from swarm.protocol.messages import (
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
-"""Of one proof; whoever needs more asks again from where it ended."""
+"""Of one proof; a peer that needs more asks again from where it ended."""
 
 _HEX_DIGEST = r"^[0-9a-f]{64}$"
 PEER = r"^[1-9A-HJ-NP-Za-km-z]{1,52}$"
-"""Base58, as long as an id of an Ed25519 key at most; who signs or is called has to be one."""
+"""Base58, as long as an id of an Ed25519 key at most; a peer that signs or is called has one."""
 _UNIT = r"^(expert|shared)\.[0-9]{1,6}$"
 _SIGNATURE = r"^[A-Za-z0-9+/]{85}[AQgw]==$"
 GENERATION = r"^[0-9a-f]{1,32}$"

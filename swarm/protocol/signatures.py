@@ -36,7 +36,7 @@ Holds = Callable[[PeerId, bytes, Signature], bool]
 def verified(header: Header, message: Message, source: PeerId, run: str, holds: Holds) -> Message:
     """The message with only those signatures that are right.
 
-    Of certificates and evidence the wrong ones are dropped: what is left may be enough, and if it
+    Of certificates and evidence the wrong ones are dropped: the rest may be enough, and if it
     is not, its receiver knows whom to blame.
 
     Raises:

@@ -9,9 +9,9 @@ head that a person named. From there it walks along *links*, a head with its cer
 - a reform of the trusted head itself: signed by voters of it that have left for it.
 
 The second rule is that of Tendermint's light client. It is safe because any two quorums of the
-trusted electorate share a voter, and a voter signs one manifest a height; what the parent's
-quorum decided is then no other chain than the one that the trusted members are on. Who owns the
-keys of an electorate of the past convinces nobody whose trusted head is later.
+trusted electorate share a voter, and a voter signs one manifest a height; the
+parent's quorum has then decided no other chain than the one that the trusted members are on. The
+keys of an electorate of the past convince nobody whose trusted head is later.
 
 A reform is made because a quorum is gone, so no number of signatures shows that it had to be.
 Peers with a tip of their own take one only when they hear no quorum either [F2], and then one

@@ -18,8 +18,8 @@ from swarm.protocol.manifest import SEASONED_ROUNDS, Manifest, Member, PeerId, t
 
 TRIAL_ROUNDS = 10
 """Rounds that have to count a trainee before it votes, and before a newcomer owns more than the
-fair share [R5]: who claims a capacity and cannot do the work, or leaves, has held up few experts
-by then."""
+fair share [R5]: a peer that claims a capacity and cannot do the work, or leaves, has held up few
+experts by then."""
 FEW = 8
 """Below so many voters an open run takes a new one in each round, after one that counted it."""
 SHARE = 10
@@ -61,7 +61,7 @@ def with_voters(
     """Gives votes to trainees that have earned them [R7].
 
     Args:
-        members: of the next manifest, this round counted; who voted before still does.
+        members: of the next manifest, this round counted; those that voted before still do.
         contributors: peers that this round counted.
         seed: of the order in which trainees that have earned their vote get it.
         is_open: whether strangers may become members, so that few voters take in others fast.
@@ -108,7 +108,7 @@ def room_for_voters(members: Mapping[PeerId, Member], num_voters: int, *, is_sma
 
 
 def is_young(member: Member) -> bool:
-    """Whether a voter has earned its vote lately; who was invited has somebody to vouch for it."""
+    """Whether a voter has earned its vote lately; for an invited one somebody vouches."""
     return member.votes and not member.invited and member.counted < SEASONED_ROUNDS
 
 
@@ -129,7 +129,7 @@ def steadiest(
 
     However many keys vanish one after the other, a campaign begins anew a few times only: voters
     stay, of the trainees after the first setback those that most rounds have counted, a quarter,
-    then a quarter of these, and so on. What the others trained comes later, as experts [O2].
+    then a quarter of these, and so on. The experts of the others come later [O2].
 
     Args:
         members: of the tip.

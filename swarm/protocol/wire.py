@@ -2,7 +2,7 @@
 
 A message is one JSON object of at most 64 KiB. Nothing that grows with the swarm travels inside
 it: offers, manifests, proofs and the list of a roster follow as blobs that the receiver fetches
-first, and the message names their digests and sizes. What else it lists has a bound, so it is small
+first, and the message names their digests and sizes. All other lists have a bound, so it is small
 however many peers there are, and a repeated one costs nothing.
 
 Everything that comes from the network is checked against a strict schema before it becomes a

@@ -14,7 +14,7 @@ from swarm.protocol.messages import MAX_ATTEMPT, Ballot
 
 LEAP = 1024
 """Attempts that others may have made without this peer: more than an hour of takeovers without a
-pause. Who was away for longer believes the second member that says so."""
+pause. A peer that was away for longer believes the second member that says so."""
 
 
 def attempt_problem(
@@ -28,8 +28,9 @@ def attempt_problem(
     """Why a ballot's attempt cannot have come about by takeovers, or None.
 
     It may exceed what another member has named by `LEAP`, and by what takeovers could add since
-    this peer is at this height. What its sender named itself counts for nothing: so a liar gets on
-    only as honest members do, by `LEAP` a takeover, and needs half a year at one height for 2^31.
+    this peer is at this height. An attempt that its sender named counts for nothing: so a liar
+    gets on only as honest members do, by `LEAP` a takeover, and needs half a year at one height for
+    2^31.
 
     Args:
         ballot: of a message.

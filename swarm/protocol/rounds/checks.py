@@ -1,7 +1,7 @@
 """Whether a manifest from another peer may be what it claims to be [H1b, M5]. Pure.
 
-What is proposed comes with its evidence, and is made anew from it. What was decided has none: its
-quorum has judged it, and here only what follows from parent and manifest is.
+A proposed manifest comes with its evidence, and is made anew from it. A decided one has none: its
+quorum has judged it, and here only that is judged which follows from parent and manifest.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ DONE, DONE_AGAIN = 8, 32
 its word by this part of it, and by less after it has been waited for in vain."""
 NEW_SHARE = 4
 """Voters wait for a new trainee, after a quorum of them has offered, no longer than one such part
-of what the fastest of them has worked: whoever comes may say that it will be ready soon. What a
-machine slower than that has trained still counts, as experts that come late [O2]."""
+of what the fastest of them has worked: any newcomer may say that it will be ready soon. The
+experts of a machine slower than that still count, as those that come late [O2]."""
 PATIENT_EVERY = 8
 """One round in so many waits for new trainees as for voters: a slow machine gets its first round
 that counts it, and after that it is waited for as long as rounds go on to count it."""
@@ -85,8 +85,8 @@ class OpenRoster:
     waited_s: float | None
     """Since a quorum had offered; None: none has."""
     num_offers: int
-    """Of voters, with shared tensors; those of peers that were left out do not count. What it costs
-    to wait is counted in their seconds alone, or keys that offer at once would have a slow voter
+    """Of voters, with shared tensors; those of peers that were left out do not count. The cost
+    of waiting is counted in their seconds alone, or keys that offer at once would have a slow voter
     left out."""
     num_members: int
     quorum_answers: bool
@@ -185,7 +185,7 @@ def _why_silent(absent: Absent, limit_s: float) -> str | None:
 
 
 def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """By its own word it needs longer than pays; what it is overdue counts, or it never ended."""
+    """By its own word it needs longer than pays; overdue time counts, or no wait would end."""
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
     overdue_s = max(0.0, absent.word.overdue_s) if absent.word else 0.0
@@ -199,7 +199,7 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
 
 
 def _why_overdue(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
-    """It has not kept its word; who gave none is expected to be as fast as a quorum."""
+    """It has not kept its word; a member that gave none is expected to be as fast as a quorum."""
     assert roster.waited_s is not None
     waited_s = roster.waited_s
     word = absent.word or Word(max(0.0, absent.worked_s - waited_s), waited_s)

@@ -76,7 +76,7 @@ class Collector(Role):
             self._take_offer(campaign, source, ready.offer)
 
     def _note_joiner(self, campaign: Campaign, stranger: PeerId, ready: Ready) -> None:
-        """Notes a stranger's wish to come; who may not is not among those drawn by lot [R8]."""
+        """Notes a stranger's wish to come; one that may not is not drawn by lot [R8]."""
         guests = self.contributor.guests(stranger, ready.invitation)
         if ready.leave or not guests.may_come(stranger):
             return
@@ -86,7 +86,7 @@ class Collector(Role):
     def _note_word(
         self, campaign: Campaign, peer: PeerId, remaining_s: float, worked_s: float
     ) -> None:
-        """A member is held to what it said early: what it says last may slip for ever [C3]."""
+        """A member is held to what it said early: its last word may slip for ever [C3]."""
         first = campaign.words.get(peer)
         final_at = first.final_at if first else self.now + remaining_s / 2
         if first is None or self.now < final_at:

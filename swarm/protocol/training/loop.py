@@ -90,7 +90,7 @@ class Training:
     # ------------------------------------------------------------ its parts
 
     def offer_late(self) -> None:
-        """What rounds have left out of this peer's experts goes in at once; it trains on [O2].
+        """Offers experts of this peer that rounds have left out, at once; it trains on [O2].
 
         Nothing else has to be durable: after a crash the experts start from what was agreed.
         """
@@ -143,7 +143,7 @@ class Training:
     # ------------------------------------------------------------ a newer tip
 
     async def adopt(self, newer: Sequence[Applied]) -> None:
-        """Moves on, manifest by manifest; what local work is good for then is decided here."""
+        """Moves on, manifest by manifest; decides what local work is good for then."""
         start, work, path = self.tip, self.work, list(newer)
         late = self.late.union(self.bases if work and work.steps else ())
         is_counted, is_kept = False, True

@@ -1,7 +1,7 @@
 """What the main loop of a peer has done for it.
 
-The loop knows neither engine, disk, network nor clock: its shell carries out what it decides. What
-takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
+The loop knows neither engine, disk, network nor clock: its shell carries out what it decides. Work
+that takes time is awaited: a real shell blocks its thread, a simulated one lets virtual time pass.
 """
 
 # Where a shell need not listen, nothing is done with what it would be told.
@@ -157,7 +157,7 @@ class TrainingShell(Protocol):
         return
 
     def release(self) -> None:
-        """What was offered has been adopted, or never will be: its blobs may go."""
+        """Lets the blobs of the offer go, which has been adopted or never will be."""
 
     def validate(self, manifest: Manifest) -> None:
         """Measures the held-out loss of the agreed state that was just adopted."""
