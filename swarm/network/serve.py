@@ -12,9 +12,9 @@ from typing import BinaryIO, cast
 from swarm.errors import StateError, TooCostly
 from swarm.network.blobs import BlobFile, BlobStore
 from swarm.network.bulk import ASK_BYTES, PART_BYTES, Ask, Head, Status
+from swarm.network.fair_queue import FairQueue
 from swarm.network.ledger import Cost, Ledger
 from swarm.network.traffic import Traffic
-from swarm.network.turns import Turns
 from swarm.protocol.digests import num_pieces
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class BlobServer:
         self._on_ask = on_ask
         self._ledger = ledger or Ledger()
         self._turned_away = 0
-        self._turns = Turns(self._ledger.is_member)
+        self._queue = FairQueue(self._ledger.is_member)
 
     def attach(self, store: BlobStore) -> None:
         """Serves this store's blobs too, from now on."""
@@ -138,7 +138,7 @@ class BlobServer:
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
-        with self._turns.serving(source):
+        with self._queue.serving(source):
             turn = partial(self._turn, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
@@ -147,7 +147,7 @@ class BlobServer:
 
     async def _turn(self, source: str, digest: str, num_bytes: int) -> None:
         if not self._is_control(digest):  # those are small, and others decide by them
-            await self._turns.wait(source, num_bytes)
+            await self._queue.wait(source, num_bytes)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):

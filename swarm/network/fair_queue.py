@@ -22,7 +22,7 @@ MOST_BYTES = 2**20
 """Strangers save up, and owe, no more than this, so that one burst is not paid for long after."""
 
 
-class Turns:
+class FairQueue:
     """Of one server; its methods run in one event loop."""
 
     def __init__(self, is_member: Callable[[str], bool]) -> None:

@@ -6,26 +6,26 @@ import asyncio
 
 import pytest
 
-from swarm.network import turns
-from swarm.network.turns import MOST_BYTES, PER_MEMBER_BYTE, Turns
+from swarm.network import fair_queue
+from swarm.network.fair_queue import MOST_BYTES, PER_MEMBER_BYTE, FairQueue
 
 PART = 1000
 
 
 @pytest.fixture
-def some(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    """Turns of a run whose one member is called member; nobody gives up waiting."""
-    monkeypatch.setattr(turns, "YIELD_S", 3600.0)
-    return Turns(lambda peer: peer == "member")
+def some(monkeypatch: pytest.MonkeyPatch) -> FairQueue:
+    """The queue of a run whose one member is called member; nobody gives up waiting."""
+    monkeypatch.setattr(fair_queue, "YIELD_S", 3600.0)
+    return FairQueue(lambda peer: peer == "member")
 
 
-async def is_served_at_once(some: Turns, peer: str) -> bool:
+async def is_served_at_once(some: FairQueue, peer: str) -> bool:
     waiting = asyncio.create_task(some.wait(peer, PART))
     await asyncio.sleep(0)
     return waiting.done() or not waiting.cancel()
 
 
-def test_nobody_waits_while_no_member_is_served(some: Turns) -> None:
+def test_nobody_waits_while_no_member_is_served(some: FairQueue) -> None:
     async def run() -> None:
         for _ in range(10):
             with some.serving("stranger"):
@@ -35,7 +35,7 @@ def test_nobody_waits_while_no_member_is_served(some: Turns) -> None:
     asyncio.run(run())
 
 
-def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: Turns) -> None:
+def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: FairQueue) -> None:
     async def run() -> None:
         with some.serving("member"):
             with some.serving("member"):
@@ -51,7 +51,7 @@ def test_a_stranger_goes_on_as_soon_as_the_last_member_has_its_bytes(some: Turns
     asyncio.run(run())
 
 
-def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some: Turns) -> None:
+def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some: FairQueue) -> None:
     sent = {"member": 0, "strangers": 0}
 
     async def take(stranger: str) -> None:
@@ -74,7 +74,7 @@ def test_while_a_member_is_served_a_quarter_goes_to_all_strangers_together(some:
     assert sent["member"] / 3 - PART <= sent["strangers"] <= sent["member"] / 3 + PART
 
 
-def test_strangers_save_up_no_more_than_a_little(some: Turns) -> None:
+def test_strangers_save_up_no_more_than_a_little(some: FairQueue) -> None:
     async def run() -> None:
         with some.serving("member"):
             await some.wait("member", int(100 * MOST_BYTES / PER_MEMBER_BYTE))
@@ -85,9 +85,9 @@ def test_strangers_save_up_no_more_than_a_little(some: Turns) -> None:
 
 
 def test_a_stranger_gets_a_part_where_the_member_takes_nothing(
-    some: Turns, monkeypatch: pytest.MonkeyPatch
+    some: FairQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "YIELD_S", 0.05)
+    monkeypatch.setattr(fair_queue, "YIELD_S", 0.05)
 
     async def run() -> None:
         with some.serving("member"):
