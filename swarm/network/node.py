@@ -35,7 +35,7 @@ from swarm.network.relay import Relay
 from swarm.network.steady_clock import dht_clock
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
-from swarm.network.ways import Ways
+from swarm.network.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,9 @@ class Node:
             is_willing=network.relay and not network.client_mode,
             p2p=self._living_p2p,
         )
-        self._ways = Ways(self._control, self._relay, self._living_p2p, lambda: self.neighbours)
+        self._ways = Transport(
+            self._control, self._relay, self._living_p2p, lambda: self.neighbours
+        )
         self._opening = Opening(
             identity, network, self.traffic, self._register, self.ledger, self._control.locate
         )

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Ways:
+class Transport:
     """All ways from this peer to others; carries out what `Routes` says, and tells it the outcome.
 
     The coroutines raise as those of `Node` do that have the same names.

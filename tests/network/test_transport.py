@@ -11,7 +11,7 @@ import pytest
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control
 from swarm.network.relay import Relay
-from swarm.network.ways import Ways
+from swarm.network.transport import Transport
 
 PEER = "12D3KooWEhqPMwUVi6Sr3ThFZAsoGfBTXdv6PxBByKg8ZdCrNgTf"
 
@@ -22,7 +22,7 @@ class Stage:
     def __init__(self, straight: Exception | bytes, **relays: Exception | bytes | float) -> None:
         self.straight, self.relays = straight, relays
         self.asked: list[str] = []
-        self.ways = Ways(
+        self.transport = Transport(
             cast(Control, self), cast(Relay, self), lambda: cast(Any, None), self.listening
         )
 
@@ -43,7 +43,7 @@ class Stage:
 
     def ask(self, timeout_s: float = 5.0) -> bytes:
         self.asked.clear()
-        return asyncio.run(self.ways.request(PEER, b"?", timeout_s))
+        return asyncio.run(self.transport.request(PEER, b"?", timeout_s))
 
 
 def outcome(answer: Exception | bytes) -> bytes:
@@ -61,7 +61,7 @@ def test_a_peer_that_answers_is_asked_through_nobody() -> None:
 def test_what_is_no_peer_id_is_asked_of_nobody(name: str) -> None:
     stage = Stage(b"yes", r=b"through r")
     with pytest.raises(Unreachable, match="is no peer id"):
-        asyncio.run(stage.ways.request(name, b"?", 5.0))
+        asyncio.run(stage.transport.request(name, b"?", 5.0))
     assert not stage.asked
 
 
@@ -77,7 +77,7 @@ def test_relays_are_tried_until_one_reaches_it_which_is_asked_first_from_then_on
     assert stage.ask() == b"through b"
     assert stage.asked[0] == "straight" and stage.asked[-1] == "b"
     assert stage.ask() == b"through b" and stage.asked == ["b"]
-    assert stage.ways.is_far(PEER)
+    assert stage.transport.is_far(PEER)
 
 
 def test_when_nobody_reaches_it_the_first_reason_is_told() -> None:
