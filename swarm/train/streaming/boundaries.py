@@ -1,4 +1,4 @@
-"""The inputs of all layers, kept from the forward pass until the backward pass needs them.
+"""Activation checkpoints: the inputs of all layers, kept until the backward pass needs them.
 
 Shapes: B sequences, T tokens, D hidden size.
 """

@@ -15,7 +15,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.streaming.arena import Packing
 from swarm.train.streaming.bus import Bus
 from swarm.train.streaming.gradients import Accumulator, Buffers
-from swarm.train.streaming.host import Departure
+from swarm.train.streaming.host import GradientOffload
 from swarm.train.streaming.places import Place, Places, Source, layer_place
 from swarm.train.streaming.store import HostStore
 
@@ -157,7 +157,7 @@ class DeviceSide:
         """Says that everything that computes with a place was given to the device."""
         self._places.release(place)
 
-    def next_accumulator(self, layer: int, before: Departure | None) -> Accumulator:
+    def next_accumulator(self, layer: int, before: GradientOffload | None) -> Accumulator:
         """The place where the gradients of a layer are added to those of earlier passes."""
         accumulator = self._accumulators[layer % 2]
         accumulator.begin(self._store.units[f"layer.{layer}"].packing, before)
@@ -186,7 +186,7 @@ class DeviceSide:
         assert self._table is not None
         return self._norm, self._table
 
-    def begin_head(self, before: Mapping[str, Departure]) -> None:
+    def begin_head(self, before: Mapping[str, GradientOffload]) -> None:
         """Starts adding up the gradients of norm and head, to those of earlier passes by unit."""
         if self._store.tied:
             self.ends.begin(self._store.units["embedding"].packing, before.get("embedding"))
@@ -201,7 +201,7 @@ class DeviceSide:
         """Says that everything that computes with the head was given to the device."""
         self._places.release(self._head)
 
-    def begin_embedding(self, before: Departure | None) -> None:
+    def begin_embedding(self, before: GradientOffload | None) -> None:
         """Starts adding up the gradient of the embedding, unless the head has begun it."""
         if not self._store.tied:
             self.ends.begin(self._store.units["embedding"].packing, before)

@@ -32,7 +32,7 @@ from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore
 from swarm.train.streaming.device import EMBEDDING, DeviceSide
 from swarm.train.streaming.gradients import Accumulator
-from swarm.train.streaming.host import Departure, HostOptimizer
+from swarm.train.streaming.host import GradientOffload, HostOptimizer
 from swarm.train.streaming.step import Pass
 from swarm.train.streaming.store import HostStore
 
@@ -182,7 +182,7 @@ class StreamingEngine:
         guidances = [(guidance or Guidance()).part(k) for k in range(len(micro_batches))]
         together = self._options.pass_micro_batches or len(micro_batches)
         passes: list[Pass] = []
-        gone: dict[str, Departure] = {}
+        gone: dict[str, GradientOffload] = {}
         for first in range(0, len(micro_batches), together):
             part = slice(first, first + together)
             one = self._begin(micro_batches[part], guidances[part], len(micro_batches), gone)
@@ -198,8 +198,8 @@ class StreamingEngine:
             if not self._early:
                 factors = clip_factors(norms, self._run.optimizer)
                 scaled = {name: factor / scale for name, factor in factors.items()}
-                for departure in gone.values():
-                    self._host.submit(departure, lambda _: scaled, update)
+                for offload in gone.values():
+                    self._host.submit(offload, lambda _: scaled, update)
             self._store.balance(routed.tokens_LE)
         self._whole = True
         return StepStats(
@@ -213,15 +213,15 @@ class StreamingEngine:
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`; the gradients leave for the host, which does nothing with them."""
         gone = self._go(self._begin([tokens_BT1], [Guidance().part(0)], 1, {}), None)
-        for departure in gone.values():
-            departure.arrived.wait()
+        for offload in gone.values():
+            offload.arrived.wait()
 
     def _begin(
         self,
         micro_batches: Sequence[Tensor],
         guidances: Sequence[Guidance],
         divisor: int,
-        before: Mapping[str, Departure],
+        before: Mapping[str, GradientOffload],
     ) -> Pass:
         self._boundaries.clear()
         self._device.prefetch_layer(0)
@@ -236,13 +236,13 @@ class StreamingEngine:
             before=before,
         )
 
-    def _go(self, one: Pass, update: Update | None) -> dict[str, Departure]:
+    def _go(self, one: Pass, update: Update | None) -> dict[str, GradientOffload]:
         """One pass; with `update`, a unit is updated as soon as its gradients have left."""
         device, gone, scale = self._device, {}, self._guard.scale.value
 
-        def depart(name: str, gradients: Accumulator) -> None:
+        def offload(name: str, gradients: Accumulator) -> None:
             assert device.buffers is not None
-            gone[name] = device.buffers.depart(name, gradients)
+            gone[name] = device.buffers.offload(name, gradients)
             if update is not None:
                 self._whole = False
                 self._host.submit(
@@ -252,10 +252,10 @@ class StreamingEngine:
         x = [self._embed(device, tokens_BT1[:, :-1]) for tokens_BT1 in one.micro_batches]
         tables = self._tables(x[0].shape[1])
         dx = one.head(one.forward(x, tables))
-        depart("head", device.head_gradients)
+        offload("head", device.head_gradients)
         for layer in reversed(range(self._run.model.num_hidden_layers)):
-            depart(f"layer.{layer}", one.layer_backward(layer, dx, tables))
-        depart("embedding", one.embedding_backward(dx))
+            offload(f"layer.{layer}", one.layer_backward(layer, dx, tables))
+        offload("embedding", one.embedding_backward(dx))
         return gone
 
     def _factors_of_unit(
@@ -328,12 +328,12 @@ class StreamingEngine:
         self._store.wait()
 
 
-def _norms(departures: Iterable[Departure], scale: float) -> dict[str, Tensor]:
+def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:
     """Norms of all gradients by name, without the loss's scale; waits until they have left."""
     norms: dict[str, Tensor] = {}
-    for departure in departures:
-        departure.arrived.wait()
-        norms |= {name: norm / scale for name, norm in departure.norms.items()}
+    for offload in offloads:
+        offload.arrived.wait()
+        norms |= {name: norm / scale for name, norm in offload.norms.items()}
     return norms
 
 

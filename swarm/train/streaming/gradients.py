@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Bus, Mark
-from swarm.train.streaming.host import Departure, GradientBuffer
+from swarm.train.streaming.host import GradientBuffer, GradientOffload
 from swarm.train.streaming.units import HostUnit
 
 
@@ -33,7 +33,7 @@ class Accumulator:
         """Bytes on the device."""
         return self._buffer.nbytes + self._norms.nbytes
 
-    def begin(self, packing: Packing, before: Departure | None = None) -> None:
+    def begin(self, packing: Packing, before: GradientOffload | None = None) -> None:
         """Starts with another unit, once the last one has left.
 
         Args:
@@ -98,7 +98,7 @@ class Buffers:
         """Bytes of host memory."""
         return sum(buffer.num_bytes for buffer in [*self._own.values(), *self._ring])
 
-    def depart(self, name: str, gradients: Accumulator) -> Departure:
+    def offload(self, name: str, gradients: Accumulator) -> GradientOffload:
         """Sends a unit's gradients off.
 
         Waits for a buffer that nobody uses, and raises the error of the update before.
@@ -114,7 +114,7 @@ class Buffers:
         norms = self._norms_of[name]
         arrived = gradients.send(buffer.bytes_for(unit.packing), norms)
         named = {each.name: norm for each, norm in zip(unit.packing.fields, norms, strict=True)}
-        return Departure(unit, place, buffer, named, arrived)
+        return GradientOffload(unit, place, buffer, named, arrived)
 
     def close(self) -> None:
         """Gives the memory back."""

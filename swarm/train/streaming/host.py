@@ -42,7 +42,7 @@ class GradientBuffer:
 
 
 @dataclass(frozen=True)
-class Departure:
+class GradientOffload:
     """Gradients of one unit on their way to the host.
 
     Attributes:
@@ -67,7 +67,7 @@ Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
 @dataclass(order=True)
 class _Job:
     place_in_forward: int
-    departure: Departure = field(compare=False)
+    offload: GradientOffload = field(compare=False)
     factors: Factors = field(compare=False)
     update: Update = field(compare=False)
     done: Future[bool] = field(compare=False)
@@ -92,19 +92,19 @@ class HostOptimizer:
         self._thread = threading.Thread(target=self._work, name="swarm-host", daemon=True)
         self._thread.start()
 
-    def submit(self, departure: Departure, factors: Factors, update: Update) -> None:
+    def submit(self, offload: GradientOffload, factors: Factors, update: Update) -> None:
         """Updates a unit once its gradients have arrived; its version rises at once.
 
         Args:
-            departure: its gradients; their buffer is busy until the update is done.
+            offload: its gradients; their buffer is busy until the update is done.
             factors: see `Factors`; called when they have arrived.
             update: learning rate and count.
         """
         done: Future[bool] = Future()
-        departure.unit.version += 1
-        departure.unit.pending = departure.buffer.busy = done
+        offload.unit.version += 1
+        offload.unit.pending = offload.buffer.busy = done
         with self._changed:
-            job = _Job(departure.place_in_forward, departure, factors, update, done)
+            job = _Job(offload.place_in_forward, offload, factors, update, done)
             heapq.heappush(self._jobs, job)
             self._changed.notify()
 
@@ -126,17 +126,17 @@ class HostOptimizer:
             try:
                 job.done.set_result(self._update(job))
             except BaseException as error:
-                logger.debug("an update of %s failed", job.departure.unit.name, exc_info=True)
+                logger.debug("an update of %s failed", job.offload.unit.name, exc_info=True)
                 self.failed = True
                 job.done.set_exception(error)
 
     def _update(self, job: _Job) -> bool:
-        departure, unit = job.departure, job.departure.unit
-        departure.arrived.wait()
-        factors = job.factors(departure.norms)
+        offload, unit = job.offload, job.offload.unit
+        offload.arrived.wait()
+        factors = job.factors(offload.norms)
         if factors is None:
             return False
-        gradients = unit.packing.views(departure.buffer.bytes_for(unit.packing))
+        gradients = unit.packing.views(offload.buffer.bytes_for(unit.packing))
         numbers = {name: factor.item() for name, factor in factors.items()}
 
         def work(piece: Piece) -> None:

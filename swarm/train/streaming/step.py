@@ -20,7 +20,7 @@ from swarm.train.routed import Routed
 from swarm.train.streaming.boundaries import BoundaryStore
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator
-from swarm.train.streaming.host import Departure
+from swarm.train.streaming.host import GradientOffload
 
 
 class Pass:
@@ -42,7 +42,7 @@ class Pass:
         divisor: int,
         scale: float,
         guidances: Sequence[Guidance],
-        before: Mapping[str, Departure],
+        before: Mapping[str, GradientOffload],
     ) -> None:
         """Prepares a pass.
 
