@@ -47,15 +47,6 @@ class Layout:
         return {layout.unit: layout for layout in self.units}
 
     @cached_property
-    def by_name(self) -> Mapping[str, tuple[tuple[str, Slice], ...]]:
-        """Name of a tensor -> the units that hold it and which slice of it, in element order."""
-        found: dict[str, list[tuple[str, Slice]]] = {name: [] for name in self.shapes}
-        for layout in self.units:
-            for piece in layout.slices:
-                found[piece.name].append((layout.unit, piece))
-        return {name: tuple(places) for name, places in found.items()}
-
-    @cached_property
     def num_bytes(self) -> int:
         """Size of the whole agreed model on the wire and on disk."""
         return sum(layout.num_bytes for layout in self.units)

@@ -32,6 +32,7 @@ from swarm.protocol.events import Record
 from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest
 from swarm.protocol.texts import TokenizerFile
+from tests.layout_places import places_of
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 OVERRIDES = ["model.hidden_size=32", "model.moe_intermediate_size=16", "wire.part_bytes=4096"]
@@ -72,7 +73,7 @@ def test_every_tensor_comes_once_with_its_agreed_value(
     assert sorted(name for name, _ in named) == sorted(layout.shapes)
     wanted = initial_tensors(run, layout.shapes)
     for name, tensor in named:
-        codec = layout.by_unit[layout.by_name[name][0][0]].codec
+        codec = layout.by_unit[places_of(layout)[name][0][0]].codec
         dtype = torch.float32 if codec == "fp32" else torch.bfloat16
         assert tensor.dtype == dtype and torch.equal(tensor, wanted[name].to(dtype)), name
 
@@ -91,7 +92,7 @@ def test_few_tensors_wait_for_their_other_parts(
 
     monkeypatch.setattr(BlobStore, "read", noted)
     first, _ = next(named_tensors(layout, found.manifest, found.store))
-    assert len(reads) == len(layout.by_name[first]) > 2
+    assert len(reads) == len(places_of(layout)[first]) > 2
 
 
 def test_a_missing_blob_is_named(found: AgreedModel, layout: Layout) -> None:

@@ -8,6 +8,7 @@ import pytest
 from swarm.config import RunConfig, validate_config
 from swarm.experts import expert_of_unit
 from swarm.protocol.layout import ELEMENT_BYTES, Layout, layout_of
+from tests.layout_places import places_of
 
 
 def run_of(**wire: object) -> RunConfig:
@@ -50,7 +51,7 @@ def layout(run: RunConfig) -> Layout:
 
 
 def test_every_element_of_every_tensor_is_in_exactly_one_unit(layout: Layout) -> None:
-    for name, places in layout.by_name.items():
+    for name, places in places_of(layout).items():
         cuts = [0, *itertools.chain.from_iterable((s.start, s.stop) for _, s in places)]
         cuts.append(math.prod(layout.shapes[name]))
         assert cuts[0::2] == cuts[1::2], name
@@ -83,7 +84,7 @@ def test_parts_fit_the_limit_and_are_of_equal_size(layout: Layout, run: RunConfi
 
 
 def test_norms_and_routers_always_travel_as_fp32(layout: Layout, run: RunConfig) -> None:
-    for name, places in layout.by_name.items():
+    for name, places in places_of(layout).items():
         codecs = {layout.by_unit[unit].codec for unit, _ in places}
         exact = name.endswith(("norm.weight", "mlp.gate.weight"))
         in_expert = ".experts." in name
@@ -129,5 +130,5 @@ def test_a_selection_bias_travels_exactly_among_the_shared_tensors() -> None:
     for kind, shape in (("e_score_correction_bias", (12,)), ("noise_weight", (12, 16))):
         name = f"model.layers.3.mlp.gate.{kind}"
         assert layout.shapes[name] == shape
-        for unit, _ in layout.by_name[name]:
+        for unit, _ in places_of(layout)[name]:
             assert layout.by_unit[unit].codec == "fp32" and expert_of_unit(unit) is None
