@@ -10,16 +10,12 @@ from typing import Any
 def canonical(
     value: object, *, plain: Callable[[Any], object] | None = None, ascii_only: bool = True
 ) -> bytes:
-    """Canonical JSON: sorted keys, no blanks, finite numbers.
+    """Canonical JSON: sorted keys, no blanks, finite numbers; raises ValueError for others.
 
     Args:
-        value: what JSON can hold, and what `plain` makes such of.
-        plain: what stands for a value that JSON does not know.
-        ascii_only: escapes all other characters. Else they are UTF-8, which has a third of the
-            bytes, and what UTF-8 cannot hold becomes a question mark.
-
-    Raises:
-        ValueError: a number is infinite or none.
+        value: of types that JSON has, or `plain` turns into such.
+        plain: turns other values into such.
+        ascii_only: escapes all other characters; else they are UTF-8, or a question mark.
     """
     return json.dumps(
         value,

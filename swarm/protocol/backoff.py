@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-_MOST_DOUBLINGS = 30
-"""Beyond any limit that is in use, and far below where a float ends."""
-
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
     """Seconds of rest.
@@ -14,4 +11,4 @@ def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
         first_s: after the first of them.
         longest_s: the rest never takes longer.
     """
-    return min(first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
+    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from swarm.canonical import canonical
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
@@ -38,11 +38,13 @@ for a new owner that does not ask."""
 class Moments:
     """One expert's moments as a blob."""
 
-    expert: int
-    round: int
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    expert: Annotated[int, Field(ge=0, lt=2**16)]
+    round: Count
     """Training round after whose local steps they were read."""
-    digest: Digest
-    num_bytes: int
+    digest: DigestText
+    num_bytes: Count
 
 
 # ---------------------------------------------------------------- what a blob is
@@ -289,15 +291,8 @@ class _QuestionSchema(Schema):
     settled: Annotated[list[DigestText], Field(max_length=MAX_EXPERTS)]
 
 
-class _MomentsSchema(Schema):
-    expert: Annotated[int, Field(ge=0, lt=2**16)]
-    round: Count
-    digest: DigestText
-    num_bytes: Count
-
-
 class _AnswerSchema(Schema):
-    moments: Annotated[list[_MomentsSchema], Field(max_length=MAX_EXPERTS)]
+    moments: Annotated[list[Moments], Field(max_length=MAX_EXPERTS)]
 
 
 def encode_question(settled: Iterable[Digest]) -> bytes:
@@ -325,5 +320,4 @@ def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
     Raises:
         BadMessage: not of the schema.
     """
-    parsed = parse(_AnswerSchema, encoded, "moments_answer")
-    return tuple(Moments(**each.model_dump()) for each in parsed.moments)
+    return tuple(parse(_AnswerSchema, encoded, "moments_answer").moments)
