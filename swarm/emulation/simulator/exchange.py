@@ -5,9 +5,10 @@ Questions travel in order and are not lost, but they fail where a link is cut or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
+from swarm.emulation.simulator.shell import Shell
 from swarm.emulation.simulator.violation import Violation
 from swarm.experts import expert_unit
 from swarm.protocol.handover import (
@@ -31,20 +32,13 @@ FETCH_S = 0.5
 MOMENTS_BYTES = 200
 
 
-class Shell(Protocol):
+class ExchangeShell(Shell, Protocol):
     """What an exchange needs of its peer."""
 
-    me: PeerId
     exchange: Exchange
 
     def exchange_of(self, name: PeerId) -> Exchange | None:
         """Another peer's exchange, if the links work and it runs."""
-
-    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls the method later, unless the peer crashes first."""
-
-    def now_s(self) -> float:
-        """The time."""
 
     def own_experts(self) -> Collection[int]:
         """Experts that this peer trains."""
@@ -56,7 +50,7 @@ class Shell(Protocol):
 class Exchange:
     """What one peer hands over, and what it looks for, in one life of its process."""
 
-    def __init__(self, shell: Shell, giving: Giving, taking: Taking, copy_s: float) -> None:
+    def __init__(self, shell: ExchangeShell, giving: Giving, taking: Taking, copy_s: float) -> None:
         """Nothing yet; moments can be fetched `copy_s` after a manifest was adopted."""
         self.shell, self.giving, self.taking, self.copy_s = shell, giving, taking, copy_s
         self._copied_s: dict[Moments, float] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from swarm.emulation.simulator.disk import Disk
-from swarm.protocol.events import Event, Fetch, Purpose, Stored, Unobtainable
+from swarm.emulation.simulator.shell import Shell
+from swarm.protocol.events import Fetch, Purpose, Stored, Unobtainable
 from swarm.protocol.manifest import Digest, PeerId
 
 ANSWER_WITHIN_S = 2.5
@@ -32,25 +31,17 @@ class Data(NamedTuple):
     absent: tuple[Digest, ...]
 
 
-class Shell(Protocol):
+class FetchingShell(Shell, Protocol):
     """What a fetcher needs of its peer."""
-
-    disk: Disk
 
     def post(self, destination: PeerId, payload: Get | Data) -> None:
         """Sends it; it may be lost."""
-
-    def tell(self, event: Event) -> None:
-        """Hands an event to the machine."""
-
-    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls the method later, unless the peer crashes first."""
 
 
 class Fetcher:
     """Runs at most one transfer per purpose."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: FetchingShell) -> None:
         self._shell = shell
         self._numbers = 0
         self._running: dict[Purpose, dict[Digest, _Want]] = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from swarm.emulation.simulator.shell import Shell
 from swarm.emulation.simulator.signing import holds
 from swarm.errors import BadMessage
-from swarm.protocol.events import Event, HeadsFound
+from swarm.protocol.events import HeadsFound
 from swarm.protocol.gaps import Filling, between, gaps
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Link
@@ -23,26 +24,19 @@ AGAIN_S = 0.3
 of the class that uses this take a second, and a generation of members leaves within 40."""
 
 
-class Shell(Protocol):
+class SearchingShell(Shell, Protocol):
     """What the search for heads needs of its peer."""
 
-    me: PeerId
     machine: RoundMachine
 
     def machine_of(self, name: PeerId) -> RoundMachine | None:
         """Another peer's machine, if the links work and it runs."""
 
-    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls the method later, unless the peer crashes first."""
-
-    def tell(self, event: Event) -> None:
-        """Hands an event to the machine."""
-
 
 class HeadSearch:
     """Closes the gaps of one peer's chain, from its boot to its end."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: SearchingShell) -> None:
         self._shell = shell
         self._begun: dict[tuple[Digest, Digest], Filling] = {}
         self._asked = 0

@@ -50,7 +50,7 @@ PHANTOM = "x9"
 Lie = Callable[["Liar", Propose], Propose | None]
 
 
-class Shell(Protocol):
+class LyingShell(Protocol):
     """What a liar sees of the simulation."""
 
     task: Task
@@ -70,7 +70,7 @@ class Shell(Protocol):
 class Liar:
     """What one peer says instead of what it should; see the module."""
 
-    def __init__(self, me: PeerId, lies: Iterable[str], shell: Shell, random: Random) -> None:
+    def __init__(self, me: PeerId, lies: Iterable[str], shell: LyingShell, random: Random) -> None:
         self.me = me
         self.lies = frozenset(lies)
         self.is_lying = True

@@ -11,21 +11,18 @@ from collections import deque
 from math import inf
 from typing import Protocol
 
-from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S, Data, Fetcher, Get
-from swarm.emulation.simulator.fetching import Shell as FetchingShell
+from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S, Data, Fetcher, FetchingShell, Get
 from swarm.protocol.events import Fetch, Purpose
 from swarm.protocol.manifest import Digest, PeerId
 
 
-class Shell(FetchingShell, Protocol):
+class StreamingShell(FetchingShell, Protocol):
     """What a streaming fetcher needs of its peer."""
-
-    me: PeerId
 
     def is_there(self) -> bool:
         """Whether this peer runs, neither paused nor asleep."""
 
-    def peer(self, name: PeerId) -> Shell | None:
+    def peer(self, name: PeerId) -> StreamingShell | None:
         """Another peer whose links to and from this one work, if it runs."""
 
     @property
@@ -48,7 +45,7 @@ class Shell(FetchingShell, Protocol):
 class StreamingFetcher(Fetcher):
     """A fetcher whose bytes take their time."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: StreamingShell) -> None:
         super().__init__(shell)
         self._peer = shell
         self.num_incoming = 0

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 from swarm.emulation.simulator.cast import Cast, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
-from swarm.emulation.simulator.exchange import Shell as ExchangeShell
+from swarm.emulation.simulator.exchange import ExchangeShell
 from swarm.emulation.simulator.fetching import Data, Get
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.model import Task
-from swarm.emulation.simulator.streaming import Shell as StreamingShell
+from swarm.emulation.simulator.streaming import StreamingShell
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Header, Message

@@ -13,34 +13,24 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from swarm.emulation.simulator.disk import Disk, PrivateState
+from swarm.emulation.simulator.disk import PrivateState
 from swarm.emulation.simulator.model import Model, Task
+from swarm.emulation.simulator.shell import Shell
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches, split
 from swarm.protocol.events import Expected, Offered
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work
 
 
-class Shell(Protocol):
+class PeerShell(Shell, Protocol):
     """What a trainer needs of its peer."""
 
-    me: PeerId
-    disk: Disk
     is_up: bool
-
-    def tell(self, event: Offered | Expected) -> None:
-        """Hands an event to the machine."""
-
-    def after(self, delay_s: float, method: Callable[..., None], *arguments: object) -> None:
-        """Calls the method later, unless the peer crashes first."""
-
-    def now_s(self) -> float:
-        """The time."""
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge [M2]."""
@@ -86,7 +76,7 @@ class Trainer(TrainingShell):
 
     model_type = Model
 
-    def __init__(self, shell: Shell, task: Task, training: type[Training]) -> None:
+    def __init__(self, shell: PeerShell, task: Task, training: type[Training]) -> None:
         self.shell, self.task = shell, task
         self.model = self.model_type(shell.me, shell.disk, task)
         self.training = training(self, shell.me, task.rules, 2**31, is_due=shell.merge_is_due)
