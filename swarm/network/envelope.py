@@ -20,7 +20,7 @@ _HEAD = struct.Struct(f">B{KEY_BYTES}s{SIGNATURE_BYTES}sB")
 """Kind, the sender's key, its signature, the length of the destination."""
 
 
-class Letter(IntEnum):
+class EnvelopeKind(IntEnum):
     """What an envelope holds."""
 
     MESSAGE = 1  # wants no answer but that it was handled
@@ -33,19 +33,19 @@ class Letter(IntEnum):
 class Envelope:
     """An opened envelope: its content is from `source` and was meant for the opener."""
 
-    letter: Letter
+    kind: EnvelopeKind
     source: str
     payload: bytes
 
 
-def seal(identity: Identity, letter: Letter, destination: str, payload: bytes) -> bytes:
+def seal(identity: Identity, kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
     """Signs a payload for one destination: a peer id, or for an answer the question's digest.
 
     Costs about 0.1 ms and 150 bytes.
     """
-    signature = identity.sign(_statement(letter, destination, payload))
+    signature = identity.sign(_statement(kind, destination, payload))
     to = destination.encode()
-    return _HEAD.pack(letter, identity.public_key, signature, len(to)) + to + payload
+    return _HEAD.pack(kind, identity.public_key, signature, len(to)) + to + payload
 
 
 def open_sealed(sealed: bytes, destination: str) -> Envelope:
@@ -56,7 +56,7 @@ def open_sealed(sealed: bytes, destination: str) -> Envelope:
     """
     try:
         number, key, signature, to_bytes = _HEAD.unpack_from(sealed)
-        letter = Letter(number)
+        kind = EnvelopeKind(number)
     except (struct.error, ValueError) as error:
         raise BadMessage("envelope_schema", "no envelope") from error
     body = memoryview(sealed)[_HEAD.size :]
@@ -64,10 +64,10 @@ def open_sealed(sealed: bytes, destination: str) -> Envelope:
     if to != destination.encode():
         raise BadMessage("envelope_destination", "the envelope is for somebody else")
     source = peer_id_of(key)
-    if source is None or not verify(source, _statement(letter, destination, payload), signature):
+    if source is None or not verify(source, _statement(kind, destination, payload), signature):
         raise BadMessage("envelope_signature", "the envelope is not signed by its sender")
-    return Envelope(letter, source, payload)
+    return Envelope(kind, source, payload)
 
 
-def _statement(letter: Letter, destination: str, payload: bytes) -> bytes:
-    return f"swarm letter {letter:d} {destination} {digest_of(payload)}".encode()
+def _statement(kind: EnvelopeKind, destination: str, payload: bytes) -> bytes:
+    return f"swarm letter {kind:d} {destination} {digest_of(payload)}".encode()

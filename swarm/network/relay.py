@@ -23,7 +23,7 @@ from hivemind.p2p import P2P
 
 from swarm.errors import BadMessage, HostileInput, NoRoute, SwarmError, Unreachable
 from swarm.network.control import Control, peer_of
-from swarm.network.envelope import Letter, open_sealed, seal
+from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.identity import Identity
 from swarm.network.ledger import Cost
 from swarm.network.streams import Serve, open_stream, receive_into, stream_handler
@@ -105,7 +105,7 @@ class Relay:
     # ------------------------------------------------ asking others
 
     async def send(
-        self, relay: str, destination: str, payload: bytes, *, letter: Letter, timeout_s: float
+        self, relay: str, destination: str, payload: bytes, *, kind: EnvelopeKind, timeout_s: float
     ) -> bytes:
         """Has a message or request delivered; returns the signed answer's content.
 
@@ -113,7 +113,7 @@ class Relay:
             NoRoute: this relay does not reach the destination, or passes nothing on.
             Unreachable: no answer in time, or the destination refused it.
         """
-        sealed = seal(self.identity, letter, destination, payload)
+        sealed = seal(self.identity, kind, destination, payload)
         ask = bytes([len(destination)]) + destination.encode() + sealed
         try:
             answer = await self.control.call(self.p2p(), relay, _FORWARD, ask, timeout_s)
@@ -153,7 +153,7 @@ class Relay:
         self, connection: socket.socket, relay: str, destination: str, protocol: str
     ) -> None:
         opening = f"{protocol} {relay} {os.urandom(_NONCE_BYTES).hex()}".encode()
-        letter = seal(self.identity, Letter.STREAM, destination, opening)
+        letter = seal(self.identity, EnvelopeKind.STREAM, destination, opening)
         name = destination.encode()
         head = bytes([len(name)]) + name + _LETTER.pack(len(letter)) + letter
         await asyncio.get_running_loop().sock_sendall(connection, head)
@@ -172,13 +172,13 @@ class Relay:
     async def _on_delivered(self, _relay: str, sealed: bytes) -> bytes:
         me = self.identity.peer_id
         opened = open_sealed(sealed, me)
-        if opened.letter not in (Letter.MESSAGE, Letter.REQUEST):
+        if opened.kind not in (EnvelopeKind.MESSAGE, EnvelopeKind.REQUEST):
             raise BadMessage("envelope_letter", "the envelope holds no message")
         self.control.spend(opened.source, Cost.MESSAGES)
         answer = await self.control.handle(
-            opened.source, opened.payload, is_request=opened.letter is Letter.REQUEST
+            opened.source, opened.payload, is_request=opened.kind is EnvelopeKind.REQUEST
         )
-        return seal(self.identity, Letter.ANSWER, digest_of(sealed), answer)
+        return seal(self.identity, EnvelopeKind.ANSWER, digest_of(sealed), answer)
 
     async def _on_forward(self, source: str, ask: bytes) -> bytes:
         destination, sealed = _addressed(ask)
@@ -238,7 +238,7 @@ class Relay:
         letter = await reader.readexactly(size)
         envelope, digest = open_sealed(letter, destination), digest_of(letter)
         words = envelope.payload.decode("ascii", "replace").split(" ")
-        if envelope.letter is not Letter.STREAM or len(words) != _WORDS or digest in self._seen:
+        if envelope.kind is not EnvelopeKind.STREAM or len(words) != _WORDS or digest in self._seen:
             raise BadMessage("relay_letter", "no letter for a stream, or one that was used")
         if words[0] not in self.streams:
             raise BadMessage("relay_protocol", f"{words[0]!r} is not passed on")

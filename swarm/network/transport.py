@@ -13,7 +13,7 @@ from hivemind.p2p import P2P
 
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control, peer_of
-from swarm.network.envelope import Letter
+from swarm.network.envelope import EnvelopeKind
 from swarm.network.relay import Relay
 from swarm.network.routes import Routes
 from swarm.network.streams import open_stream
@@ -57,7 +57,7 @@ class Transport:
             peer_id,
             lambda: self._control.post(self._p2p(), peer_id, payload, timeout_s),
             lambda relay: self._relay.send(
-                relay, peer_id, payload, letter=Letter.MESSAGE, timeout_s=timeout_s
+                relay, peer_id, payload, kind=EnvelopeKind.MESSAGE, timeout_s=timeout_s
             ),
             timeout_s,
         )
@@ -68,7 +68,7 @@ class Transport:
             peer_id,
             lambda: self._control.request(self._p2p(), peer_id, payload, timeout_s),
             lambda relay: self._relay.send(
-                relay, peer_id, payload, letter=Letter.REQUEST, timeout_s=timeout_s
+                relay, peer_id, payload, kind=EnvelopeKind.REQUEST, timeout_s=timeout_s
             ),
             timeout_s,
         )

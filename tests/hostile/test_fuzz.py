@@ -26,7 +26,7 @@ from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch
 from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
 from swarm.network.daemon import Address
-from swarm.network.envelope import Letter, open_sealed, seal
+from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.finding import check_run_id
 from swarm.network.foreign import check_announcement, check_state, decode_config
 from swarm.network.identity import Identity, load_or_create_identity, verify
@@ -252,7 +252,7 @@ RUN_OF_CONFIG = RunRecord(
 )  # fmt: skip
 DICTIONARY = DictionaryDHTValue()
 DICTIONARY.store(identity().public_key, MSGPackSerializer.dumps(b"{}"), 2e9)
-LETTER = seal(identity(), Letter.REQUEST, "QmDestination", b"question")
+LETTER = seal(identity(), EnvelopeKind.REQUEST, "QmDestination", b"question")
 HEADS = Chain(tuple(long_chain(9)))
 GAPPED = without(HEADS.links, {3, 4, 5})
 (GAP,) = gaps(GAPPED)

@@ -18,7 +18,7 @@ from swarm.network import relay as relays
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.control import Control, peer_of
-from swarm.network.envelope import Letter, open_sealed, seal
+from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import load_or_create_identity
 from swarm.network.ledger import Ledger
@@ -103,7 +103,8 @@ def test_what_the_destination_refuses_is_refused_and_counted(hidden) -> None:
     _, left, right = hidden
     with pytest.raises(Unreachable, match="no such message"):
         left.node.run(left.node._relay.send(
-            hidden[0].peer_id, right.node.peer_id, b"nonsense", letter=Letter.MESSAGE, timeout_s=5
+            hidden[0].peer_id, right.node.peer_id, b"nonsense",
+            kind=EnvelopeKind.MESSAGE, timeout_s=5,
         ), WAIT_S)  # fmt: skip
     assert right.node.traffic.refused["message_schema"] == 1
 
@@ -125,7 +126,7 @@ def test_nobody_passes_on_who_does_not_want_to(peers: Peers) -> None:
 
 def test_an_envelope_is_opened_by_its_destination_only_and_only_unchanged(tmp_path) -> None:
     sender = load_or_create_identity(tmp_path / "a.key")
-    sealed = seal(sender, Letter.MESSAGE, "QmB", b"payload")
+    sealed = seal(sender, EnvelopeKind.MESSAGE, "QmB", b"payload")
     opened = open_sealed(sealed, "QmB")
     assert (opened.source, opened.payload) == (sender.peer_id, b"payload")
     with pytest.raises(BadMessage, match="somebody else"):
@@ -148,7 +149,7 @@ def test_a_stream_that_comes_while_the_relay_starts_is_closed_without_ado(tmp_pa
 
     async def ask() -> None:
         sender = load_or_create_identity(tmp_path / "a.key")
-        letter = seal(sender, Letter.STREAM, "QmB", f"{PROTOCOL} QmR nonce".encode())
+        letter = seal(sender, EnvelopeKind.STREAM, "QmB", f"{PROTOCOL} QmR nonce".encode())
         reader, writer = asyncio.StreamReader(), SimpleNamespace(close=lambda: closed.append(True))
         reader.feed_data(b"\x03QmB" + len(letter).to_bytes(2, "big") + letter)
         traffic = Traffic()
@@ -187,7 +188,7 @@ def opened(tmp_path, *letters: bytes, destination: str = "QmB") -> list[Any]:
 def test_a_stream_is_opened_by_a_letter_of_its_origin_once(tmp_path) -> None:
     sender = load_or_create_identity(tmp_path / "a.key")
 
-    def letter(opening: str, kind: Letter = Letter.STREAM, to: str = "QmB") -> bytes:
+    def letter(opening: str, kind: EnvelopeKind = EnvelopeKind.STREAM, to: str = "QmB") -> bytes:
         return seal(sender, kind, to, opening.encode())
 
     right = letter(f"{PROTOCOL} QmR 1")
@@ -198,7 +199,7 @@ def test_a_stream_is_opened_by_a_letter_of_its_origin_once(tmp_path) -> None:
     assert opened(
         tmp_path,
         letter(f"{PROTOCOL} QmR 3", to="QmC"),
-        letter(f"{PROTOCOL} QmR 3", Letter.MESSAGE),
+        letter(f"{PROTOCOL} QmR 3", EnvelopeKind.MESSAGE),
         letter("swarm.other/1 QmR 3"),
         letter(f"{PROTOCOL} 3"),
         right[:-1] + b"x",
