@@ -33,7 +33,7 @@ def test_no_extended_schedule_breaks_an_invariant(fault_class):
 
 
 CAUGHT = {
-    "rolled_back_votes": "F:2",
+    "rolled_back_votes": "F:31",
     "lost_record_votes": "F:71",
     "failed_sync_awaited": "F:2",
     "four_are_a_quorum": "G:35",
