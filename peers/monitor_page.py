@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"--http needs a package that is not installed: {error.name}",
-        hint="install swarm[monitor]",
+        hint="install moe-swarm[monitor]",
     ) from error
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Snapshot

@@ -61,7 +61,7 @@ def test_a_wheel_has_the_code_and_the_run_files_and_nothing_else(wheel: Path) ->
     page = {path for path in ROOT.glob("swarm/monitor/web/**/*") if path.is_file()}
     assert ROOT / "swarm/monitor/web/index.html" in page
     assert held == {str(path.relative_to(ROOT)) for path in code | page} | files
-    assert wheel.name.startswith(f"swarm-{__version__}-")
+    assert wheel.name.startswith(f"moe_swarm-{__version__}-")
 
 
 @pytest.mark.scenario
