@@ -47,7 +47,7 @@ DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 SEEDS = (1, 2, 3)
 PEERS, SEQUENCES = 4, 16
 """N of the base, and the sequences of a step of all peers together."""
-MEASURED = 4
+MEASURED = 2
 """The held-out loss is measured so often, the last time at the end."""
 
 
@@ -63,7 +63,7 @@ class Scale:
     lr: float = 4e-3
 
 
-FULL = Scale(steps=240, local_steps=6, hidden=64, length=64, held_out_bytes=16_384)
+FULL = Scale(steps=160, local_steps=4, hidden=64, length=64, held_out_bytes=16_384)
 QUICK = Scale(steps=16, local_steps=2, hidden=16, length=16, held_out_bytes=1024)
 
 
@@ -97,9 +97,9 @@ VARIANTS = {
     "fedavg": Variant("FedAvg (R = N)", owners=None),
     "spes": Variant("SPES, no merging"),
     "spes-merging": Variant("SPES, merging", alpha=MERGING),
-    "double-h": Variant("H = 12", h_times=2),
-    "fourfold-h": Variant("H = 24", h_times=4),
-    "eightfold-h": Variant("H = 48", h_times=8),
+    "double-h": Variant("H = 8", h_times=2),
+    "fourfold-h": Variant("H = 16", h_times=4),
+    "eightfold-h": Variant("H = 32", h_times=8),
     "two-peers": Variant("N = 2", peers=2),
     "eight-peers": Variant("N = 8", peers=8),
     "weak-merging": Variant("alpha = 0.1", alpha=0.1),
@@ -180,6 +180,7 @@ class Text:
     def __init__(self, corpus: str | None, cache: Path) -> None:
         self._corpus, self._cache = open_corpus(corpus), cache
         self._shards: Shards | None = None
+        self._documents: list[bytes] = []
 
     def shards(self) -> Shards:
         """The training text."""
@@ -189,8 +190,10 @@ class Text:
 
     def held_out(self, run: RunConfig) -> HeldOut:
         """The held-out text of a run."""
-        documents = held_out_documents(self._corpus.documents(), run.data.validation_bytes)
-        return measured_on(BYTE, documents, run.data.sequence_length)
+        if not self._documents:
+            limit = run.data.validation_bytes
+            self._documents = held_out_documents(self._corpus.documents(), limit)
+        return measured_on(BYTE, self._documents, run.data.sequence_length)
 
 
 def train(cell: Cell, run: RunConfig, read: Text) -> dict[str, Any]:
