@@ -9,11 +9,18 @@ from pathlib import Path
 from swarm import durable
 from swarm.config import PeerConfig, validate_config
 from swarm.errors import ConfigError
+from swarm.peer.state_directory import RunDirectory
+from swarm.protocol.invitation import Invitation
 
 logger = logging.getLogger(__name__)
 
-KEPT = (("peer", "name"), ("network", "host_maddrs"), ("network", "announce_maddrs"))
-"""Section and field: what others know this peer by, and where it is for them."""
+KEPT = (
+    ("peer", "name"),
+    ("network", "host_maddrs"),
+    ("network", "announce_maddrs"),
+    ("network", "client_mode"),
+)
+"""Section and field: what others know this peer by, and where it is for them, if anywhere."""
 
 
 def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
@@ -30,7 +37,10 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
         for section, field in KEPT
         if field in getattr(config, section).model_fields_set
     }
-    kept = _read(path)
+    before = _read(path)
+    # A peer that is told where to listen does so, although it only dialled out before.
+    listens = "network.host_maddrs" in given
+    kept = {k: v for k, v in before.items() if not (listens and k == "network.client_mode")}
     values = config.model_dump(exclude_unset=True)
     for key, value in {**kept, **given}.items():
         section, _, field = key.partition(".")
@@ -40,9 +50,20 @@ def with_kept(config: PeerConfig, path: Path) -> PeerConfig:
     except ConfigError as error:
         logger.warning("kept settings are passed over: %s", error)
         return config
-    if given and {**kept, **given} != kept:
+    if given and {**kept, **given} != before:
         durable.write_file(path, json.dumps({**kept, **given}).encode())
     return whole
+
+
+def kept_invitation(given: Invitation | None, directory: RunDirectory) -> Invitation | None:
+    """With what this peer comes: what it is given now, which is kept, or was given before [R8].
+
+    A member that was silent for too long comes back with it, though it may be used up.
+    """
+    if given is None:
+        return directory.read_invitation()
+    directory.write_invitation(given)
+    return given
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -26,6 +26,7 @@ from swarm.peer.entering import Started, Starter
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
 from swarm.peer.host import Host
+from swarm.peer.kept_settings import kept_invitation
 from swarm.peer.leaving import Stop, leave
 from swarm.peer.live_model import Agreed, LiveModel, held_out_of, merge_blobs
 from swarm.peer.machine import device_of, engine_for
@@ -374,7 +375,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
         sign=host.node.identity.sign,
         is_dialable=host.is_dialable,
         chain=RecordFile(started.directory.record_path).read_chain(started.record),
-        invitation=starter.wanted.invitation,
+        invitation=kept_invitation(starter.wanted.invitation, started.directory),
     )
 
 

@@ -34,8 +34,17 @@ from typing import IO, Any
 
 from swarm import durable
 from swarm.config import RunConfig, validate_config
-from swarm.errors import BadManifest, ConfigError, CorruptState, StateError, StateLocked
+from swarm.errors import (
+    BadManifest,
+    ConfigError,
+    CorruptState,
+    InvitationError,
+    StateError,
+    StateLocked,
+)
 from swarm.network.address_book import Remembered, freshest
+from swarm.network.invitations import read_invitation
+from swarm.protocol.invitation import Invitation, as_text
 from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 
 logger = logging.getLogger(__name__)
@@ -123,6 +132,17 @@ class RunDirectory:
     def write_text_folder(self, folder: str | None) -> None:
         """Keeps where the run's text comes from."""
         durable.write_file(self.path / "text", os.fsencode(folder or ""))
+
+    def read_invitation(self) -> Invitation | None:
+        """With what this peer came into the run; None if with nothing, or that is damaged."""
+        try:
+            return read_invitation(_read_text(self.path / "invitation"))
+        except InvitationError:
+            return None
+
+    def write_invitation(self, invitation: Invitation) -> None:
+        """Keeps with what this peer came."""
+        durable.write_file(self.path / "invitation", as_text(invitation).encode())
 
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from swarm.config import PeerConfig, parse_config
-from swarm.peer.kept_settings import with_kept
+from swarm.network.identity import load_or_create_identity
+from swarm.network.invitations import invite
+from swarm.peer.kept_settings import kept_invitation, with_kept
+from swarm.peer.state_directory import RunDirectory
 
 
 def given(*settings: str) -> PeerConfig:
@@ -47,3 +50,34 @@ def test_a_peer_that_was_given_nothing_keeps_nothing(path: Path) -> None:
 def test_a_damaged_file_is_passed_over(path: Path, content: str) -> None:
     path.write_text(content)
     assert with_kept(given(), path) == PeerConfig()
+
+
+def test_a_peer_that_only_dialled_out_does_so_again_until_it_is_told_where_to_listen(
+    path: Path,
+) -> None:
+    with_kept(given("network.client_mode=true"), path)
+    assert with_kept(given(), path).network.client_mode
+    assert with_kept(given("peer.name=home"), path).network.client_mode
+    assert not with_kept(given(LOOPBACK), path).network.client_mode
+    assert not with_kept(given(), path).network.client_mode
+
+
+def test_a_member_that_comes_back_has_its_invitation_still(tmp_path: Path) -> None:
+    identity = load_or_create_identity(tmp_path / "identity.key")
+    first, second = (invite(identity, "run-1", uses=1, last_round=9) for _ in range(2))
+    directory = RunDirectory(tmp_path)
+    assert kept_invitation(None, directory) is None
+    assert kept_invitation(first, directory) == first
+    assert kept_invitation(None, directory) == first
+    assert kept_invitation(second, directory) == second
+    assert kept_invitation(None, directory) == second
+
+
+def test_a_damaged_invitation_is_none(tmp_path: Path) -> None:
+    identity = load_or_create_identity(tmp_path / "identity.key")
+    directory = RunDirectory(tmp_path)
+    kept_invitation(invite(identity, "run-1", uses=1, last_round=9), directory)
+    whole = (tmp_path / "invitation").read_bytes()
+    for content in (b"", whole[:-9], whole[:60] + b"A" + whole[61:], b"\xff" * 80):
+        (tmp_path / "invitation").write_bytes(content)
+        assert kept_invitation(None, directory) is None
