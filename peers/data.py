@@ -18,6 +18,7 @@ from peers.options import OPTIONS, Program, option, version_option
 from peers.program_log import configure_logging
 from swarm import durable
 from swarm.data.corpus import Corpus, Split, open_corpus
+from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
 from swarm.data.ready import ReadyTokens, ready_tokens
 from swarm.data.shard_writer import HEADER, SHARD_TOKENS, OnProgress, write_shards
@@ -32,7 +33,13 @@ MODEL_MAX_LENGTH = 2**20
 """What a tokenizer says of models that have none yet."""
 _SHOWN_BYTES = 2**20
 _CORPUS = (
-    "Folder of .txt, .md, .py, .jsonl and .jsonl.gz files; by default the Python standard library."
+    "Folder of .txt, .md, .py, .jsonl and .parquet files; by default the Python standard library."
+)
+_COLUMN = option(
+    "--column",
+    default=TEXT,
+    show_default=True,
+    help="Where .parquet rows and .jsonl lines have their text.",
 )
 
 
@@ -57,16 +64,17 @@ def main(log_format: str, log_level: str | None) -> None:
 
 @main.command("train-tokenizer")
 @option("--corpus", metavar="FOLDER", help=_CORPUS)
+@_COLUMN
 @option("--vocab-size", type=click.IntRange(min=1), required=True, help="Ids, at most.")
 @option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write into.")
-def train(corpus: str | None, vocab_size: int, out: Path) -> None:
+def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
     """Makes a byte-level BPE tokenizer of the documents that are trained on.
 
     Equal text gives an equal file. Memory is that of the text's different words: a sample of some
     gigabytes is enough for any vocabulary.
     """
     require_folder(out)
-    text = open_corpus(corpus)
+    text = open_corpus(corpus, column)
     with _progress(text, "reading") as say:
         made = train_tokenizer(_training_documents(text, say), vocab_size)
     durable.make_folder(out)
@@ -79,6 +87,7 @@ def train(corpus: str | None, vocab_size: int, out: Path) -> None:
 
 @main.command("tokenize")
 @option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files are tokens already.")
+@_COLUMN
 @option(
     "--tokenizer",
     type=click.Path(path_type=Path),
@@ -101,6 +110,7 @@ def train(corpus: str | None, vocab_size: int, out: Path) -> None:
 def tokenise(
     *,
     corpus: str | None,
+    column: str,
     tokenizer: Path | None,
     out: Path,
     shard_tokens: int,
@@ -115,7 +125,7 @@ def tokenise(
     require_folder(out)
     used = _tokenizer(tokenizer)
     ready = ready_tokens(Path(corpus), used, input_end_of_text) if corpus else None
-    source = ready or open_corpus(corpus)
+    source = ready or open_corpus(corpus, column)
     if (out / HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
     durable.make_folder(out)

@@ -258,7 +258,7 @@ class Options:
     disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")
     corpus: str | None = _flag(
         "--corpus",
-        "Text to train on: .txt, .md, .py, .jsonl and .jsonl.gz files, or shards that swarm-data "
+        "Text to train on: .txt, .md, .py, .jsonl and .parquet files, or shards that swarm-data "
         "made. By default the folder that the run's text came from before, or the Python standard "
         "library.",
         sets="corpus.folder",

@@ -109,6 +109,7 @@ UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "__import__", "importlib
 ACTS_AT_IMPORT = (ast.For, ast.While, ast.With, ast.Delete, ast.Raise, ast.Assert)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_REASON_WORDS = 3
+STANDARD_SINCE_3_14 = frozenset({"compression"})
 
 
 @dataclass(frozen=True)
@@ -398,12 +399,13 @@ def test_every_outside_package_is_declared_by_us_and_not_only_by_others() -> Non
     lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     providers = importlib.metadata.packages_distributions()
+    standard = sys.stdlib_module_names | STANDARD_SINCE_3_14
     hold(
         [
             f"{module.path}:{line} imports {name}"
             for module in modules()
             for line, name in imports_of(module)
-            if not is_ours(name) and name.split(".")[0] not in sys.stdlib_module_names
+            if not is_ours(name) and name.split(".")[0] not in standard
             if declared.isdisjoint(map(canonicalize_name, providers.get(name.split(".")[0], ())))
         ]
     )

@@ -112,8 +112,8 @@ class CorpusSection(Section):
     """This machine's text."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of .txt, .md, .py and .jsonl files; by default the one that the run's text came from
-    before, or else the Python standard library."""
+    """Folder of .txt, .md, .py, .jsonl and .parquet files; by default the one that the run's text
+    came from before, or else the Python standard library."""
 
 
 class PeerConfig(Section):

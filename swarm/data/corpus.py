@@ -1,7 +1,7 @@
 """The documents of a corpus: which files, in which order, and which of them are held out.
 
 A corpus is the Python standard library of this machine (real text that is always there) or a
-folder of .txt, .md, .py, .jsonl and .jsonl.gz files. Files are taken in the order of their relative
+folder of files with one of `SUFFIXES`. Files are taken in the order of their relative
 paths, by bytes; beyond this order their names do not matter, nor does where the folder lies. So
 equal files give equal corpora.
 """
@@ -21,11 +21,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from swarm.data.documents import Skipped, file_documents
+from swarm.data.documents import LINES, TEXT, Skipped, file_documents
+from swarm.data.input_files import TABLE
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".md", ".py", ".txt")
+SUFFIXES = (*LINES, ".md", TABLE, ".py", ".txt", ".txt.zst")
 STANDARD_LIBRARY = "standard library of Python"
 """With the version behind it, the name of the corpus that every machine has."""
 MAX_NAME = 64
@@ -46,12 +47,14 @@ class Corpus:
         root: the folder that holds the files, absolute.
         files: paths relative to `root`, with forward slashes, sorted.
         unlisted: paths of a kind that is read, but no files, each with the reason.
+        column: where .jsonl lines and .parquet rows have their text.
     """
 
     name: str
     root: Path
     files: tuple[str, ...]
     unlisted: tuple[tuple[str, str], ...] = ()
+    column: str = TEXT
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[bytes]:
         """The documents that are not blank, in order; see `swarm.data.documents`.
@@ -60,7 +63,7 @@ class Corpus:
             skipped: takes up all that is not read, `unlisted` included.
 
         Raises:
-            DataError: a file could be read at first, and then no more.
+            DataError: see `file_documents`; or a file could be read at first, and then no more.
         """
         return itertools.chain.from_iterable(self.documents_by_file(skipped or Skipped()))
 
@@ -69,7 +72,7 @@ class Corpus:
         for what, reason in self.unlisted:
             skipped.add(what, reason)
         for file in self.files:
-            found = file_documents(self.root / file, file, skipped)
+            found = file_documents(self.root / file, file, skipped, self.column)
             if found is not None:
                 yield found
 
@@ -86,7 +89,8 @@ class Corpus:
             DataError: a file of the list is gone.
         """
         listed = fingerprint_of(self.root, self.files)
-        return blake3(json.dumps([listed, self.unlisted]).encode()).hexdigest()
+        said = json.dumps([listed, self.unlisted, self.column])
+        return blake3(said.encode()).hexdigest()
 
 
 def fingerprint_of(root: Path, files: Iterable[str]) -> str:
@@ -105,13 +109,13 @@ def fingerprint_of(root: Path, files: Iterable[str]) -> str:
     return blake3(json.dumps([str(root), listed]).encode()).hexdigest()
 
 
-def open_corpus(folder: str | None) -> Corpus:
+def open_corpus(folder: str | None, column: str = TEXT) -> Corpus:
     """The corpus in `folder`, or the Python standard library when there is none.
 
     Raises:
         DataError: the folder is missing or holds no file of a kind we read.
     """
-    return standard_library_corpus() if folder is None else folder_corpus(Path(folder))
+    return standard_library_corpus() if folder is None else folder_corpus(Path(folder), column)
 
 
 def standard_library_corpus() -> Corpus:
@@ -131,7 +135,7 @@ def standard_library_corpus() -> Corpus:
     return Corpus(f"{STANDARD_LIBRARY} {platform.python_version()}", root, files, unlisted)
 
 
-def folder_corpus(folder: Path) -> Corpus:
+def folder_corpus(folder: Path, column: str = TEXT) -> Corpus:
     """All files of our `SUFFIXES` below `folder`; hidden files and folders are left out.
 
     Raises:
@@ -147,7 +151,7 @@ def folder_corpus(folder: Path) -> Corpus:
     if not files:
         why = "".join(f"; {what}: {reason}" for what, reason in unlisted[:3])
         raise DataError(f"{root}: holds no file with {', '.join(SUFFIXES)}{why}")
-    return Corpus(printable_name(root.name) or "text", root, files, unlisted)
+    return Corpus(printable_name(root.name) or "text", root, files, unlisted, column)
 
 
 def is_held_out(content: bytes) -> bool:

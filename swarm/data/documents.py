@@ -7,16 +7,19 @@ on every machine, and works through buffers of bounded size.
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import json
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
+from swarm.data.input_files import TABLE, check_table, opened, table_texts
 from swarm.errors import DataError
+
+TEXT = "text"
+"""Where a .jsonl line and a .parquet row have their text, unless said otherwise."""
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 MAX_DOCUMENT_BYTES = 2**16
 MAX_LINE_BYTES = 2**26
@@ -41,31 +44,40 @@ class Skipped:
             self.named.append(f"{what}: {reason}")
 
 
-def file_documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes] | None:
+def file_documents(
+    path: Path, name: str, skipped: Skipped, column: str = TEXT
+) -> Iterator[bytes] | None:
     """The documents of a file that are not blank, in order, each of at most 64 KiB of UTF-8.
 
-    A .jsonl file holds one text a line, in objects with a string under "text"; lines that are
-    something else are skipped. Any other file is one text. Texts are cut by `pieces`.
+    A .jsonl file holds one text a line, in objects with a string under `column`; lines that are
+    something else are skipped. A .parquet file holds one text a row, in the column of that name;
+    rows without one are skipped. Any other file is one text. Texts are cut by `pieces`.
 
     Args:
         path: of a regular file.
         name: what `skipped` calls it.
         skipped: takes up all that is not read.
+        column: where lines and rows have their text.
 
     Returns:
         None for a file that is skipped as a whole: unreadable, binary, or not UTF-8.
+
+    Raises:
+        DataError: the file is damaged, has no such column, or needs a package that is missing.
     """
+    reason = ""
     try:
-        with _opened(path) as file:
-            reason = _unfit(file)
+        if path.suffix == TABLE:
+            check_table(path, column)
+        else:
+            with opened(path) as file:
+                reason = _unfit(file)
     except OSError as error:
         reason = f"cannot be read: {error.strerror or error}"
-    except (EOFError, zlib.error):
-        reason = "damaged, since it does not decompress"
     if reason:
         skipped.add(name, reason)
         return None
-    return _documents(path, name, skipped)
+    return _documents(path, name, skipped, column)
 
 
 def pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -101,21 +113,24 @@ def _unfit(file: BinaryIO) -> str:
     return ""
 
 
-def _documents(path: Path, name: str, skipped: Skipped) -> Iterator[bytes]:
+def _documents(path: Path, name: str, skipped: Skipped, column: str) -> Iterator[bytes]:
     try:
-        with _opened(path) as file:
-            is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
-            texts = _json_texts(file, name, skipped.add) if is_json else (file,)
-            for text in texts:
-                yield from (piece for piece in pieces(text) if piece.strip())
-    except (OSError, EOFError, zlib.error) as error:
+        if path.suffix == TABLE:
+            rows = _row_texts(table_texts(path, column), name, skipped.add)
+            yield from _cut_texts(rows)
+            return
+        with opened(path) as file:
+            is_json = path.name.endswith(LINES)
+            yield from _cut_texts(
+                _json_texts(file, name, skipped.add, column) if is_json else [file]
+            )
+    except OSError as error:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 
-def _opened(path: Path) -> BinaryIO:
-    if path.suffix != ".gz":
-        return path.open("rb")
-    return cast(BinaryIO, gzip.open(path, "rb"))
+def _cut_texts(texts: Iterable[BinaryIO]) -> Iterator[bytes]:
+    for text in texts:
+        yield from (piece for piece in pieces(text) if piece.strip())
 
 
 def _cut(head: bytes) -> int:
@@ -135,7 +150,7 @@ def _cut(head: bytes) -> int:
 
 
 def _json_texts(
-    file: BinaryIO, name: str, skip: Callable[[str, str], None]
+    file: BinaryIO, name: str, skip: Callable[[str, str], None], column: str
 ) -> Iterator[io.BytesIO]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES):
@@ -152,9 +167,19 @@ def _json_texts(
         except (ValueError, RecursionError):
             skip(f"{name}:{number}", "not valid JSON")
             continue
-        text = value.get("text") if isinstance(value, dict) else None
+        text = value.get(column) if isinstance(value, dict) else None
         if not isinstance(text, str):
-            skip(f"{name}:{number}", 'no object with a string under "text"')
+            skip(f"{name}:{number}", f'no object with a string under "{column}"')
             continue
         # Lone surrogates, which JSON escapes can make, have no UTF-8 form.
         yield io.BytesIO(text.encode("utf-8", errors="replace"))
+
+
+def _row_texts(
+    rows: Iterable[str | None], name: str, skip: Callable[[str, str], None]
+) -> Iterator[io.BytesIO]:
+    for number, text in enumerate(rows, start=1):
+        if text is None:
+            skip(f"{name}: row {number}", "no text")
+        else:
+            yield io.BytesIO(text.encode())

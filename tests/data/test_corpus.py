@@ -66,7 +66,7 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path):
 
 def test_a_folder_without_text_is_an_error_that_names_the_kinds(tmp_path):
     (tmp_path / "a.bin").write_text("a")
-    with pytest.raises(DataError, match=r"\.jsonl, \.jsonl\.gz, \.md, \.py, \.txt"):
+    with pytest.raises(DataError, match=r"\.jsonl, \.jsonl\.gz, .*\.md, \.parquet, \.py, \.txt"):
         open_corpus(str(tmp_path))
 
 

@@ -1,13 +1,12 @@
 """Where texts are cut: at most 64 KiB, at the best place there is, by their bytes alone."""
 
-import gzip
 import io
 import itertools
 
 import pytest
 
 from swarm.data import documents
-from swarm.data.documents import MAX_DOCUMENT_BYTES, Skipped, file_documents, pieces
+from swarm.data.documents import MAX_DOCUMENT_BYTES, pieces
 
 HALF = MAX_DOCUMENT_BYTES // 2
 
@@ -63,20 +62,3 @@ class Endless(io.RawIOBase):
 def test_a_file_is_read_as_its_documents_are_taken():
     found = list(itertools.islice(pieces(Endless()), 100))
     assert all(HALF < len(piece) <= MAX_DOCUMENT_BYTES for piece in found)
-
-
-def test_compressed_lines_are_read_as_plain_ones_and_damaged_ones_are_skipped(tmp_path):
-    content = b'{"text": "one"}\n{"text": "two"}\n' * 1000
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
-    plain, packed = (
-        list(file_documents(tmp_path / name, name, Skipped())) for name in ("a.jsonl", "b.jsonl.gz")
-    )
-    assert plain == packed and len(plain) == 2000
-    damaged = bytearray(gzip.compress(content))
-    damaged[40] ^= 0xFF
-    for name, bad in (("c", gzip.compress(content)[:-20]), ("d", damaged), ("e", b"plain")):
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(bad)
-        skipped = Skipped()
-        assert file_documents(tmp_path / f"{name}.jsonl.gz", name, skipped) is None
-        assert skipped.count == 1, name

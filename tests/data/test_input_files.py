@@ -1,0 +1,151 @@
+"""Texts in packed files and tables: as in plain ones, or an error that says what to do."""
+
+import gzip
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.data import documents
+from swarm.data.corpus import folder_corpus
+from swarm.data.documents import Skipped
+from swarm.errors import DataError
+
+TEXTS = [f"text {number} of a few words " * (number % 9 + 1) for number in range(1500)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def zstd() -> Any:
+    if sys.version_info >= (3, 14):
+        from compression import zstd as found  # part of the language since then
+    else:
+        found = pytest.importorskip("backports.zstd", reason="the extra data is not installed")
+    return found
+
+
+def write_table(path: Path, **columns: Iterable[object]) -> None:
+    pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    pyarrow.parquet.write_table(table, path, row_group_size=500)
+
+
+def read(folder: Path, column: str = "text", skipped: Skipped | None = None) -> list[str]:
+    found = folder_corpus(folder, column).documents(skipped)
+    return [each.decode() for each in found]
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "a.jsonl.gz": gzip.compress,
+    "a.jsonl.zst": lambda content: (
+        zstd().compress(content[:9000]) + zstd().compress(content[9000:])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_lines_are_read_as_plain_ones(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(PACKED[name](LINES))
+    assert read(tmp_path) == TEXTS
+
+
+def test_a_packed_text_is_cut_as_a_plain_one(tmp_path: Path) -> None:
+    text = "\n\n".join(TEXTS * 3).encode()
+    for folder, name, content in (("x", "a.txt", text), ("y", "a.txt.zst", zstd().compress(text))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(content)
+    assert read(tmp_path / "x") == read(tmp_path / "y") and len(read(tmp_path / "x")) > 2
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("how", ["cut", "changed", "not packed"])
+def test_what_does_not_unpack_is_an_error_with_the_remedy(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    packed = PACKED[name](LINES)
+    changed = bytearray(packed)
+    changed[len(packed) // 2] ^= 0xFF
+    content = {"cut": packed[:-20], "changed": bytes(changed), "not packed": LINES}
+    (tmp_path / name).write_bytes(content[how])
+    with pytest.raises(DataError, match=rf"{name}: damaged.*fetch or make it again"):
+        read(tmp_path)
+
+
+def test_a_table_gives_its_rows_in_order(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", text=[*TEXTS[:700], None, "", *TEXTS[700:]], id=range(1502))
+    skipped = Skipped()
+    assert read(tmp_path, skipped=skipped) == TEXTS
+    assert skipped.named == ["a.parquet: row 701: no text"]
+
+
+def test_a_long_row_is_cut(tmp_path: Path) -> None:
+    text = "words " * 20_000
+    write_table(tmp_path / "a.parquet", text=[text])
+    found = read(tmp_path)
+    assert "".join(found) == text and len(found) == 2
+
+
+def test_texts_may_lie_under_another_name(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", content=TEXTS[:3], text=["no"] * 3)
+    lines = [json.dumps({"content": text, "text": 3}) for text in TEXTS[3:5]]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    assert read(tmp_path, "content") == TEXTS[:5]
+    one, other = (folder_corpus(tmp_path, column) for column in ("content", "text"))
+    assert one.fingerprint() != other.fingerprint(), "a cache of one is none of the other"
+
+
+def test_a_table_without_the_column_says_which_it_has(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", content=TEXTS[:3], id=range(3))
+    with pytest.raises(DataError, match=r"no column 'text', but 'content', 'id' .*--column NAME"):
+        read(tmp_path)
+    with pytest.raises(DataError, match=r"column 'id' has values of type int64, not text"):
+        read(tmp_path, "id")
+
+
+@pytest.mark.parametrize("how", ["cut", "changed", "foreign", "empty"])
+def test_a_damaged_table_is_an_error_with_the_remedy(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, text=TEXTS)
+    whole = path.read_bytes()
+    page = bytearray(whole)
+    page[4:200] = b"\xff" * 196
+    damaged = {"cut": whole[:-30], "changed": bytes(page), "foreign": LINES, "empty": b""}
+    path.write_bytes(damaged[how])
+    with pytest.raises(DataError, match=r"a\.parquet: damaged.*fetch or make it again"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [("a.parquet", "pyarrow", "pyarrow"), ("a.txt.zst", "backports.zstd", "backports.zstd")],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
+) -> None:
+    (tmp_path / name).write_bytes(b"not looked at")
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "compression", None)
+    monkeypatch.setitem(sys.modules, "backports", None)
+    with pytest.raises(DataError, match=rf"package {package} reads it.*extra data"):
+        read(tmp_path)
+
+
+def test_memory_does_not_grow_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are taken as documents are: the first is there before the second group is read."""
+    write_table(tmp_path / "a.parquet", text=TEXTS)
+    taken: list[str | None] = []
+
+    def noted(path: Path, column: str) -> Iterable[str | None]:
+        for text in original(path, column):
+            taken.append(text)
+            yield text
+
+    original = documents.table_texts
+    monkeypatch.setattr(documents, "table_texts", noted)
+    assert next(folder_corpus(tmp_path).documents()).decode() == TEXTS[0]
+    assert len(taken) == 1
