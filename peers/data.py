@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peers.option_values import require_folder
 from peers.options import OPTIONS, Program, option, version_option
 from peers.program_log import configure_logging
 from swarm import durable
-from swarm.data.corpus import Corpus, Split, open_corpus
+from swarm.data.corpus import Corpus, Split, open_corpus, size_of
 from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
 from swarm.data.ready import ReadyTokens, ready_tokens
-from swarm.data.shard_writer import HEADER, SHARD_TOKENS, OnProgress, write_shards
+from swarm.data.shard_writer import HEADER, SHARD_TOKENS, write_shards
 from swarm.data.shards import Prepared, Shards, open_prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
 from swarm.data.tokenizer_file import FILE, FileTokenizer, open_tokenizer
 from swarm.data.training import decode, train_tokenizer
 from swarm.errors import DataError
+from swarm.progress import reading
 
 MODEL_MAX_LENGTH = 2**20
 """What a tokenizer says of models that have none yet."""
-_SHOWN_BYTES = 2**20
 _CORPUS = (
     "Folder of .txt, .md, .py, .jsonl and .parquet files; by default the Python standard library."
 )
@@ -75,8 +72,7 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
     """
     require_folder(out)
     text = open_corpus(corpus, column)
-    with _progress(text, "reading") as say:
-        made = train_tokenizer(_training_documents(text, say), vocab_size)
+    made = train_tokenizer(_training_documents(text), vocab_size)
     durable.make_folder(out)
     made.save(out, model_max_length=MODEL_MAX_LENGTH)
     fewer = (
@@ -129,16 +125,14 @@ def tokenise(
     if (out / HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
     durable.make_folder(out)
-    with _progress(source, "tokenising") as say:
-        write_shards(
-            source,
-            out,
-            used,
-            shard_tokens=shard_tokens,
-            drop_copies=not keep_copies,
-            held_out=_held_out(source, used),
-            on_progress=say,
-        )
+    write_shards(
+        source,
+        out,
+        used,
+        shard_tokens=shard_tokens,
+        drop_copies=not keep_copies,
+        held_out=_held_out(source, used),
+    )
     _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
 
 
@@ -190,11 +184,9 @@ def _tokenizer(folder: Path | None) -> Tokenizer:
     return open_tokenizer(folder) if folder else BYTE
 
 
-def _training_documents(corpus: Corpus, say: OnProgress) -> Iterator[bytes]:
-    split, num_bytes = Split.of(corpus.documents()), 0
-    for content in corpus.documents():
-        num_bytes += len(content)
-        say(num_bytes, 0)
+def _training_documents(corpus: Corpus) -> Iterator[bytes]:
+    split, num_bytes = Split.of(corpus.documents()), size_of(corpus.root, corpus.files)
+    for content in reading(corpus.name, num_bytes, corpus.documents()):
         if not split.holds_out(content):
             yield content
 
@@ -217,29 +209,6 @@ def _text_of(document: bytes, tokenizer: Tokenizer) -> bytes:
     if isinstance(tokenizer, FileTokenizer):
         return decode(tokenizer, ids)
     return bytes(token for token in ids if token < 256).decode(errors="replace").encode()
-
-
-@contextmanager
-def _progress(source: Corpus | ReadyTokens, what: str) -> Iterator[OnProgress]:
-    """A bar over the bytes of the files on a terminal, elsewhere nothing."""
-    total = sum((source.root / file).stat().st_size for file in source.files)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,} of {task.total:,} bytes, {task.speed} a second"),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task, shown = bar.add_task(f"{what} {source.name}", total=total), 0
-
-        def say(num_bytes: int, _: int) -> None:
-            nonlocal shown
-            if num_bytes - shown >= _SHOWN_BYTES:
-                shown = num_bytes
-                bar.update(task, completed=num_bytes)
-
-        yield say
 
 
 def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:

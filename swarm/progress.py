@@ -96,6 +96,21 @@ def fetching(also: Callable[[int, int], None] | None = None) -> Callable[[int, i
     return say
 
 
+def reading(name: str, total_bytes: int, documents: Iterable[bytes]) -> Iterator[bytes]:
+    """The documents of a text one by one; says how many MB of it were read.
+
+    Packed files hold more text than bytes, so the total may grow as they are read.
+    """
+    reporter, num_bytes = Reporter(f"reading {name}", "MB"), 0
+    for document in documents:
+        yield document
+        before, num_bytes = num_bytes // 10**6, num_bytes + len(document)
+        if num_bytes // 10**6 > before:
+            reporter.at(num_bytes // 10**6, max(total_bytes, num_bytes) // 10**6 + 1)
+    done = num_bytes // 10**6 + 1
+    reporter.at(done, done)
+
+
 def duration(seconds: float) -> str:
     """A time in words of one unit or two: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "swarm.protocol": BASE,
     "swarm.codecs": BASE,
     "swarm.model": BASE | DURABLE,
-    "swarm.data": BASE | DURABLE,
+    "swarm.data": BASE | DURABLE | {"swarm.progress"},
     "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs"},
     "swarm.monitor": PROTOCOL,

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from swarm.progress import Progress, Reporter, duration
+from swarm.progress import Progress, Reporter, duration, reading
 
 
 class Clock:
@@ -51,3 +51,14 @@ def test_quick_work_says_nothing_to_people_and_everything_to_who_draws(
 )
 def test_times_are_in_one_unit(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_a_text_is_counted_in_megabytes_as_its_documents_are_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "swarm.progress")
+    documents = [b"x" * 600_000] * 5
+    assert list(reading("books", 1_500_000, documents)) == documents
+    drawn = [record.__dict__["progress"] for record in caplog.records]
+    assert [(each.done, each.total) for each in drawn] == [(1, 2), (2, 3), (3, 4), (4, 4)]
+    assert drawn[0].what == "reading books" and drawn[0].unit == "MB"

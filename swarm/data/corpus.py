@@ -8,7 +8,6 @@ equal files give equal corpora.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from swarm.data.documents import LINES, TEXT, Skipped, file_documents
+from swarm.data.documents import LINES, TEXT, Tally, file_documents
 from swarm.data.input_files import TABLE
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
@@ -56,25 +55,23 @@ class Corpus:
     unlisted: tuple[tuple[str, str], ...] = ()
     column: str = TEXT
 
-    def documents(self, skipped: Skipped | None = None) -> Iterator[bytes]:
+    def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """The documents that are not blank, in order; see `swarm.data.documents`.
 
         Args:
-            skipped: takes up all that is not read, `unlisted` included.
+            tally: takes up all that is not read, `unlisted` included.
 
         Raises:
             DataError: see `file_documents`; or a file could be read at first, and then no more.
         """
-        return itertools.chain.from_iterable(self.documents_by_file(skipped or Skipped()))
-
-    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
-        """The documents of each file that is text."""
+        tally = tally or Tally()
         for what, reason in self.unlisted:
-            skipped.add(what, reason)
+            tally.add(what, reason)
         for file in self.files:
-            found = file_documents(self.root / file, file, skipped, self.column)
+            found = file_documents(self.root / file, file, tally, self.column)
             if found is not None:
-                yield found
+                yield from found
+                tally.files += 1
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """Token ids of each document, closed."""
@@ -107,6 +104,11 @@ def fingerprint_of(root: Path, files: Iterable[str]) -> str:
             raise DataError(f"{root / file}: {error.strerror}") from error
         listed.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return blake3(json.dumps([str(root), listed]).encode()).hexdigest()
+
+
+def size_of(root: Path, files: Iterable[str]) -> int:
+    """Bytes of files; one that is gone has none."""
+    return sum(path.stat().st_size for file in files if (path := root / file).exists())
 
 
 def open_corpus(folder: str | None, column: str = TEXT) -> Corpus:

@@ -30,9 +30,16 @@ _BREAKS = ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",))
 
 
 @dataclass
-class Skipped:
-    """The part of a corpus that is not read: counts, and the first few with the reason."""
+class Tally:
+    """What became of a corpus: how much was read, and what was not, with the reason.
 
+    Attributes:
+        files: that are text and were read to their end.
+        count: files, folders and lines that are skipped.
+        named: the first `max_named` of them.
+    """
+
+    files: int = 0
     count: int = 0
     named: list[str] = field(default_factory=list)
     max_named: int = 3
@@ -45,7 +52,7 @@ class Skipped:
 
 
 def file_documents(
-    path: Path, name: str, skipped: Skipped, column: str = TEXT
+    path: Path, name: str, skipped: Tally, column: str = TEXT
 ) -> Iterator[bytes] | None:
     """The documents of a file that are not blank, in order, each of at most 64 KiB of UTF-8.
 
@@ -113,7 +120,7 @@ def _unfit(file: BinaryIO) -> str:
     return ""
 
 
-def _documents(path: Path, name: str, skipped: Skipped, column: str) -> Iterator[bytes]:
+def _documents(path: Path, name: str, skipped: Tally, column: str) -> Iterator[bytes]:
     try:
         if path.suffix == TABLE:
             rows = _row_texts(table_texts(path, column), name, skipped.add)

@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from swarm.data.corpus import fingerprint_of, printable_name
-from swarm.data.documents import Skipped
+from swarm.data.documents import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens
 from swarm.errors import DataError
 
@@ -52,20 +52,16 @@ class ReadyTokens:
         said = [fingerprint_of(self.root, self.files), self.end_of_text]
         return blake3(json.dumps(said).encode()).hexdigest()
 
-    def documents(self) -> Iterator[bytes]:
-        """See `Source`."""
-        for documents in self.documents_by_file(Skipped()):
-            yield from documents
-
-    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
-        """See `Source`; nothing is skipped.
+    def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
+        """See `Source`; nothing is skipped, since these files were all made as tokens.
 
         Raises:
             DataError: a file holds no tokens of this tokenizer.
         """
-        del skipped  # an error says more: these files were all made as tokens
+        tally = tally or Tally()
         for file in self.files:
-            yield self._documents_of(file)
+            yield from self._documents_of(file)
+            tally.files += 1
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """See `Source`."""

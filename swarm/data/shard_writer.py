@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,25 +19,19 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from swarm import durable
-from swarm.data.corpus import Split
-from swarm.data.documents import Skipped
+from swarm.data.corpus import Split, size_of
+from swarm.data.documents import Tally
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
+from swarm.progress import reading
 
 FORMAT = "swarm-shards-1"
 HEADER = "header.json"
 PROGRESS = "progress.json"
 HELD_OUT = "held_out.jsonl"
 SHARD_TOKENS = 2**27
-PROGRESS_S = 15.0
-"""How often a build says how far it is."""
 _COPY_BYTES = 16
 """Of a digest by which copies are found."""
-
-logger = logging.getLogger(__name__)
-
-OnProgress = Callable[[int, int], None]
-"""Told how many bytes of documents were read, and how many files are finished."""
 
 
 class Source(Protocol):
@@ -64,12 +56,8 @@ class Source(Protocol):
         """Equal while no file has changed."""
         ...
 
-    def documents(self) -> Iterator[bytes]:
-        """All documents in order."""
-        ...
-
-    def documents_by_file(self, skipped: Skipped) -> Iterator[Iterator[bytes]]:
-        """The documents of each file."""
+    def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
+        """All documents in order; the tally counts files, and what is skipped."""
         ...
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
@@ -167,9 +155,8 @@ def write_shards(
     shard_tokens: int = SHARD_TOKENS,
     drop_copies: bool = False,
     held_out: Iterable[bytes] | None = None,
-    on_progress: OnProgress | None = None,
 ) -> None:
-    """Makes the shards of a text, or goes on with them.
+    """Makes the shards of a text, or goes on with them; says how far it is.
 
     Args:
         source: the documents.
@@ -178,7 +165,6 @@ def write_shards(
         shard_tokens: a shard is closed by the first document that reaches this size.
         drop_copies: whether only the first of equal documents is kept.
         held_out: held-out documents to keep as text; None where the text stays at hand.
-        on_progress: see `OnProgress`.
 
     Raises:
         DataError: no document is left for training, a file cannot be read, or the folder holds
@@ -187,24 +173,24 @@ def write_shards(
     """
     named = [FORMAT, tokenizer.name, shard_tokens, drop_copies, source.fingerprint()]
     finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
-    reading = _Reading(source, finished.digest(), on_progress or _log_progress(source))
+    one_pass = _Pass(source, finished.digest())
     dtype = token_dtype(tokenizer.num_ids)
     here = sum(documents for *_, documents in finished.shards)
-    documents = itertools.islice(reading.training_documents(drop_copies), here, None)
+    documents = itertools.islice(one_pass.training_documents(drop_copies), here, None)
     training = (tokens.astype(dtype) for tokens in source.tokens(documents, tokenizer))
     while (first := next(training, None)) is not None:
         several = itertools.chain((first,), training)
-        written = _write_shard(folder, len(finished.shards), several, shard_tokens, reading.digest)
+        written = _write_shard(folder, len(finished.shards), several, shard_tokens, one_pass.digest)
         finished.add(written)
     if not finished.shards:
-        raise _no_text(source, reading)
+        raise _no_text(source, one_pass)
     header: dict[str, Any] = {
         "format": FORMAT,
         "name": source.name,
         "tokenizer": tokenizer.name,
         "dtype": dtype.str,
         "shards": [shard[:3] for shard in finished.shards],
-        "contents": asdict(reading.contents()),
+        "contents": asdict(one_pass.contents()),
     }
     if held_out is not None:
         header["held_out"] = _write_held_out(folder / HELD_OUT, held_out)
@@ -218,14 +204,14 @@ def digest_of_header(header: dict[str, Any]) -> str:
     return blake3(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
-class _Reading:
+class _Pass:
     """One pass through a corpus: hands the training documents out and counts everything."""
 
-    def __init__(self, source: Source, digest: blake3, on_progress: OnProgress) -> None:
-        self._source, self._on_progress = source, on_progress
+    def __init__(self, source: Source, digest: blake3) -> None:
+        self._source = source
         self.digest = digest
         """Of the tokens that were written."""
-        self.skipped = Skipped()
+        self.tally = Tally()
         self._counted: Counter[str] = Counter()
 
     @property
@@ -233,64 +219,44 @@ class _Reading:
         return self._counted["held_out_documents"]
 
     def training_documents(self, drop_copies: bool) -> Iterator[bytes]:
-        """The documents that are not held out; says how far it is."""
-        split, count = Split.of(self._source.documents()), self._counted
-        seen: set[bytes] = set()
-        num_bytes = 0
-        for documents in self._source.documents_by_file(self.skipped):
-            for content in documents:
-                num_bytes += len(content)
-                self._on_progress(num_bytes, count["files"])
-                digest = blake3(content).digest(length=_COPY_BYTES) if drop_copies else b""
-                if digest in seen:
-                    count["copies"] += 1
-                    continue
-                if drop_copies:
-                    seen.add(digest)
-                kind = "held_out" if split.holds_out(content) else "training"
-                count[f"{kind}_documents"] += 1
-                count[f"{kind}_bytes"] += len(content)
-                if kind == "training":
-                    yield content
-            count["files"] += 1
-        self._on_progress(num_bytes, count["files"])
+        """The documents that are not held out; says how far the reading is."""
+        source, count = self._source, self._counted
+        split, seen = Split.of(source.documents()), set[bytes]()
+        documents = source.documents(self.tally)
+        for content in reading(source.name, size_of(source.root, source.files), documents):
+            digest = blake3(content).digest(length=_COPY_BYTES) if drop_copies else b""
+            if digest in seen:
+                count["copies"] += 1
+                continue
+            if drop_copies:
+                seen.add(digest)
+            kind = "held_out" if split.holds_out(content) else "training"
+            count[f"{kind}_documents"] += 1
+            count[f"{kind}_bytes"] += len(content)
+            if kind == "training":
+                yield content
 
     def contents(self) -> Contents:
         """What was found, once the pass is through."""
         count = self._counted
         return Contents(
             digest=self.digest.hexdigest(),
-            files=count["files"],
+            files=self.tally.files,
             documents=count["training_documents"],
             training_bytes=count["training_bytes"],
             held_out_documents=count["held_out_documents"],
             held_out_bytes=count["held_out_bytes"],
             copies=count["copies"],
-            skipped=self.skipped.count,
-            skipped_first=tuple(self.skipped.named),
+            skipped=self.tally.count,
+            skipped_first=tuple(self.tally.named),
         )
 
 
-def _log_progress(source: Source) -> OnProgress:
-    said_s = time.monotonic()
-
-    def say(num_bytes: int, files: int) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s >= PROGRESS_S:
-            said_s = time.monotonic()
-            logger.info(
-                "tokenising %s: %.0f MB so far, %d of %d files done",
-                source.name, num_bytes / 1e6, files, len(source.files),
-            )  # fmt: skip
-
-    return say
-
-
-def _no_text(source: Source, reading: _Reading) -> DataError:
-    if reading.held_out_documents:
-        found = f"its {reading.held_out_documents} documents are all held out"
+def _no_text(source: Source, one_pass: _Pass) -> DataError:
+    if one_pass.held_out_documents:
+        found = f"its {one_pass.held_out_documents} documents are all held out"
     else:
-        found = "; ".join(("it holds no text", *reading.skipped.named))
+        found = "; ".join(("it holds no text", *one_pass.tally.named))
     return DataError(
         f"{source.root}: no text is left for training: {found}",
         hint="add documents; texts of more than 64 KiB are cut into several",

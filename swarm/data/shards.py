@@ -21,7 +21,7 @@ import numpy as np
 from blake3 import blake3
 
 from swarm.data.corpus import Corpus, printable_name
-from swarm.data.documents import Skipped, file_documents
+from swarm.data.documents import Tally, file_documents
 from swarm.data.shard_writer import (
     FORMAT,
     HEADER,
@@ -162,7 +162,7 @@ class Prepared:
             _checked(self.root / HELD_OUT, *_header_of(self.root)["held_out"])
         except (Torn, OSError, LookupError, TypeError) as error:
             raise self._damaged(error) from error
-        yield from file_documents(self.root / HELD_OUT, HELD_OUT, Skipped()) or ()
+        yield from file_documents(self.root / HELD_OUT, HELD_OUT, Tally()) or ()
 
     def _damaged(self, why: Exception) -> DataError:
         return DataError(

@@ -76,13 +76,21 @@ def wanted_tokenizer(
 
     Raises:
         BadManifest: see `require_kind`; or the file is too large.
+        CorruptState: there is no whole copy here, and no other peer that has one.
     """
     require_kind(run, file)
     check_tokenizer_size(file)
     if file is None:
         return None
-    store.verify([file.digest])
-    return Want(file.digest, file.num_bytes, tuple(sources))
+    known = tuple(sources)
+    was_here = store.size(file.digest) is not None
+    if store.verify([file.digest]) and not known:
+        what = "was changed on this disk" if was_here else "is missing on this disk"
+        raise CorruptState(
+            f"the run's tokenizer {what}, and no other peer of the run is known",
+            hint="put the state directory back from a copy, or found a run from its last export",
+        )
+    return Want(file.digest, file.num_bytes, known)
 
 
 def given_tokenizer(

@@ -14,7 +14,7 @@ from swarm.data.corpus import (
     open_corpus,
     standard_library_corpus,
 )
-from swarm.data.documents import Skipped
+from swarm.data.documents import Tally
 from swarm.errors import DataError
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_vanished_is_skipped_and_the_fingerprint_an_error(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt"):
         corpus.fingerprint()
-    skipped = Skipped()
+    skipped = Tally()
     assert list(corpus.documents(skipped)) == [b"b"]
     assert skipped.named == ["a.txt: cannot be read: No such file or directory"]
 
@@ -104,7 +104,7 @@ def test_what_is_no_text_is_skipped_counted_and_named(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
-    skipped = Skipped(max_named=10)
+    skipped = Tally(max_named=10)
     assert list(folder_corpus(tmp_path).documents(skipped)) == [b"text"]
     assert skipped.count == 5
     assert sorted(skipped.named) == [
@@ -127,7 +127,7 @@ def test_a_file_is_skipped_for_what_stands_at_its_very_end(tmp_path):
 )
 def test_a_json_line_without_text_is_skipped_and_named_with_its_number(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + '\n{"text": "also"}')
-    skipped = Skipped()
+    skipped = Tally()
     assert list(folder_corpus(tmp_path).documents(skipped)) == [b"fine", b"also"]
     assert skipped.count == 1 and skipped.named[0].startswith("a.jsonl:2: ")
 
@@ -137,7 +137,7 @@ def test_a_json_line_that_is_too_long_is_skipped_to_its_end(tmp_path, monkeypatc
     lines = ['{"text": "%s"}' % ("x" * size) for size in (19, 20, 100)]
     assert len(lines[0]) == 31
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": "y"}']))
-    skipped = Skipped()
+    skipped = Tally()
     found = list(folder_corpus(tmp_path).documents(skipped))
     assert found == [b"x" * 19, b"y"]
     assert skipped.count == 2 and skipped.named[1].startswith("a.jsonl:3: longer than")

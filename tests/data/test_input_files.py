@@ -11,7 +11,7 @@ import pytest
 
 from swarm.data import documents
 from swarm.data.corpus import folder_corpus
-from swarm.data.documents import Skipped
+from swarm.data.documents import Tally
 from swarm.errors import DataError
 
 TEXTS = [f"text {number} of a few words " * (number % 9 + 1) for number in range(1500)]
@@ -35,7 +35,7 @@ def write_table(path: Path, **columns: Iterable[object]) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=500)
 
 
-def read(folder: Path, column: str = "text", skipped: Skipped | None = None) -> list[str]:
+def read(folder: Path, column: str = "text", skipped: Tally | None = None) -> list[str]:
     found = folder_corpus(folder, column).documents(skipped)
     return [each.decode() for each in found]
 
@@ -78,7 +78,7 @@ def test_what_does_not_unpack_is_an_error_with_the_remedy(
 
 def test_a_table_gives_its_rows_in_order(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", text=[*TEXTS[:700], None, "", *TEXTS[700:]], id=range(1502))
-    skipped = Skipped()
+    skipped = Tally()
     assert read(tmp_path, skipped=skipped) == TEXTS
     assert skipped.named == ["a.parquet: row 701: no text"]
 

@@ -132,10 +132,10 @@ def test_a_text_without_any_document_names_what_was_skipped(tmp_path):
 
 
 def test_a_long_build_says_how_far_it_is(corpus, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("swarm.data.shard_writer.PROGRESS_S", 0.0)
+    monkeypatch.setattr("swarm.progress.EVERY_S", 0.0)
     with caplog.at_level("INFO"):
         open_shards(corpus, tmp_path / "cache", BYTE)
-    assert "tokenising text: 0 MB so far, 119 of 120 files done" in caplog.text
+    assert "reading text: MB 1 of 1" in caplog.text
 
 
 def cut_tokens(folder):

@@ -8,8 +8,21 @@ import pytest
 from swarm.config import RunConfig, parse_config
 from swarm.data.tokenise import BYTE
 from swarm.data.training import train_tokenizer
-from swarm.errors import BadBlob, BadManifest, ConfigError, RunMismatch, TokenizerError
-from swarm.peer.run_tokenizer import founders_tokenizer, given_tokenizer, require_kind
+from swarm.errors import (
+    BadBlob,
+    BadManifest,
+    ConfigError,
+    CorruptState,
+    RunMismatch,
+    TokenizerError,
+)
+from swarm.network.blobs import BlobStore
+from swarm.peer.run_tokenizer import (
+    founders_tokenizer,
+    given_tokenizer,
+    require_kind,
+    wanted_tokenizer,
+)
 from swarm.protocol.digests import digest_of
 from swarm.protocol.texts import TokenizerFile
 from tests.scenarios.swarms import EXACT
@@ -97,3 +110,24 @@ def test_a_joiner_that_names_another_one_is_told_both(folder: Path, tmp_path: Pa
         given_tokenizer(RUN, FILE, CONTENT, other)
     with pytest.raises(RunMismatch, match="the run has byte-"):
         given_tokenizer(run_of(), None, None, folder)
+
+
+def test_a_lone_peer_whose_copy_is_damaged_is_told_so_at_once(tmp_path: Path) -> None:
+    """There is nobody to fetch it from, so waiting for it would be in vain."""
+    store = BlobStore(tmp_path)
+    with pytest.raises(CorruptState, match=r"is missing on this disk, and no other peer.*copy"):
+        wanted_tokenizer(RUN, FILE, [], store)
+    store.sync([store.put(CONTENT)])
+    whole = wanted_tokenizer(RUN, FILE, [], store)
+    assert whole is not None and whole.digest == FILE.digest
+    changed = 0
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        content = path.read_bytes()
+        if (place := content.find(CONTENT[:50])) >= 0:
+            path.write_bytes(content[:place] + b"?" + content[place + 1 :])
+            changed += 1
+    assert changed == 1
+    with pytest.raises(CorruptState, match=r"was changed on this disk, and no other peer"):
+        wanted_tokenizer(RUN, FILE, [], BlobStore(tmp_path))
+    elsewhere = wanted_tokenizer(RUN, FILE, ["12D3KooWother"], BlobStore(tmp_path))
+    assert elsewhere is not None and elsewhere.sources == ("12D3KooWother",)
