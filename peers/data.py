@@ -32,6 +32,8 @@ MODEL_MAX_LENGTH = 2**20
 _CORPUS = (
     "Folder of .txt, .md, .py, .jsonl and .parquet files; by default the Python standard library."
 )
+_RUNS = "runs"
+"""In a peer's state directory."""
 _COLUMN = option(
     "--column",
     default=TEXT,
@@ -99,6 +101,11 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
 )
 @option("--keep-copies", is_flag=True, help="Keeps documents that the text has already.")
 @option(
+    "--drop-repetition",
+    is_flag=True,
+    help="Leaves documents out in which 1 to 13 tokens stand 32 times in a row.",
+)
+@option(
     "--input-end-of-text",
     type=click.IntRange(min=0),
     help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
@@ -111,6 +118,7 @@ def tokenise(
     out: Path,
     shard_tokens: int,
     keep_copies: bool,
+    drop_repetition: bool,
     input_end_of_text: int | None,
 ) -> None:
     """Makes shards of a text, which swarm-peer takes as --corpus.
@@ -131,16 +139,31 @@ def tokenise(
         used,
         shard_tokens=shard_tokens,
         drop_copies=not keep_copies,
+        drop_repetition=drop_repetition,
         held_out=_held_out(source, used),
     )
     _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
 
 
 @main.command("info")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@OPTIONS["initial_peers"]
+@option("--run-id", help="Which run, where there are several.")
 @OPTIONS["as_json"]
-def info(folder: Path, as_json: bool) -> None:
-    """Says what a folder of shards, or of a tokenizer, holds."""
+def info(
+    folder: Path | None, initial_peers: tuple[str, ...], run_id: str | None, as_json: bool
+) -> None:
+    """Says what a folder of shards, or of a tokenizer, holds, or how much of its text a run read.
+
+    For the second name the state directory of a peer that is not running, or --initial-peers.
+    """
+    if (folder is None) == (not initial_peers):
+        raise click.UsageError("name a folder, or --initial-peers ADDRESS (SWARM_INITIAL_PEERS)")
+    if folder is None or (folder.expanduser() / _RUNS).is_dir():
+        from peers.text_coverage import coverage  # loads torch and hivemind: not for --help
+
+        _say(coverage(folder, initial_peers, run_id), as_json)
+        return
     if not (folder / HEADER).exists() and (folder / FILE).exists():
         found = open_tokenizer(folder)
         _say(

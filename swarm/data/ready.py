@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from swarm.data.corpus import SUFFIXES as TEXT_SUFFIXES
 from swarm.data.corpus import fingerprint_of, printable_name
 from swarm.data.documents import Tally
-from swarm.data.tokenizer import Tokenizer, Tokens
+from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 
 SUFFIXES = (".npy", ".bin")
@@ -27,6 +28,8 @@ _MAGIC = 20240520
 the number of tokens, then the tokens as uint16. Those of nanoGPT begin with their tokens."""
 _HEADER_INTS = 256
 _READ_TOKENS = 2**22
+_SURE = 64
+"""Ids in a row of which every second one is 0: a file of 4 bytes an id, read as one of 2."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ReadyTokens:
             yield np.append(ids, np.uint32(tokenizer.end_of_text))
 
     def _documents_of(self, file: str) -> Iterator[bytes]:
-        tokens = read_tokens(self.root / file)
+        tokens = read_tokens(self.root / file, self.num_ids)
         begun = np.empty(0, dtype="<u4")
         for start in range(0, len(tokens), _READ_TOKENS):
             some = np.asarray(tokens[start : start + _READ_TOKENS])
@@ -92,27 +95,43 @@ class ReadyTokens:
 
 
 def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) -> ReadyTokens | None:
-    """The .npy and .bin files below a folder; None where there are none.
+    """The .npy and .bin files below a folder, hidden ones left out; None where there are none.
 
     Args:
         folder: where they are.
         tokenizer: that made them.
         end_of_text: id that closes documents in them; by default the tokenizer's.
+
+    Raises:
+        DataError: there are texts too.
     """
     root = folder.expanduser().absolute()
-    found = (path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    files = tuple(sorted(path.relative_to(root).as_posix() for path in found))
+    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    shown = [path.as_posix() for path in found if not any(p.startswith(".") for p in path.parts)]
+    files = tuple(sorted(name for name in shown if name.endswith(SUFFIXES)))
     if not files:
         return None
+    if texts := sorted(name for name in shown if name.endswith(TEXT_SUFFIXES)):
+        raise DataError(
+            f"{root}: has tokens ({files[0]}) and texts ({texts[0]})",
+            hint="keep them in folders of their own, and make shards of each",
+        )
     end = tokenizer.end_of_text if end_of_text is None else end_of_text
     return ReadyTokens(printable_name(root.name), root, files, tokenizer.num_ids, end)
 
 
-def read_tokens(path: Path) -> Tokens:
+def read_tokens(path: Path, num_ids: int) -> Tokens:
     """The tokens of a file, mapped.
 
+    A .npy file says how large its integers are. Those of a .bin file have 2 bytes, and 4 where the
+    tokenizer has more than 65,536 ids; llm.c's with a header have 2.
+
+    Args:
+        path: of the file.
+        num_ids: of the tokenizer.
+
     Raises:
-        DataError: it is no one-dimensional array of integers, or torn.
+        DataError: it is no one-dimensional array of integers of this size, or torn.
     """
     try:
         if path.suffix == ".npy":
@@ -134,11 +153,27 @@ def read_tokens(path: Path) -> Tokens:
                     hint="it is torn, or made by another version: fetch or make it again",
                 )
             return np.memmap(path, dtype="<u2", mode="r", offset=4 * _HEADER_INTS)
-        if size % 2 or not size:
-            raise DataError(f"{path}: {size} bytes are no tokens of 2 bytes each")
-        return np.memmap(path, dtype="<u2", mode="r")
+        dtype = token_dtype(num_ids)
+        if size % dtype.itemsize or not size:
+            raise DataError(
+                f"{path}: {size} bytes are no tokens of {dtype.itemsize} bytes each",
+                hint="it is torn, or of another tokenizer: fetch or make it again",
+            )
+        found = np.memmap(path, dtype=dtype, mode="r")
+        _require_size(path, found)
+        return found
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _require_size(path: Path, tokens: Tokens) -> None:
+    """Refuses ids of 4 bytes in a file that is read as one of 2."""
+    first = np.asarray(tokens[: 2 * _SURE])
+    if first.itemsize == 2 and len(first) == 2 * _SURE and not first[1::2].any() and first.any():
+        raise DataError(
+            f"{path}: its tokens seem to have 4 bytes each, and this tokenizer's have 2",
+            hint="save them as uint16, or as .npy, which says how large they are",
+        )
 
 
 def _cut(tokens: Tokens) -> Iterator[bytes]:

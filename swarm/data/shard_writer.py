@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from blake3 import blake3
 from swarm import durable
 from swarm.data.corpus import Split, size_of
 from swarm.data.documents import Tally
+from swarm.data.repetition import is_repetitive
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
 from swarm.progress import reading
@@ -78,6 +79,7 @@ class Contents:
         held_out_documents: the others.
         held_out_bytes: their size.
         copies: documents that were left out since the corpus has them already.
+        repetitive: documents that were left out since they repeat a few tokens over and over.
         skipped: files, folders and lines that are not read.
         skipped_first: the first of them, with the reason.
     """
@@ -89,17 +91,23 @@ class Contents:
     held_out_documents: int = 0
     held_out_bytes: int = 0
     copies: int = 0
+    repetitive: int = 0
     skipped: int = 0
     skipped_first: tuple[str, ...] = ()
 
 
+_Shard = tuple[str, int, str, int, int, int]
+"""File name, tokens, digest; and up to its end the documents that were tokenised, those of them
+that were left out as repetitive, and their bytes."""
+
+
 @dataclass
 class _Finished:
-    """The shards of a folder that are finished: (file name, tokens, digest, documents) each."""
+    """The shards of a folder that are finished."""
 
     folder: Path
     key: str
-    shards: list[tuple[str, int, str, int]]
+    shards: list[_Shard]
 
     @staticmethod
     def read(folder: Path, key: str) -> _Finished:
@@ -113,7 +121,10 @@ class _Finished:
             return _Finished(folder, key, [])
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            shards = [(str(n), int(t), str(d), int(c)) for n, t, d, c in values["shards"]]
+            shards = [
+                (str(n), int(t), str(d), int(c), int(r), int(b))
+                for n, t, d, c, r, b in values["shards"]
+            ]
             is_same = values["key"] == key
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path}: damaged: {error}", hint=f"remove {folder}") from error
@@ -124,7 +135,7 @@ class _Finished:
             )
         return _Finished(folder, key, shards)
 
-    def add(self, shard: tuple[str, int, str, int]) -> None:
+    def add(self, shard: _Shard) -> None:
         self.shards.append(shard)
         content = json.dumps({"key": self.key, "shards": self.shards}).encode()
         durable.write_file(self.folder / PROGRESS, content)
@@ -136,7 +147,7 @@ class _Finished:
             DataError: one of them is not what it was.
         """
         everything = blake3()
-        for name, _, digest, _ in self.shards:
+        for name, _, digest, *_ in self.shards:
             path = self.folder / name
             try:
                 if blake3().update_mmap(path).hexdigest() != digest:
@@ -154,6 +165,7 @@ def write_shards(
     *,
     shard_tokens: int = SHARD_TOKENS,
     drop_copies: bool = False,
+    drop_repetition: bool = False,
     held_out: Iterable[bytes] | None = None,
 ) -> None:
     """Makes the shards of a text, or goes on with them; says how far it is.
@@ -164,6 +176,7 @@ def write_shards(
         tokenizer: makes tokens of them.
         shard_tokens: a shard is closed by the first document that reaches this size.
         drop_copies: whether only the first of equal documents is kept.
+        drop_repetition: whether documents are left out that `is_repetitive` finds.
         held_out: held-out documents to keep as text; None where the text stays at hand.
 
     Raises:
@@ -171,17 +184,19 @@ def write_shards(
             something else.
         TokenizerError: the tokenizer cannot be run.
     """
-    named = [FORMAT, tokenizer.name, shard_tokens, drop_copies, source.fingerprint()]
+    options = [shard_tokens, drop_copies, drop_repetition]
+    named = [FORMAT, tokenizer.name, *options, source.fingerprint()]
     finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
     one_pass = _Pass(source, finished.digest())
     dtype = token_dtype(tokenizer.num_ids)
-    here = sum(documents for *_, documents in finished.shards)
-    documents = itertools.islice(one_pass.training_documents(drop_copies), here, None)
-    training = (tokens.astype(dtype) for tokens in source.tokens(documents, tokenizer))
+    kept = _Kept(*finished.shards[-1][3:]) if finished.shards else _Kept()
+    documents = itertools.islice(one_pass.training_documents(drop_copies), kept.seen, None)
+    tokenised = source.tokens(kept.noted(documents), tokenizer)
+    training = (tokens.astype(dtype) for tokens in kept.of(tokenised, drop_repetition))
     while (first := next(training, None)) is not None:
         several = itertools.chain((first,), training)
         written = _write_shard(folder, len(finished.shards), several, shard_tokens, one_pass.digest)
-        finished.add(written)
+        finished.add((*written, kept.seen, kept.left_out, kept.left_out_bytes))
     if not finished.shards:
         raise _no_text(source, one_pass)
     header: dict[str, Any] = {
@@ -190,7 +205,7 @@ def write_shards(
         "tokenizer": tokenizer.name,
         "dtype": dtype.str,
         "shards": [shard[:3] for shard in finished.shards],
-        "contents": asdict(one_pass.contents()),
+        "contents": asdict(one_pass.contents(kept)),
     }
     if held_out is not None:
         header["held_out"] = _write_held_out(folder / HELD_OUT, held_out)
@@ -202,6 +217,39 @@ def write_shards(
 def digest_of_header(header: dict[str, Any]) -> str:
     """The digest with which a header ends."""
     return blake3(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class _Kept:
+    """Which of the tokenised documents are kept.
+
+    Attributes:
+        seen: documents that were tokenised, those of finished shards included.
+        left_out: of these, the repetitive ones.
+        left_out_bytes: their size.
+    """
+
+    seen: int = 0
+    left_out: int = 0
+    left_out_bytes: int = 0
+    _sizes: deque[int] = field(default_factory=deque)
+
+    def noted(self, documents: Iterable[bytes]) -> Iterator[bytes]:
+        """The documents; their sizes are known to `of`, however far ahead they are taken."""
+        for content in documents:
+            self._sizes.append(len(content))
+            yield content
+
+    def of(self, tokenised: Iterable[Tokens], drop_repetition: bool) -> Iterator[Tokens]:
+        """The tokens of those that are kept."""
+        for tokens in tokenised:
+            size = self._sizes.popleft()
+            self.seen += 1
+            if drop_repetition and is_repetitive(tokens):
+                self.left_out += 1
+                self.left_out_bytes += size
+            else:
+                yield tokens
 
 
 class _Pass:
@@ -236,17 +284,18 @@ class _Pass:
             if kind == "training":
                 yield content
 
-    def contents(self) -> Contents:
+    def contents(self, kept: _Kept) -> Contents:
         """What was found, once the pass is through."""
         count = self._counted
         return Contents(
             digest=self.digest.hexdigest(),
             files=self.tally.files,
-            documents=count["training_documents"],
-            training_bytes=count["training_bytes"],
+            documents=count["training_documents"] - kept.left_out,
+            training_bytes=count["training_bytes"] - kept.left_out_bytes,
             held_out_documents=count["held_out_documents"],
             held_out_bytes=count["held_out_bytes"],
             copies=count["copies"],
+            repetitive=kept.left_out,
             skipped=self.tally.count,
             skipped_first=tuple(self.tally.named),
         )
@@ -265,12 +314,12 @@ def _no_text(source: Source, one_pass: _Pass) -> DataError:
 
 def _write_shard(
     folder: Path, index: int, documents: Iterator[Tokens], shard_tokens: int, all_tokens: blake3
-) -> tuple[str, int, str, int]:
-    """Writes the next shard, durably: file name, tokens, digest, documents.
+) -> tuple[str, int, str]:
+    """Writes the next shard, durably: file name, tokens, digest.
 
     Its tokens also go into the digest of all tokens.
     """
-    digest, num_tokens, num_documents = blake3(), 0, 0
+    digest, num_tokens = blake3(), 0
     name = f"{index:05}.bin"
     with (folder / name).open("wb") as file:
         for tokens in documents:
@@ -279,12 +328,11 @@ def _write_shard(
             all_tokens.update(data)
             file.write(data)
             num_tokens += len(tokens)
-            num_documents += 1
             if num_tokens >= shard_tokens:
                 break
         file.flush()
         os.fsync(file.fileno())
-    return name, num_tokens, digest.hexdigest(), num_documents
+    return name, num_tokens, digest.hexdigest()
 
 
 def _write_held_out(path: Path, documents: Iterable[bytes]) -> tuple[int, str]:

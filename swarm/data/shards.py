@@ -58,6 +58,7 @@ class Shards:
         """Files, documents, tokens, split and all that was skipped, in a line."""
         found = self.contents
         skipped = f"; {found.copies:,} copies left out" if found.copies else ""
+        skipped += f"; {found.repetitive:,} repetitive left out" if found.repetitive else ""
         skipped += f"; {found.skipped} skipped" if found.skipped else ""
         if found.skipped_first:
             rest = ", ..." if found.skipped > len(found.skipped_first) else ""

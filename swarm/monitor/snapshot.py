@@ -129,6 +129,11 @@ class Coverage:
         """Of the lap after these, 0 up to 1."""
         return self.counted % self.windows / self.windows
 
+    @property
+    def repeated(self) -> int:
+        """How many of those that were counted had been counted before, in an earlier lap."""
+        return max(0, self.counted - self.windows)
+
 
 @dataclass(frozen=True)
 class RoundPoint:
@@ -270,7 +275,7 @@ def _by_manifest(found: Snapshot, tip: Manifest, present: Mapping[PeerId, object
     return replace(
         found,
         reasons=tip.reasons,
-        coverage=_coverage(tip),
+        coverage=coverage_of(tip),
         step=tip.step,
         tokens=tip.tokens,
         members=len(tip.members),
@@ -311,7 +316,8 @@ def _experts(tip: Manifest | None, rows: list[PeerRecord]) -> tuple[ExpertRow, .
     return tuple(ExpertRow(expert, tuple(owners[expert]), None) for expert in sorted(owners))
 
 
-def _coverage(tip: Manifest) -> Coverage | None:
+def coverage_of(tip: Manifest) -> Coverage | None:
+    """What the agreed training has read of the common text; None where each peer has its own."""
     text = tip.founding.text
     if text is None:
         return None

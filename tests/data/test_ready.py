@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm.data.ready import MAX_DOCUMENT_TOKENS, ReadyTokens, ready_tokens
+from swarm.data.ready import MAX_DOCUMENT_TOKENS, ReadyTokens, read_tokens, ready_tokens
 from swarm.data.shard_writer import write_shards
 from swarm.data.shards import open_folder
 from swarm.data.tokenise import BYTE
@@ -91,6 +91,31 @@ def test_arrays_that_are_no_tokens_are_refused(tmp_path: Path, array: np.ndarray
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=r"one row of integers|ids from -1"):
         list(source(tmp_path).documents())
+
+
+def test_the_size_of_an_id_is_the_tokenizers_or_refused(tmp_path: Path) -> None:
+    wide = np.array(STREAM * 2, dtype="<u4")
+    (tmp_path / "a.bin").write_bytes(wide.tobytes())
+    with pytest.raises(DataError, match=r"4 bytes each, and this tokenizer's have 2.*\.npy"):
+        list(source(tmp_path).documents())
+    assert np.array_equal(read_tokens(tmp_path / "a.bin", 100_000), wide)
+    (tmp_path / "a.bin").write_bytes(wide.astype("<u2").tobytes())
+    found = ReadyTokens("wide", tmp_path, ("a.bin",), 100_000, 256)
+    with pytest.raises(DataError, match=r"ids from .*name the tokenizer that made these"):
+        list(found.documents())
+    (tmp_path / "a.bin").write_bytes(wide.tobytes()[:-2])
+    with pytest.raises(DataError, match=r"no tokens of 4 bytes each"):
+        list(found.documents())
+
+
+def test_tokens_beside_texts_are_refused_and_hidden_files_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.bin").write_bytes(b"abcd")
+    assert ready_tokens(tmp_path, BYTE, None) is None
+    np.save(tmp_path / "a.npy", np.array(STREAM, dtype=np.uint16))
+    (tmp_path / "note.txt").write_text("a text")
+    with pytest.raises(DataError, match=r"tokens \(a\.npy\) and texts \(note\.txt\).*folders"):
+        ready_tokens(tmp_path, BYTE, None)
 
 
 def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:

@@ -93,9 +93,63 @@ def test_killed_and_run_again_it_makes_the_same_bytes(
     assert files_of(made(corpus, out)) == files_of(whole)
 
 
+def repeating(folder: Path) -> Corpus:
+    folder.mkdir()
+    for number in range(90):
+        text = f"document {number} " + ("ab" * 40 if number % 3 == 1 else "") + "and so on"
+        (folder / f"{number:03}.txt").write_text(text)
+    return folder_corpus(folder)
+
+
+def test_repetitive_documents_are_left_out_and_counted(tmp_path: Path) -> None:
+    corpus, out = repeating(tmp_path / "text"), tmp_path / "out"
+    training = [each for each in corpus.documents() if not is_held_out(each)]
+    wanted = [document_tokens(each) for each in training if b"abab" not in each]
+    out.mkdir()
+    write_shards(corpus, out, BYTE, shard_tokens=SHARD_TOKENS, drop_repetition=True)
+    shards = open_folder(out)
+    assert np.array_equal(np.concatenate(shards.arrays), np.concatenate(wanted))
+    found = shards.contents
+    assert (found.documents, found.repetitive) == (len(wanted), len(training) - len(wanted))
+    assert found.training_bytes == sum(map(len, wanted)) - len(wanted)
+    assert f"{found.repetitive} repetitive left out" in shards.summary()
+
+
+class Ended(Exception):
+    """Stands for a kill."""
+
+
+def test_ended_and_run_again_it_leaves_the_same_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, whole, out = repeating(tmp_path / "text"), tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    out.mkdir()
+
+    def write(folder: Path) -> None:
+        write_shards(corpus, folder, BYTE, shard_tokens=SHARD_TOKENS, drop_repetition=True)
+
+    write(whole)
+    encoded = ByteTokenizer.encoded
+    for after in (40, 30, 40):
+
+        def ending(self: ByteTokenizer, documents: Iterable[bytes]) -> Iterator[Tokens]:
+            for number, tokens in enumerate(encoded(self, documents)):
+                if number == after:  # noqa: B023 - called before the next turn
+                    raise Ended
+                yield tokens
+
+        with monkeypatch.context() as patched, pytest.raises(Ended):
+            patched.setattr(ByteTokenizer, "encoded", ending)
+            write(out)
+        assert (out / PROGRESS).exists()
+    write(out)
+    assert files_of(out) == files_of(whole)
+
+
 def key_of(corpus: Corpus) -> str:
     """What a half-made folder says it is made of."""
-    named = [FORMAT, BYTE.name, SHARD_TOKENS, True, corpus.fingerprint()]
+    named = [FORMAT, BYTE.name, SHARD_TOKENS, True, False, corpus.fingerprint()]
     return blake3(json.dumps(named).encode()).hexdigest()
 
 
@@ -115,7 +169,7 @@ def test_what_is_finished_is_not_tokenised_again(
     first = [*json.loads((out / HEADER).read_text())["shards"][0]]
     documents = int((np.fromfile(out / first[0], "<u2") == BYTE.end_of_text).sum())
     (out / HEADER).unlink()
-    progress = {"key": key_of(corpus), "shards": [[*first, documents]]}
+    progress = {"key": key_of(corpus), "shards": [[*first, documents, 0, 0]]}
     (out / PROGRESS).write_text(json.dumps(progress))
     encoded.clear()
     assert files_of(made(corpus, out)) == whole
@@ -141,7 +195,7 @@ def test_a_finished_shard_that_was_changed_is_seen_before_it_goes_on(
     out = tmp_path / "out"
     out.mkdir()
     (out / "00000.bin").write_bytes(b"ab")
-    shards = [["00000.bin", 1, "0" * 64, 1]]
+    shards = [["00000.bin", 1, "0" * 64, 1, 0, 0]]
     (out / PROGRESS).write_text(json.dumps({"key": key_of(corpus), "shards": shards}))
     with pytest.raises(DataError, match=r"00000\.bin: was changed.*remove"):
         made(corpus, out)
