@@ -14,9 +14,11 @@ from peers.option_values import require_folder
 from peers.options import OPTIONS, Program, option, version_option
 from peers.program_log import configure_logging
 from swarm import durable
+from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import Corpus, Split, open_corpus, size_of
 from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
+from swarm.data.mixture import Mixture, open_mixture
 from swarm.data.ready import ReadyTokens, ready_tokens
 from swarm.data.shard_writer import HEADER, SHARD_TOKENS, write_shards
 from swarm.data.shards import Prepared, Shards, open_prepared
@@ -26,6 +28,7 @@ from swarm.data.tokenizer_file import FILE, FileTokenizer, open_tokenizer
 from swarm.data.training import decode, train_tokenizer
 from swarm.errors import DataError
 from swarm.progress import reading
+from swarm.run_files import read_text
 
 MODEL_MAX_LENGTH = 2**20
 """What a tokenizer says of models that have none yet."""
@@ -84,6 +87,7 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
 
 
 @main.command("tokenize")
+@OPTIONS["run"]
 @option("--corpus", metavar="FOLDER", help=f"{_CORPUS} .npy and .bin files are tokens already.")
 @_COLUMN
 @option(
@@ -112,6 +116,7 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
 )
 def tokenise(
     *,
+    run: Path | None,
     corpus: str | None,
     column: str,
     tokenizer: Path | None,
@@ -124,12 +129,12 @@ def tokenise(
     """Makes shards of a text, which swarm-peer takes as --corpus.
 
     The same text, tokenizer and options give the same shards, byte by byte, on any number of cores.
-    Killed at any moment it goes on where a shard ended, when it is run again as before.
+    Killed at any moment it goes on where a shard ended, when it is run again as before. Of a file
+    given with --run only data.mixture counts: which folders in that of --corpus are mixed.
     """
     require_folder(out)
     used = _tokenizer(tokenizer)
-    ready = ready_tokens(Path(corpus), used, input_end_of_text) if corpus else None
-    source = ready or open_corpus(corpus, column)
+    source = _source(run, corpus, column, used, input_end_of_text)
     if (out / HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
     durable.make_folder(out)
@@ -207,6 +212,21 @@ def _tokenizer(folder: Path | None) -> Tokenizer:
     return open_tokenizer(folder) if folder else BYTE
 
 
+def _source(
+    run: Path | None,
+    corpus: str | None,
+    column: str,
+    tokenizer: Tokenizer,
+    input_end_of_text: int | None,
+) -> Corpus | Mixture | ReadyTokens:
+    if run:
+        config = parse_config(RunConfig, read_text(run), source=str(run))
+        if config.data.mixture:
+            return open_mixture(corpus, config.data.mixture, column)
+    ready = ready_tokens(Path(corpus), tokenizer, input_end_of_text) if corpus else None
+    return ready or open_corpus(corpus, column)
+
+
 def _training_documents(corpus: Corpus) -> Iterator[bytes]:
     split, num_bytes = Split.of(corpus.documents()), size_of(corpus.root, corpus.files)
     for content in reading(corpus.name, num_bytes, corpus.documents()):
@@ -214,7 +234,7 @@ def _training_documents(corpus: Corpus) -> Iterator[bytes]:
             yield content
 
 
-def _held_out(source: Corpus | ReadyTokens, tokenizer: Tokenizer) -> Iterator[bytes]:
+def _held_out(source: Corpus | Mixture | ReadyTokens, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
     size = 0
     found = held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)
@@ -237,6 +257,7 @@ def _text_of(document: bytes, tokenizer: Tokenizer) -> bytes:
 def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
     found: dict[str, Any] = {
         "text": prepared.name,
+        "mixture": [list(share) for share in prepared.mixture],
         "tokenizer": prepared.tokenizer,
         "shards": len(shards.arrays),
         "tokens": shards.num_tokens,

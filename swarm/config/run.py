@@ -19,6 +19,7 @@ from swarm.config.section import (
     Seconds,
     Section,
     Share,
+    Weight,
 )
 
 
@@ -47,6 +48,9 @@ class DataConfig(Section):
     (`--tokenizer DIR`), which travels with the run."""
     sequence_length: Positive
     """Tokens of a training sequence."""
+    mixture: Annotated[tuple[tuple[RunName, Weight], ...], Field(max_length=64)] = ()
+    """Folders in the folder of the text, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
+    the bytes from web, until one of them has no more. Empty: the text is not mixed."""
     validation_bytes: Annotated[int, Field(ge=64, le=1_000_000)] = 65_536
     """Bytes of held-out text whose tokens go into manifest 0, on which every `val_loss` is
     measured."""
@@ -205,6 +209,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_size()
+        self._check_mixture()
         self._check_owners()
         self._check_betas()
         self._check_batches()
@@ -250,6 +255,11 @@ class RunConfig(Section):
                 f"optimizer.betas: {first} squared must be below {second}, and that below 1, or "
                 "a single step of AdamW may move a weight without bound"
             )
+
+    def _check_mixture(self) -> None:
+        folders = [folder for folder, _ in self.data.mixture]
+        if len(set(folders)) < len(folders):
+            raise ValueError(f"data.mixture: names a folder twice: {folders}")
 
     def _check_size(self) -> None:
         model = self.model

@@ -11,6 +11,7 @@ MAX_COUNT = 2**62
 Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveReal = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(gt=0, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 """Up to 115 days."""
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -55,6 +55,11 @@ class Corpus:
     unlisted: tuple[tuple[str, str], ...] = ()
     column: str = TEXT
 
+    @property
+    def mixture(self) -> tuple[tuple[str, float], ...]:
+        """See `Source`."""
+        return ()
+
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """The documents that are not blank, in order; see `swarm.data.documents`.
 

@@ -50,6 +50,11 @@ class ReadyTokens:
     num_ids: int
     end_of_text: int
 
+    @property
+    def mixture(self) -> tuple[tuple[str, float], ...]:
+        """See `Source`."""
+        return ()
+
     def fingerprint(self) -> str:
         """See `Source`."""
         said = [fingerprint_of(self.root, self.files), self.end_of_text]

@@ -36,7 +36,7 @@ _COPY_BYTES = 16
 
 
 class Source(Protocol):
-    """Where documents come from: a folder of text, or of ready tokens."""
+    """Where documents come from: folders of text, or a folder of ready tokens."""
 
     @property
     def name(self) -> str:
@@ -51,6 +51,11 @@ class Source(Protocol):
     @property
     def files(self) -> tuple[str, ...]:
         """Paths below it."""
+        ...
+
+    @property
+    def mixture(self) -> tuple[tuple[str, float], ...]:
+        """Folders and their weights; empty where the text is not mixed."""
         ...
 
     def fingerprint(self) -> str:
@@ -202,6 +207,7 @@ def write_shards(
     header: dict[str, Any] = {
         "format": FORMAT,
         "name": source.name,
+        "mixture": source.mixture,
         "tokenizer": tokenizer.name,
         "dtype": dtype.str,
         "shards": [shard[:3] for shard in finished.shards],

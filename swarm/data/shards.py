@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from swarm.data.corpus import Corpus, printable_name
 from swarm.data.documents import Tally, file_documents
+from swarm.data.mixture import Mixture, Shares
 from swarm.data.shard_writer import (
     FORMAT,
     HEADER,
@@ -75,7 +76,7 @@ class Torn(Exception):
 
 
 def open_shards(
-    corpus: Corpus, cache: Path, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS
+    corpus: Corpus | Mixture, cache: Path, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS
 ) -> Shards:
     """The training documents of a corpus (held-out ones are left out) as shards.
 
@@ -122,11 +123,13 @@ class Prepared:
         name: of the text they were made of.
         root: the folder.
         tokenizer: name of the one that made them.
+        mixture: folders and weights that the text was mixed of; empty where it was not.
     """
 
     name: str
     root: Path
     tokenizer: str
+    mixture: Shares = ()
 
     def open(self, tokenizer: Tokenizer) -> Shards:
         """Its shards, every byte checked.
@@ -190,8 +193,10 @@ def open_prepared(folder: Path) -> Prepared:
         )
     try:
         header = _header_of(folder)
-        return Prepared(printable_name(str(header["name"])), folder, str(header["tokenizer"]))
-    except (Torn, LookupError) as error:
+        mixture = tuple((str(name), float(weight)) for name, weight in header["mixture"])
+        name = printable_name(str(header["name"]))
+        return Prepared(name, folder, str(header["tokenizer"]), mixture)
+    except (Torn, LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"{folder / HEADER}: {error}", hint="make the folder anew with swarm-data tokenize"
         ) from error

@@ -14,6 +14,7 @@ from swarm.config import RunConfig
 from swarm.data.corpus import Corpus, open_corpus
 from swarm.data.held_out import held_out_documents
 from swarm.data.loader import require_a_batch
+from swarm.data.mixture import Mixture, Shares, open_mixture
 from swarm.data.shards import Prepared, Shards, is_prepared, open_prepared, open_shards
 from swarm.data.tokenizer import Tokenizer
 from swarm.errors import BadManifest, DataError, TokenizerError
@@ -116,7 +117,7 @@ class RunText:
             require_text(needed, text_of(corpus, shards, run, tokenizer), corpus.root)
         self._shards = shards
 
-    def _open(self, corpus: Corpus | Prepared, tokenizer: Tokenizer) -> Shards:
+    def _open(self, corpus: Corpus | Mixture | Prepared, tokenizer: Tokenizer) -> Shards:
         if isinstance(corpus, Prepared):
             shards = corpus.open(tokenizer)
         else:
@@ -132,23 +133,37 @@ class RunText:
         self._said = line
 
 
-def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Prepared:
+def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Mixture | Prepared:
     """The files in a folder, the shards that `swarm-data tokenize` made, or the standard library.
 
     Raises:
-        DataError: they are missing, or the run asks every peer to bring its own.
+        DataError: they are missing, mixed otherwise than the run's text, or the run asks every peer
+            to bring its own.
     """
     if run.data.mode == "own" and folder is None:
         raise DataError(
             "in this run every peer trains on its own text", hint="name a folder: --corpus DIR"
         )
     if folder is not None and is_prepared(path := Path(folder).expanduser().absolute()):
-        return open_prepared(path)
+        prepared = open_prepared(path)
+        if prepared.mixture != run.data.mixture:
+            raise DataError(
+                f"{path}: its shards have data.mixture = {_shown(prepared.mixture)}, the run has "
+                f"{_shown(run.data.mixture)}",
+                hint="swarm-data tokenize --run FILE with the run's file, into another folder",
+            )
+        return prepared
+    if run.data.mixture:
+        return open_mixture(folder, run.data.mixture)
     return open_corpus(folder)
 
 
+def _shown(mixture: Shares) -> str:
+    return str([list(share) for share in mixture])
+
+
 def text_of(
-    corpus: Corpus | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
+    corpus: Corpus | Mixture | Prepared, shards: Shards, run: RunConfig, tokenizer: Tokenizer
 ) -> Text:
     """What manifest 0 says about a corpus."""
     return Text(
