@@ -16,11 +16,12 @@ from peers.program_log import configure_logging
 from swarm import durable
 from swarm.config import RunConfig, parse_config
 from swarm.data.corpus import Corpus, Split, open_corpus, size_of
+from swarm.data.datasets_text import DatasetText
 from swarm.data.documents import TEXT
 from swarm.data.held_out import MAX_HELD_OUT_TEXT, held_out_documents
-from swarm.data.mixture import Mixture, open_mixture
+from swarm.data.mixture import open_mixture
 from swarm.data.ready import ReadyTokens, ready_tokens
-from swarm.data.shard_writer import HEADER, SHARD_TOKENS, write_shards
+from swarm.data.shard_writer import HEADER, SHARD_TOKENS, Source, write_shards
 from swarm.data.shards import Prepared, Shards, open_prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
@@ -114,9 +115,15 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
     type=click.IntRange(min=0),
     help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
 )
+@option("--dataset", metavar="NAME", help="Data set on the Hugging Face hub, or its folder.")
+@option("--dataset-config", metavar="NAME", help="Which of its configurations.")
+@option("--split", default="train", show_default=True, help="Which part of --dataset.")
 def tokenise(
     *,
     run: Path | None,
+    dataset: str | None,
+    dataset_config: str | None,
+    split: str,
     corpus: str | None,
     column: str,
     tokenizer: Path | None,
@@ -134,7 +141,13 @@ def tokenise(
     """
     require_folder(out)
     used = _tokenizer(tokenizer)
-    source = _source(run, corpus, column, used, input_end_of_text)
+    if dataset and (corpus or run):
+        raise click.UsageError("--dataset is a text of its own: leave out --corpus and --run")
+    source = (
+        DatasetText(dataset, dataset_config, split, column)
+        if dataset
+        else _source(run, corpus, column, used, input_end_of_text)
+    )
     if (out / HEADER).exists():
         raise DataError(f"{out}: holds finished shards", hint="remove it, or name another folder")
     durable.make_folder(out)
@@ -218,7 +231,7 @@ def _source(
     column: str,
     tokenizer: Tokenizer,
     input_end_of_text: int | None,
-) -> Corpus | Mixture | ReadyTokens:
+) -> Source:
     if run:
         config = parse_config(RunConfig, read_text(run), source=str(run))
         if config.data.mixture:
@@ -234,7 +247,7 @@ def _training_documents(corpus: Corpus) -> Iterator[bytes]:
             yield content
 
 
-def _held_out(source: Corpus | Mixture | ReadyTokens, tokenizer: Tokenizer) -> Iterator[bytes]:
+def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
     size = 0
     found = held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)

@@ -106,6 +106,11 @@ def pieces(file: BinaryIO) -> Iterator[bytes]:
     yield rest
 
 
+def row_documents(rows: Iterable[str | None], name: str, skipped: Tally) -> Iterator[bytes]:
+    """The documents of the rows of a table; see `file_documents`."""
+    return _cut_texts(_row_texts(rows, name, skipped.add))
+
+
 def _unfit(file: BinaryIO) -> str:
     """Why a file is no text; empty if it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -123,8 +128,7 @@ def _unfit(file: BinaryIO) -> str:
 def _documents(path: Path, name: str, skipped: Tally, column: str) -> Iterator[bytes]:
     try:
         if path.suffix == TABLE:
-            rows = _row_texts(table_texts(path, column), name, skipped.add)
-            yield from _cut_texts(rows)
+            yield from row_documents(table_texts(path, column), name, skipped)
             return
         with opened(path) as file:
             is_json = path.name.endswith(LINES)
@@ -189,4 +193,4 @@ def _row_texts(
         if text is None:
             skip(f"{name}: row {number}", "no text")
         else:
-            yield io.BytesIO(text.encode())
+            yield io.BytesIO(text.encode("utf-8", errors="replace"))
