@@ -50,7 +50,7 @@ CAUGHT_BY_SCHEDULE = {
     "no_base_check_at_merge": "B:1",
     "tip_before_collected": "D:1",
     # Rare: hundreds of schedules until caught, so they have a directed test as well.
-    "promise_in_memory": "B:548",
+    "promise_in_memory": "C:127",
     "promise_not_recorded": "C:109",
     "lowest_accepted": "A:581",
 }
