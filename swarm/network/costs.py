@@ -22,9 +22,9 @@ class Costs:
     def __init__(self, source: PeerId, ledger: Ledger) -> None:
         self._source, self._ledger = source, ledger
 
-    def fetching(self, num_bytes: int, cost: Cost = Cost.BYTES) -> None:
-        """Charges attachments that are not here; raises TooCostly."""
-        self._ledger.take(self._source, cost, num_bytes, time.monotonic())
+    def fetching(self, amount: int, cost: Cost = Cost.BYTES) -> None:
+        """Charges attachments that are not here, by bytes or number; raises TooCostly."""
+        self._ledger.take(self._source, cost, amount, time.monotonic())
 
     async def parsing(self, work: Callable[[], Result], *, off_loop: bool = False) -> Result:
         """Does some work, in another thread if it is much, and charges its processor time."""

@@ -33,6 +33,7 @@ class Cost(StrEnum):
     MESSAGES = "messages"  # calls over the control path
     LETTERS = "letters"  # calls that bring what another peer has sealed
     BYTES = "bytes"  # attachments that are to be fetched
+    PROOFS = "proofs"  # proofs of strangers that are to be fetched
     MANIFESTS = "manifests"  # bytes of manifests that a stranger has proved
     SECONDS = "seconds"  # processor time for parsing and decoding
     PENDING = "pending"  # messages that are being worked on
@@ -75,6 +76,9 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.LETTERS: Limit(Rate(2048, 1024), Rate(512, 256), Rate(32, 8)),
     # The offers of a roster are charged to its convener. A stranger's proof has 1 MiB at most.
     Cost.BYTES: Limit(Rate(32 * MIB, 8 * MIB), Rate(24 * MIB, 6 * MIB), Rate(2 * MIB, MIB / 16)),
+    # However small, a proof takes a stream and 7 ms of a processor: strangers get a tenth of one in
+    # all. One COMMIT brings a peer that was away up to date, and all others bring the same.
+    Cost.PROOFS: Limit(Rate(256, 64), Rate(64, 16), Rate(8, 1)),
     # Two manifests of 8 MiB each go with a COMMIT; nobody proves one that this peer does not want.
     Cost.MANIFESTS: Limit(Rate(128 * MIB, MIB), Rate(32 * MIB, MIB / 4), Rate(16 * MIB, MIB / 8)),
     # A roster of 256 peers takes a second. A tenth of a processor is all that strangers get.

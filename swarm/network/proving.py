@@ -75,6 +75,7 @@ class Proving:
 
     async def _proof(self, source: PeerId, digest: Digest, num_bytes: int, costs: Costs) -> bytes:
         if not self._aside.store.has(digest):
+            costs.fetching(1, Cost.PROOFS)
             costs.fetching(num_bytes)
             await self._bring([Want(digest, num_bytes, (source,))])
         return self._blob(digest)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +14,15 @@ import pytest
 
 from swarm.canonical import canonical
 from swarm.network import inbound
-from swarm.network.ledger import LIMITS, Cost, Ledger, Limit, Rate
+from swarm.network.ledger import (
+    LIMITS,
+    PREFIX_SHARE,
+    STRANGERS_SHARE,
+    Cost,
+    Ledger,
+    Limit,
+    Rate,
+)
 from swarm.protocol.claims import MAX_STRANGER_PROOF_BYTES
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
@@ -91,7 +101,7 @@ def desk() -> Iterator[Desk]:
     assert len(desk.store) == len(desk.aside.store) == 0, "nothing is kept"
 
 
-def hear(desk: Desk, commit: Commit, **named: bytes) -> list[str]:
+def hear(desk: Desk, commit: Commit, source: str = STRANGER, **named: bytes) -> list[str]:
     """Takes a stranger's COMMIT in; returns what was fetched for it, in order."""
     payload, attachments = encode(header_of(commit.manifest), commit)
     frame = json.loads(payload)
@@ -105,7 +115,7 @@ def hear(desk: Desk, commit: Commit, **named: bytes) -> list[str]:
             kinds[reference["digest"]] = kind
     desk.aside.blobs |= attachments
     desk.aside.asked.clear()
-    desk.run((STRANGER, json.dumps(frame).encode()))
+    desk.run((source, json.dumps(frame).encode()))
     return [kinds[want.digest] for want in desk.aside.asked]
 
 
@@ -199,6 +209,21 @@ def test_manifests_that_are_proved_again_and_again_are_bounded(desk: Desk) -> No
     assert len(hear(desk, commit)) == 3
     assert hear(desk, commit) == ["proof"]
     assert desk.refused == {"manifests_of_stranger": 1}
+
+
+def test_keys_of_one_network_have_few_proofs_fetched_however_small_they_are(desk: Desk) -> None:
+    desk.ledger, limit = Ledger(), LIMITS[Cost.PROOFS]
+    most = limit.shared.part(STRANGERS_SHARE * PREFIX_SHARE)
+    began_s = time.monotonic()
+    fetched, refused = 0, Counter[str]()
+    for number in range(2 * int(most.most)):
+        key = f"S{number}"
+        desk.ledger.locate(key, "/ip4/192.0.2.7/tcp/4001")
+        fetched += len(hear(desk, commit_of(CHAIN[4], CHAIN[3], CHAIN[2]), source=key))
+        refused += desk.refused
+    passed_s = time.monotonic() - began_s
+    assert most.most <= fetched <= most.most + most.per_s * passed_s
+    assert refused == {"proofs_of_prefix": 2 * most.most - fetched}
 
 
 # ---------------------------------------------------------------- a large swarm
