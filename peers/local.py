@@ -114,8 +114,8 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
 
 @program("swarm-local")
 @options(
-    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "as_json",
-    "log_format", "log_level",
+    "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "initialise_from",
+    "as_json", "log_format", "log_level",
 )  # fmt: skip
 @option(
     "--export", dest="export_to", type=click.Path(path_type=Path), help="Exports the model there."
@@ -148,12 +148,14 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
+    from swarm.peer.run_start import founders_weights  # loads torch: not for --help
     from swarm.peer.run_text import corpus_of  # loads torch: not for --help
     from swarm.peer.run_tokenizer import founders_tokenizer  # loads hivemind: not for --help
 
-    # A missing text or an unfit tokenizer ends it before it begins.
+    # A missing text or an unfit tokenizer or checkpoint ends it before it begins.
     corpus_of(run, options.peer_config().corpus.folder)
     founders_tokenizer(run, options.tokenizer)
+    founders_weights(run, options.initialise_from)
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as temporary:
         # The default of --state-dir is a single peer's home: a local swarm does not belong there.
         given = options.state_dir != Options().state_dir
@@ -163,7 +165,7 @@ def main(
             options.run,
             run.run.peers,
             options=["--linger", "86400", *_level(options), *_set(for_all)],
-            founder_options=[*_set(options.run_settings()), *_tokenizer(options)],
+            founder_options=[*_set(options.run_settings()), *_given(options)],
         )
         with _network(link) as swarm.links:
             runner = FaultRunner(swarm, plan, say=_say) if plan else None
@@ -205,8 +207,10 @@ def _set(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def _tokenizer(options: Options) -> list[str]:
-    return ["--tokenizer", str(options.tokenizer)] if options.tokenizer else []
+def _given(options: Options) -> list[str]:
+    """What the founder alone gets."""
+    flags = {"--tokenizer": options.tokenizer, "--initialise-from": options.initialise_from}
+    return [word for flag, folder in flags.items() if folder for word in (flag, str(folder))]
 
 
 def _level(options: Options) -> list[str]:

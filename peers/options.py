@@ -268,17 +268,23 @@ class Options:
         "--tokenizer",
         "Folder with the tokenizer.json that a founder gives its run; sets data.tokenizer to file.",
     )
+    initialise_from: Path | None = _path(
+        "--initialise-from",
+        "Checkpoint folder with the weights that a founder gives its run; sets run.initial to "
+        "given.",
+    )
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 
     def run_settings(self) -> tuple[str, ...]:
-        """Overrides of the run configuration: --set, --rounds, --peers, --tokenizer.
+        """Overrides of the run configuration: --set, --rounds, --peers and what a founder gives.
 
         Raises:
             ConfigError: a --set names a section of neither configuration.
         """
         is_file = ('data.tokenizer="file"',) if self.tokenizer else ()
-        return (*self._overrides(RunConfig), *is_file)
+        is_given = ('run.initial="given"',) if self.initialise_from else ()
+        return (*self._overrides(RunConfig), *is_file, *is_given)
 
     def peer_settings(self) -> tuple[str, ...]:
         """Overrides of the peer configuration: --set of its sections and the flags for it.

@@ -9,6 +9,7 @@ import click
 from peers.options import Options, flags_of, options, program
 from peers.toml_text import as_toml
 from swarm.config import PeerConfig
+from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm.peer.observing import PeerObserver
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 @program("swarm-peer")
 @options(
     "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings", *flags_of(PeerConfig), "tokenizer", "print_config", "log_format", "log_level",
+    "settings", *flags_of(PeerConfig), "tokenizer", "initialise_from", "print_config", "log_format",
+    "log_level",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:
@@ -34,6 +36,11 @@ def main(observer: PeerObserver | None, options: Options) -> None:
     """  # noqa: D301 - click reads the backspace
     config = options.peer_config()
     run = options.run_config() if options.run else None
+    if options.initialise_from and not run:
+        raise ConfigError(
+            "--initialise-from is for who founds a run, which takes --run too",
+            hint="leave it out to join one, whose members have the weights",
+        )
     if options.print_config:
         click.echo(as_toml(*([run] if run else []), config))
         return

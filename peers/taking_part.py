@@ -72,6 +72,7 @@ def take_part(
         vouched=options.tip,
         beside_others=options.new_run,
         tokenizer=options.tokenizer,
+        initialise_from=options.initialise_from,
     )
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)

@@ -15,8 +15,8 @@ from torch import Tensor
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.errors import SwarmError
 from swarm.experts import all_shapes
-from swarm.model.huggingface import load_weights
 from swarm.model.initialise import initial_tensors
+from swarm.model.pretrained import open_checkpoint
 from swarm.model.transformer import Transformer
 from swarm.monitor.snapshot import Snapshot
 from swarm.peer.agreed_model import open_state
@@ -115,21 +115,22 @@ def build_model(run: RunConfig, weights: Mapping[str, Tensor] | None = None) -> 
     return model
 
 
-def load_export(folder: Path | str, run: RunConfig) -> dict[str, Tensor]:
-    """The weights in an exported model, such as `swarm-export` writes.
+def load_export(folder: Path | str, run: RunConfig) -> Mapping[str, Tensor]:
+    """The weights in an exported model, such as `swarm-export` or Transformers writes.
 
     Args:
-        folder: with model.safetensors, or shards and their index.
+        folder: with config.json and model.safetensors, or shards and their index.
         run: whose model it must be.
 
     Returns:
-        Every tensor of the run's model by Hugging Face name, for `build_model` and `Peer.found`.
+        Every tensor of the run's model by Hugging Face name, for `build_model` and, in a run with
+        `run.initial = "given"`, for `Peer.found`. Each is read when it is asked for.
 
     Raises:
         CorruptState: a file is missing or damaged.
-        ConfigError: the export is of another model; names the first difference.
+        ConfigError: the export is of another model; names what differs.
     """
-    return load_weights(Path(folder).expanduser(), run)
+    return open_checkpoint(Path(folder), run)
 
 
 def load_state(folder: Path | str, run_id: str | None = None) -> State:

@@ -23,7 +23,7 @@ class Losses(swarm.PeerObserver):
 
 def main(export: str, folder: str, *settings: str) -> None:
     ten_steps = ["run.peers=1", "run.rounds=2", "round.local_steps=5"]
-    run = swarm.load_run("demo", [*ten_steps, *settings])
+    run = swarm.load_run("demo", ["run.initial=given", *ten_steps, *settings])
     weights = swarm.load_export(export, run)
     with swarm.Peer.found(run, folder, weights=weights, observer=Losses()) as peer:
         tip = peer.train()

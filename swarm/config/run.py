@@ -36,6 +36,9 @@ class RunSection(Section):
     """Peers the run is planned for; `swarm-plan` and `swarm-local` start from it."""
     admission: Literal["open", "invited"] = "open"
     """open: strangers may join, and earn a vote by work. invited: only with an invitation."""
+    initial: Literal["seed", "given"] = "seed"
+    """seed: the initial weights follow from `seed`, and joiners compute them. given: the founder
+    has them from a checkpoint (`--initialise-from DIR`), and joiners fetch them."""
 
 
 class DataConfig(Section):

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm import durable
 from swarm.config import RunConfig
-from swarm.errors import ConfigError, CorruptState
-from swarm.experts import all_shapes, expert_shapes, exported, shared_shapes
-from swarm.model.initialise import initial_tensors
+from swarm.errors import CorruptState
+from swarm.experts import Shape, expert_shapes, exported, shared_shapes
 
 MAX_SHARD_BYTES = 8 * 10**8
 """A shard is in memory twice while it is written: as tensors and as bytes."""
@@ -112,19 +110,20 @@ def _dots1(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def _shared_experts(run: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """The empty matrices of dots.llm1's shared expert, without which loading warns."""
+def unused_shapes(run: RunConfig) -> dict[str, Shape]:
+    """Name -> shape of dots.llm1's empty shared experts, without which loading warns."""
     if run.model.scoring_func != "sigmoid":
-        return
+        return {}
     hidden = run.model.hidden_size
-    for layer in range(run.model.num_hidden_layers):
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{projection}_proj.weight": shape
+        for layer in range(run.model.num_hidden_layers)
         for projection, shape in (
             ("gate", (0, hidden)),
             ("up", (0, hidden)),
             ("down", (hidden, 0)),
-        ):
-            name = f"model.layers.{layer}.mlp.shared_experts.{projection}_proj.weight"
-            yield name, torch.empty(shape)
+        )
+    }
 
 
 def save_model(
@@ -159,7 +158,8 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
     wanted = ((name, _cast(name, tensor, dtype)) for name, tensor in named if exported(name))
-    named = itertools.chain(wanted, _shared_experts(run))
+    unused = ((name, torch.empty(shape)) for name, shape in unused_shapes(run).items())
+    named = itertools.chain(wanted, unused)
     for number, shard in enumerate(_shards(named, max_shard_bytes)):
         parts.append(folder / f"{number:05d}.partial")
         save_file(shard, parts[-1], metadata={"format": "pt"})
@@ -223,7 +223,7 @@ def _shards(
 
 def _check_names(names: list[str], run: RunConfig, parts: list[Path]) -> None:
     expected = {name for name in shared_shapes(run.model) if exported(name)}
-    expected |= {name for name, _ in _shared_experts(run)}
+    expected |= unused_shapes(run).keys()
     for expert in range(run.model.num_experts):
         expected |= set(expert_shapes(run.model, expert))
     wrong = sorted(expected.symmetric_difference(names))
@@ -238,55 +238,12 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def load_named(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of an exported model, file by file, sorted by name within each.
+def tensor_files(folder: Path) -> list[str]:
+    """Names of the safetensors files in an export: those that its index lists, or the one.
 
     Raises:
-        CorruptState: a file is missing or contradicts its name.
+        CorruptState: the index is damaged, or names files elsewhere.
     """
-    for file in _files(folder):
-        try:
-            yield from _tensors_of(folder / file)
-        except (OSError, SafetensorError) as error:
-            raise CorruptState(f"{folder / file}: {error}") from error
-
-
-def load_weights(folder: Path, run: RunConfig) -> dict[str, Tensor]:
-    """Every tensor of a run's model from an export of one like it, by Hugging Face name.
-
-    What is of training alone, and so in no export, has its initial value.
-
-    Args:
-        folder: what `save_model` wrote, or files of Transformers with the same names.
-        run: whose model the export must fit.
-
-    Raises:
-        CorruptState: a file is missing or damaged.
-        ConfigError: the export is of another model; names the first difference.
-    """
-    shapes, named = all_shapes(run.model), dict(load_named(folder))
-    for name in {name for name, _ in _shared_experts(run)}:
-        named.pop(name, None)
-    own = [name for name in shapes if name not in named and not exported(name)]
-    named |= initial_tensors(run, own)
-    for name in sorted(named.keys() | shapes.keys()):
-        have = tuple(named[name].shape) if name in named else "no such tensor"
-        wanted = tuple(shapes[name]) if name in shapes else "no such tensor"
-        if have != wanted:
-            raise ConfigError(
-                f"{folder} is no export of {run.run.name}'s model: {name} is {have}, not {wanted}",
-                hint="load it with the run file that it was trained with",
-            )
-    return named
-
-
-def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as tensors:
-        for name in sorted(tensors.keys()):
-            yield name, tensors.get_tensor(name)
-
-
-def _files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if not index.exists():
         return [SINGLE_FILE]

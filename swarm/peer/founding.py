@@ -19,6 +19,7 @@ from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
+from swarm.peer.run_start import founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
 from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.peer.status import NO_DIGEST
@@ -39,13 +40,17 @@ def found(starter: Starter, run: RunConfig, weights: Mapping[str, Tensor] | None
         starter: of this machine.
         run: what is trained, and how.
         weights: every tensor of the model before the first step, by Hugging Face name; None for
-            those that follow from the run's seed, which joiners compute instead of fetching.
+            those of the checkpoint that the person named, or that follow from the run's seed.
 
     Raises:
+        CorruptState: the checkpoint is damaged.
         DataError: this machine's text is missing or too small, or its tokenizer's file unfit.
-        ConfigError: tokenizer and configuration do not fit each other.
+        ConfigError: tokenizer or checkpoint and configuration do not fit each other.
         Stopped: the peer was asked to stop while it gathered others.
     """
+    weights = founders_weights(run, starter.wanted.initialise_from, weights)
+    if notice := rounding_notice(run, weights):
+        starter.observer.on_notice(notice)
     layout = layout_of(run)
     config_blob = run.canonical_json()
     tokenizer = founders_tokenizer(run, starter.wanted.tokenizer)

@@ -292,6 +292,8 @@ def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store:
 
     Where a run was founded on given weights it computes none: only members have those.
     """
+    if run.run.initial == "given":
+        return
     missing = {
         unit: entry.digest
         for unit, entry in manifest.entries.items()

@@ -139,7 +139,8 @@ class Peer:
             folder: the state directory of this peer; made if missing.
             config: of this machine.
             weights: every tensor before the first step, by Hugging Face name, such as
-                `swarm.load_export` gives; None for those that follow from the run's seed.
+                `swarm.load_export` gives, for a run with `run.initial = "given"`; None for those
+                that follow from the run's seed.
             tokenizer: folder with a tokenizer.json, for a run with `data.tokenizer = "file"`; it
                 travels with the run.
             observer: told what happens; see `PeerObserver`.

@@ -26,6 +26,8 @@ class Wanted:
         vouched: the head that the person vouches for (`--tip`); manifest 0 where there is none.
         tokenizer: folder with the tokenizer.json that a founder gives its run, or that the run of a
             joiner must have; None where tokens are bytes, or a joiner takes what the run has.
+        initialise_from: checkpoint folder with the weights that a founder gives its run; it is
+            not looked at by who joins or resumes.
     """
 
     run: RunConfig | None = None
@@ -35,6 +37,7 @@ class Wanted:
     vouched: Digest | None = None
     beside_others: bool = False
     tokenizer: Path | None = None
+    initialise_from: Path | None = None
 
     def require(self, run: RunConfig) -> None:
         """Refuses a run that is not what was asked for.

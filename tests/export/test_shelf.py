@@ -20,7 +20,7 @@ from swarm import durable
 from swarm.errors import ConfigError, StateLocked
 from swarm.export.folder import FACTS_FILE
 from swarm.export.shelf import LATEST, PARTIAL, REMOVED, Shelf
-from swarm.model.huggingface import load_weights
+from swarm.model.pretrained import open_checkpoint
 from tests.export.models import toy_run
 
 RUN = toy_run()
@@ -148,7 +148,7 @@ def test_an_error_at_any_step_leaves_whole_exports_and_the_next_start_goes_on(
 
 def check_whole(path: Path) -> None:
     """Every tensor is there, and those of expert 0 are the round's."""
-    weights = load_weights(path, RUN)
+    weights = open_checkpoint(path, RUN)
     number = json.loads((path / FACTS_FILE).read_text())["round"]
     assert path.name == f"round-{number:06d}"
     name = "model.layers.1.mlp.experts.0.up_proj.weight"

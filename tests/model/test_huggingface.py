@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
 from swarm.experts import expert_of
-from swarm.model.huggingface import INDEX_FILE, SINGLE_FILE, load_named, save_model
+from swarm.model.huggingface import INDEX_FILE, SINGLE_FILE, save_model
+from swarm.model.pretrained import TensorFiles
 from swarm.model.transformer import Transformer
 from tests.model.samples import random_tokens, random_weights, shapes_of, tiny_run
 
@@ -63,7 +64,7 @@ def test_an_export_loads_unmodified_with_equal_logits(
 def test_the_selection_bias_is_exported_and_the_noise_is_not(tmp_path: Path) -> None:
     run = tiny_run(scoring_func="sigmoid", noisy_top_k=True)
     exported(tmp_path, run)
-    read, weights = dict(load_named(tmp_path)), random_weights(run)
+    read, weights = dict(TensorFiles(tmp_path).items()), random_weights(run)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(read[name], weights[name])
     left_out = weights.keys() - read.keys()
@@ -93,7 +94,7 @@ def test_views_of_a_stack_are_written_alone(tmp_path: Path) -> None:
     model = Transformer(run.model, owned=[1, 2], frozen="fp32")
     model.write(random_weights(run))
     save_model(tmp_path, run, model.read(shapes_of(run)).items())
-    elements = sum(tensor.numel() for _, tensor in load_named(tmp_path))
+    elements = sum(tensor.numel() for _, tensor in TensorFiles(tmp_path).items())
     size = (tmp_path / SINGLE_FILE).stat().st_size
     # The header names each tensor.
     assert 4 * elements < size < 4 * elements + 20_000
@@ -103,7 +104,7 @@ def test_views_of_a_stack_are_written_alone(tmp_path: Path) -> None:
 def test_what_is_saved_is_loaded(tmp_path: Path, max_shard_bytes: int) -> None:
     run = tiny_run()
     exported(tmp_path, run, max_shard_bytes=max_shard_bytes)
-    read = dict(load_named(tmp_path))
+    read = dict(TensorFiles(tmp_path).items())
     weights = random_weights(run)
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in weights)
@@ -148,17 +149,17 @@ def test_a_torn_file_is_detected(tmp_path: Path) -> None:
     path = tmp_path / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CorruptState, match=SINGLE_FILE):
-        list(load_named(tmp_path))
+        TensorFiles(tmp_path)
     path.unlink()
     with pytest.raises(CorruptState, match=SINGLE_FILE):
-        list(load_named(tmp_path))
+        TensorFiles(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"a": "../../secret"}}'])
 def test_a_hostile_index_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX_FILE).write_text(content)
     with pytest.raises(CorruptState, match="index"):
-        list(load_named(tmp_path))
+        TensorFiles(tmp_path)
 
 
 def test_loading_an_export_warns_of_nothing(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_joiner_fetches_the_weights_and_the_tokenizer_that_a_founder_was_given
     made, tokenizer = train_tokenizer([b"some words, and some more words"] * 9, 270), tmp_path / "t"
     tokenizer.mkdir()
     made.save(tokenizer, model_max_length=32)
-    of_the_file = ["data.tokenizer=file", f"model.vocab_size={made.num_ids}"]
+    of_the_file = ["data.tokenizer=file", f"model.vocab_size={made.num_ids}", "run.initial=given"]
     run, heard = tiny(tmp_path, "run.rounds=1", *of_the_file), Heard()
     seeded = initial_tensors(run, all_shapes(run.model))
     given = {name: value + 0.01 for name, value in seeded.items()}

@@ -19,8 +19,8 @@ from swarm.errors import CorruptState, StateError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.folder import write_export
 from swarm.export.losses import Losses
-from swarm.model.huggingface import load_named
 from swarm.model.initialise import initial_tensors
+from swarm.model.pretrained import TensorFiles
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
@@ -123,7 +123,7 @@ def test_an_export_holds_model_configuration_and_tokenizer(
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == run.data.sequence_length
     assert config["eos_token_id"] == 256
-    tensors = dict(load_named(folder))
+    tensors = dict(TensorFiles(folder))
     for unit in layout.units:
         blob = found.store.get(found.manifest.entries[unit.unit].digest)
         assert blob is not None and bytes(encode_unit(unit, tensors)) == bytes(blob)
@@ -231,14 +231,14 @@ def test_the_newest_of_two_manifests_is_what_the_record_names(
     RecordFile(directory.record_path).write(Record(newer, None, manifest))
     state.close()
     assert invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")[0] == 0
-    tensors = dict(load_named(tmp_path / "out"))
+    tensors = dict(TensorFiles(tmp_path / "out"))
     assert all(bool((tensors[piece.name] == 1).all()) for piece in unit.slices)
 
 
 def test_a_model_in_bf16_says_so_and_loads_as_such(found: AgreedModel, tmp_path: Path) -> None:
     given = Form("bfloat16", max_shard_bytes=30_000)
     write_export(tmp_path, ExportFacts(found, given))
-    assert {tensor.dtype for _, tensor in load_named(tmp_path)} == {torch.bfloat16}
+    assert {tensor.dtype for _, tensor in TensorFiles(tmp_path).items()} == {torch.bfloat16}
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16

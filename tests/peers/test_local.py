@@ -42,6 +42,8 @@ def books(tmp_path: Path) -> Path:
         (["--set", "peer.capacity=-1"], 2, "peer.capacity = -1"),
         (["--set", "peer.name=x"], 2, "gives every peer its own peer.name"),
         (["--set", "data.mode=own"], 4, "every peer trains on its own text"),
+        (["--initialise-from", "/no/where"], 2, "/no/where/config.json: cannot be read"),
+        (["--set", "run.initial=given"], 2, "no checkpoint was named"),
     ],
 )
 def test_a_wrong_setting_is_an_error_before_anything_starts(

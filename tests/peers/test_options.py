@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from peers.options import OPTIONS, Options, Program, flags_of, options, program
+from peers.peer import main as peer_main
 from peers.toml_text import as_toml
 from swarm.config import PeerConfig, RunConfig, parse_config, valid_keys
 from swarm.errors import ConfigError, NobodyReachable
@@ -111,6 +112,14 @@ def test_a_tokenizer_sets_the_key(given: Call, tmp_path: Path) -> None:
     named = given("--run", DEMO, "--tokenizer", str(tmp_path))
     assert named.tokenizer == tmp_path and named.run_config().data.tokenizer == "file"
     assert named.asked_of_run() == {"data.tokenizer": "file"}
+
+
+def test_a_checkpoint_sets_the_key_and_is_for_founders_alone(given: Call, tmp_path: Path) -> None:
+    assert given("--run", DEMO).run_config().run.initial == "seed"
+    named = given("--run", DEMO, "--initialise-from", str(tmp_path))
+    assert named.initialise_from == tmp_path and named.run_config().run.initial == "given"
+    joining = CliRunner().invoke(peer_main, ["--initial-peers", "/ip4/1", "--initialise-from", "d"])
+    assert joining.exit_code == 2 and "takes --run too" in joining.output
 
 
 # ---------------------------------------------------------------- addresses

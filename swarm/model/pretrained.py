@@ -1,0 +1,162 @@
+"""The tensors of a checkpoint folder, each read when it is asked for.
+
+A model of any size is founded from one without being in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import ConfigError, CorruptState
+from swarm.experts import Shape, all_shapes, exported
+from swarm.model.described import require_same_model
+from swarm.model.huggingface import tensor_files, unused_shapes
+from swarm.model.initialise import initial_tensors
+
+TYPES = ("bf16", "f16", "f32")
+_IGNORED = "rotary_emb.inv_freq"
+"""Follows from `rope_theta`; some older checkpoints hold it."""
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Tensors of the safetensors files in a folder, as they are stored there.
+
+    Attributes:
+        shapes: name -> shape of each, from the files' headers.
+        types: name -> type, such as "bf16".
+
+    Raises:
+        CorruptState: a file is missing or damaged, or two hold the same tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, Shape] = {}
+        self.types: dict[str, str] = {}
+        self._paths: dict[str, Path] = {}
+        for file in tensor_files(folder):
+            self._read_header(folder / file)
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                headers = {
+                    n: (tuple(s.get_shape()), s.get_dtype().lower()) for n, s in stored.items()
+                }
+        except (OSError, SafetensorError) as error:
+            raise CorruptState(f"{path}: {error}") from error
+        for name, (shape, kind) in headers.items():
+            if name in self._paths:
+                raise CorruptState(f"{path}: {name} is in {self._paths[name].name} too")
+            self.shapes[name], self.types[name], self._paths[name] = tuple(shape), kind, path
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Reads a tensor from its file."""
+        path = self._paths[name]
+        try:
+            with safe_open(path, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CorruptState(f"{path}: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def require(self, wanted: Mapping[str, Shape], folder: Path, *, optional: set[str]) -> None:
+        """Refuses a folder that has not exactly these tensors.
+
+        Args:
+            wanted: name -> shape.
+            folder: named in errors.
+            optional: names that may be there or not.
+
+        Raises:
+            ConfigError: names the first tensor that is missing, extra, or of another shape or type.
+        """
+        for name in sorted(self.keys() | wanted.keys()):
+            if name in optional or name.endswith(_IGNORED):
+                continue
+            have = self.shapes.get(name, "no such tensor")
+            should = tuple(wanted[name]) if name in wanted else "no such tensor"
+            if have != should:
+                raise ConfigError(f"{folder} does not fit: {name} is {have}, not {should}")
+            if (kind := self.types[name]) not in TYPES:
+                known = ", ".join(TYPES)
+                raise ConfigError(f"{folder}: {name} is of type {kind}; {known} can be read")
+
+
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """A tensor in fp32.
+
+    Raises:
+        CorruptState: it has an infinite value or none at all somewhere.
+    """
+    if not bool(tensor.isfinite().all()):
+        raise CorruptState(f"{name} has values that are not finite", hint="fetch it anew")
+    return tensor.float()
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Every tensor of a run's model, fp32, by Hugging Face name; each is read when asked for.
+
+    A tensor of training alone, which is in no checkpoint, has its initial value.
+    """
+
+    def __init__(self, run: RunConfig, files: TensorFiles) -> None:
+        self._run, self._files, self._shapes = run, files, all_shapes(run.model)
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether bf16 holds all of its values as they are."""
+        return set(self._files.types.values()) == {"bf16"}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Reads a tensor; raises CorruptState if the file was damaged or has a non-finite value."""
+        if name not in self._shapes:
+            raise KeyError(name)
+        if not exported(name):
+            return initial_tensors(self._run, [name])[name]
+        return finite(name, self._files[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
+    """The start of a run from a folder that Transformers or this software has written.
+
+    Reads config.json and the headers of the safetensors files, no tensor.
+
+    Args:
+        folder: a Qwen3-MoE, OLMoE, Mixtral or dots.llm1 without shared experts, in fp32, fp16 or
+            bf16; whole or in shards with an index.
+        run: whose model it must be.
+
+    Raises:
+        ConfigError: there is no config.json, our decoder does not compute that model, or it is not
+            the run's; names the key or the tensor.
+        CorruptState: a file of tensors is missing or damaged.
+    """
+    folder = folder.expanduser()
+    require_same_model(run, folder)
+    files = TensorFiles(folder)
+    wanted = {name: shape for name, shape in all_shapes(run.model).items() if exported(name)}
+    # A tied head that is stored all the same is never read, in Transformers neither.
+    optional = {"lm_head.weight"} if run.model.tie_word_embeddings else set()
+    files.require(wanted, folder, optional=optional | unused_shapes(run).keys())
+    return Checkpoint(run, files)
