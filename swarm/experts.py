@@ -1,6 +1,7 @@
 """What things are called: the only place that builds or parses tensor names. No tensors here.
 
-A tensor's Hugging Face name is its name in memory, on the wire, in checkpoints and in exports.
+A tensor's Hugging Face name is its name in memory, on the wire, in checkpoints and in exports; a
+model without QK-norm alone is exported under Mixtral's names.
 "Expert e" means index e in every layer. A *unit* is what a manifest lists: one expert
 (`expert.3`) or one part of the shared tensors (`shared.0`).
 """
@@ -17,6 +18,7 @@ _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
 _SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
 _ROUTER_NOISE = "mlp.gate.noise_weight"
+_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
@@ -91,6 +93,18 @@ def exported(name: str) -> bool:
     return not name.endswith(_ROUTER_NOISE)
 
 
+def stored_name(name: str, model: ModelConfig) -> str:
+    """The name that a tensor has in the files of an export."""
+    if model.qk_norm != "none":
+        return name
+    place = place_of(name)
+    if place is None:
+        return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    layer, expert, projection = place
+    own = _MIXTRAL[projection]
+    return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{own}.weight"
+
+
 def expert_unit(expert: int) -> str:
     """The unit that holds an expert, in all layers."""
     return f"expert.{expert}"
@@ -147,9 +161,10 @@ def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
         yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
-        whole = model.qk_norm == "projection"
-        yield f"{prefix}.self_attn.q_norm.weight", (queries if whole else head,)
-        yield f"{prefix}.self_attn.k_norm.weight", (keys if whole else head,)
+        if model.qk_norm != "none":
+            whole = model.qk_norm == "projection"
+            yield f"{prefix}.self_attn.q_norm.weight", (queries if whole else head,)
+            yield f"{prefix}.self_attn.k_norm.weight", (keys if whole else head,)
         yield f"{prefix}.mlp.gate.weight", (model.num_experts, hidden)
         if model.noisy_top_k:
             yield f"{prefix}.{_ROUTER_NOISE}", (model.num_experts, hidden)

@@ -141,6 +141,10 @@ def test_a_sigmoid_router_needs_an_architecture_to_be_exported_as() -> None:
         "model.scoring_func=sigmoid", "model.num_experts_per_tok=1", "model.norm_topk_prob=true"
     )
     assert "the router gets no gradient" in one
+    message = refusal("model.scoring_func=sigmoid", "model.qk_norm=none")
+    assert "no architecture of Transformers has attention without QK-norm, a" in message
+    message = refusal("model.norm_topk_prob=false", "model.qk_norm=none")
+    assert "norm_topk_prob: qk_norm = none exports as Mixtral, which always renorm" in message
 
 
 def test_olmoe_heads_divide_the_hidden_size() -> None:

@@ -8,9 +8,11 @@ from pydantic import Field, model_validator
 
 from swarm.config.section import PositiveReal, Section
 
+_QK_NORMS = {"projection": "QK-norm over the projection", "none": "attention without QK-norm"}
+
 
 class ModelConfig(Section):
-    """A Qwen3-MoE / OLMoE decoder, with Hugging Face's field names."""
+    """A Qwen3-MoE / OLMoE / Mixtral decoder, with Hugging Face's field names."""
 
     vocab_size: Annotated[int, Field(gt=0, le=2**20)] = 260
     """Rows of the embedding; the byte tokenizer needs 258 or more."""
@@ -37,8 +39,9 @@ class ModelConfig(Section):
     only decides which are chosen, and exports as dots.llm1."""
     noisy_top_k: bool = False
     """Learned noise on the router's logits in training (Shazeer), not evaluated, not exported."""
-    qk_norm: Literal["head", "projection"] = "head"
-    """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE."""
+    qk_norm: Literal["head", "projection", "none"] = "head"
+    """"head" exports as Qwen3-MoE, "projection" (over all heads at once) as OLMoE, "none" as
+    Mixtral, which needs `norm_topk_prob`."""
     rope_theta: PositiveReal = 10_000.0
     """Base of the rotary embedding's wavelengths."""
     rms_norm_eps: PositiveReal = 1e-6
@@ -77,10 +80,15 @@ class ModelConfig(Section):
                 "norm_topk_prob: with num_experts_per_tok = 1 the renormalised weight is always 1 "
                 "and the router gets no gradient; set it to false"
             )
-        if self.qk_norm == "projection" and self.scoring_func == "sigmoid":
+        if self.qk_norm != "head" and self.scoring_func == "sigmoid":
             raise ValueError(
                 "scoring_func: sigmoid needs qk_norm = head, since no architecture of Transformers "
-                "has QK-norm over the projection, a selection bias and norm_topk_prob to choose"
+                f"has {_QK_NORMS[self.qk_norm]}, a selection bias and norm_topk_prob to choose"
+            )
+        if self.qk_norm == "none" and not self.norm_topk_prob:
+            raise ValueError(
+                "norm_topk_prob: qk_norm = none exports as Mixtral, which always renormalises; "
+                "set it to true"
             )
         if self.qk_norm == "projection" and self.head_dim not in (
             None,

@@ -191,7 +191,7 @@ def _write_rows(rows_XRC: Tensor, out_BHTC: Tensor, groups: int, block: slice) -
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with QK-norm per head (Qwen3) or over the projection (OLMoE)."""
+    """Grouped-query attention with QK-norm per head (Qwen3), projection (OLMoE), or none."""
 
     def __init__(self, model: ModelConfig, compute: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -202,8 +202,11 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden, keys, device)
         self.v_proj = Linear(hidden, keys, device)
         self.o_proj = Linear(queries, hidden, device)
-        self.q_norm = RMSNorm(queries if whole else head, model.rms_norm_eps, device)
-        self.k_norm = RMSNorm(keys if whole else head, model.rms_norm_eps, device)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if model.qk_norm != "none":
+            self.q_norm = RMSNorm(queries if whole else head, model.rms_norm_eps, device)
+            self.k_norm = RMSNorm(keys if whole else head, model.rms_norm_eps, device)
         self.dim_per_head, self.whole, self.compute = head, whole, compute
 
     def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -216,8 +219,11 @@ class Attention(nn.Module):
         out_BTD: Tensor = self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
         return out_BTD
 
-    def _heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """Normalises and splits a projection: [B, T, H * C] to fp32 [B, H, T, C]."""
-        split = (-1, self.dim_per_head)
-        heads: Tensor = norm(x).unflatten(-1, split) if self.whole else norm(x.unflatten(-1, split))
-        return heads.transpose(1, 2)
+        if norm is not None and self.whole:
+            x = norm(x)
+        heads_BTHC: Tensor = x.unflatten(-1, (-1, self.dim_per_head))
+        if norm is not None and not self.whole:
+            heads_BTHC = norm(heads_BTHC)
+        return heads_BTHC.float().transpose(1, 2)

@@ -1,6 +1,6 @@
 """A model as the files that Transformers loads: config.json and safetensors.
 
-Tensors keep the names that they have everywhere else, so an export writes them as they are.
+Tensors keep the names that they have everywhere else, but for Mixtral (`experts.stored_name`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from swarm import durable
 from swarm.config import RunConfig
 from swarm.errors import CorruptState
-from swarm.experts import Shape, expert_shapes, exported, shared_shapes
+from swarm.experts import Shape, expert_shapes, exported, shared_shapes, stored_name
 
 MAX_SHARD_BYTES = 8 * 10**8
 """A shard is in memory twice while it is written: as tensors and as bytes."""
@@ -33,7 +33,8 @@ def config_dict(
 ) -> dict[str, Any]:
     """The contents of config.json.
 
-    Qwen3-MoE for QK-norm per head, OLMoE for the projection, dots.llm1 for a sigmoid router: of the
+    Qwen3-MoE for QK-norm per head, OLMoE for the projection, Mixtral for none, dots.llm1 for a
+    sigmoid router: of the
     decoders with a selection bias it is the one that is ours otherwise, once its shared expert has
     the width 0. Noise, capacity and own-expert bias are of training alone, so none has to say them.
 
@@ -66,7 +67,8 @@ def config_dict(
     }
     if model.scoring_func == "sigmoid":
         return common | _dots1(run)
-    return common | (_qwen3(run) if model.qk_norm == "head" else _olmoe(run))
+    of_norm = {"head": _qwen3, "projection": _olmoe, "none": _mixtral}
+    return common | of_norm[model.qk_norm](run)
 
 
 def _qwen3(run: RunConfig) -> dict[str, Any]:
@@ -90,6 +92,18 @@ def _olmoe(run: RunConfig) -> dict[str, Any]:
         "model_type": "olmoe",
         "clip_qkv": None,
         "intermediate_size": run.model.moe_intermediate_size,
+    }
+
+
+def _mixtral(run: RunConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": run.model.dim_per_head,
+        "intermediate_size": run.model.moe_intermediate_size,
+        "num_local_experts": run.model.num_experts,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
     }
 
 
@@ -157,7 +171,11 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts, contents = [], []
-    wanted = ((name, _cast(name, tensor, dtype)) for name, tensor in named if exported(name))
+    wanted = (
+        (stored_name(name, run.model), _cast(name, tensor, dtype))
+        for name, tensor in named
+        if exported(name)
+    )
     unused = ((name, torch.empty(shape)) for name, shape in unused_shapes(run).items())
     named = itertools.chain(wanted, unused)
     for number, shard in enumerate(_shards(named, max_shard_bytes)):
@@ -226,6 +244,7 @@ def _check_names(names: list[str], run: RunConfig, parts: list[Path]) -> None:
     expected |= unused_shapes(run).keys()
     for expert in range(run.model.num_experts):
         expected |= set(expert_shapes(run.model, expert))
+    expected = {stored_name(name, run.model) for name in expected}
     wrong = sorted(expected.symmetric_difference(names))
     if wrong or len(names) != len(expected):
         for part in parts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import ConfigError, CorruptState
-from swarm.experts import Shape, all_shapes, exported
+from swarm.experts import Shape, all_shapes, exported, stored_name
 from swarm.model.described import require_same_model
 from swarm.model.huggingface import tensor_files, unused_shapes
 from swarm.model.initialise import initial_tensors
@@ -125,7 +125,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise KeyError(name)
         if not exported(name):
             return initial_tensors(self._run, [name])[name]
-        return finite(name, self._files[name])
+        return finite(name, self._files[stored_name(name, self._run.model)])
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes  # without reading it
@@ -155,7 +155,8 @@ def open_checkpoint(folder: Path, run: RunConfig) -> Checkpoint:
     folder = folder.expanduser()
     require_same_model(run, folder)
     files = TensorFiles(folder)
-    wanted = {name: shape for name, shape in all_shapes(run.model).items() if exported(name)}
+    shapes = all_shapes(run.model)
+    wanted = {stored_name(n, run.model): shape for n, shape in shapes.items() if exported(n)}
     # A tied head that is stored all the same is never read, in Transformers neither.
     optional = {"lm_head.weight"} if run.model.tie_word_embeddings else set()
     files.require(wanted, folder, optional=optional | unused_shapes(run).keys())

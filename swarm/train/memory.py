@@ -208,7 +208,8 @@ class _Micro:
         # Inputs of both norms and of the router in fp32, of attention and of experts.
         per_token = 4 * 3 * hidden + c * 2 * hidden
         # Projections before their norms; rotated ones; values; the output, also transposed.
-        per_token += c * (queries + keys) + c * (queries + 2 * keys) + c * 2 * queries
+        per_token += c * (queries + keys) if model.qk_norm != "none" else 0
+        per_token += c * (queries + 2 * keys) + c * 2 * queries
         experts = c * self.rows() * 2 * model.moe_intermediate_size
         return self.tokens * per_token + experts + self.routing() + self.scores()
 

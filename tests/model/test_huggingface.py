@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmoe": {"qk_norm": "projection", "rms_norm_eps": 1e-4},
     "olmoe tied": {"qk_norm": "projection", "tie_word_embeddings": True},
     "qwen3 top 1": {"num_experts_per_tok": 1},
+    "mixtral": {"qk_norm": "none", "norm_topk_prob": True, "head_dim": 24},
+    "mixtral tied": {"qk_norm": "none", "norm_topk_prob": True, "tie_word_embeddings": True},
     "dots1": {"scoring_func": "sigmoid", "head_dim": 24, "num_experts_per_tok": 3},
     "dots1 tied": {"scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": True},
     "qwen3 trained with noise": {"noisy_top_k": True, "norm_topk_prob": True},

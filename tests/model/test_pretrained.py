@@ -53,7 +53,7 @@ def agreed_model(run: RunConfig, folder: Path) -> Transformer:
 
 
 @pytest.mark.parametrize("max_shard_size", ["50GB", "100KB"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "mixtral"])
 def test_a_run_starts_with_the_logits_of_the_checkpoint(
     tmp_path: Path, kind: str, max_shard_size: str
 ) -> None:
@@ -88,8 +88,9 @@ def test_tied_embeddings_and_bf16_are_read_as_they_are(tmp_path: Path, kind: str
         {"qk_norm": "head", "head_dim": 24, "norm_topk_prob": True, "noisy_top_k": True},
         {"qk_norm": "projection", "tie_word_embeddings": True},
         {"scoring_func": "sigmoid", "num_experts_per_tok": 3},
+        {"qk_norm": "none", "norm_topk_prob": True},
     ],
-    ids=["qwen3_moe", "olmoe", "dots1"],
+    ids=["qwen3_moe", "olmoe", "dots1", "mixtral"],
 )
 def test_an_export_of_ours_is_a_checkpoint_too(tmp_path: Path, variant: dict[str, Any]) -> None:
     run, weights = tiny_run(**variant), random_weights(tiny_run(**variant))

@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},
     "qwen3 tied, renormalised": {"tie_word_embeddings": True, "norm_topk_prob": True},
     "qwen3 wide heads, top 3": {"head_dim": 24, "num_experts_per_tok": 3},
+    "mixtral": {"qk_norm": "none", "norm_topk_prob": True},
     "olmoe": {"qk_norm": "projection"},
     "olmoe tied, renormalised": {
         "qk_norm": "projection",

@@ -16,7 +16,7 @@ BF16 = {"compute": "bf16", "frozen": "bf16"}
 OWNED = [0, 1, 2, 3]
 
 
-def sized(train, *, layers=3, length=128, vocab=600, hidden=64):
+def sized(train, *, layers=3, length=128, vocab=600, hidden=64, **model):
     return tiny_run(
         model={
             "vocab_size": vocab,
@@ -26,6 +26,7 @@ def sized(train, *, layers=3, length=128, vocab=600, hidden=64):
             "num_key_value_heads": 2,
             "num_experts": 8,
             "moe_intermediate_size": hidden,
+            **model,
         },
         data={"sequence_length": length, "validation_bytes": length + 1},
         train={"batch_tokens": 4 * length, "micro_batch_sequences": 2, **train},
@@ -88,6 +89,7 @@ def test_state_between_steps_is_the_formula_to_a_hundredth_of_a_percent(frozen):
 
 
 RESIDENT, STREAMING = EngineKind.RESIDENT, EngineKind.STREAMING
+NO_QK_NORM = {"qk_norm": "none", "norm_topk_prob": True}
 slow = pytest.mark.exhaustive
 
 
@@ -98,6 +100,8 @@ slow = pytest.mark.exhaustive
         (RESIDENT, {"recompute": "routing"}, BF16, {}),
         (STREAMING, {}, BF16, {}),
         (STREAMING, {"resident_layers": None, "boundaries": Boundaries.HOST}, {}, {}),
+        (RESIDENT, {}, BF16, NO_QK_NORM),
+        pytest.param(STREAMING, {}, BF16, NO_QK_NORM, marks=slow),
         pytest.param(RESIDENT, {}, {}, {"length": 300}, marks=slow),
         pytest.param(RESIDENT, {}, BF16, {"length": 300}, marks=slow),
         pytest.param(RESIDENT, {}, BF16, {"vocab": 20_000, "layers": 2}, marks=slow),
