@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ MAX_SEQUENCE = 2048
 """Of a run file that is made for a checkpoint; longer sequences are a choice."""
 MIXTURES = ("qwen3_moe", "olmoe", "dots1", "mixtral")
 """Values of `model_type` that our decoder computes; exports have them too."""
-DENSE = ("qwen3", "llama")
-"""Those from which a mixture can be made."""
+DENSE: Mapping[str, str] = {"qwen3": "head", "llama": "none"}
+"""Those from which a mixture can be made -> `model.qk_norm` of that."""
 POST_NORM = ("olmo2", "olmo3", "flex_olmo")
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((None, False), "biases in attention"),
@@ -81,8 +81,55 @@ def run_of_checkpoint(folder: Path) -> RunConfig:
             hint=f"make one with swarm-upcycle --from {folder} --out DIR",
         )
     _require_kind(found, MIXTURES, source)
-    require_expressible(found, source)
+    _require_expressible(found, source)
     return run_for(folder, _mixture(found, source), found)
+
+
+def run_of_dense(
+    folder: Path, *, num_experts: int, top_k: int, norm_topk_prob: bool, untie: bool
+) -> RunConfig:
+    """A run of the mixture that a dense checkpoint becomes; its sequences are the checkpoint's.
+
+    Args:
+        folder: of a dense Qwen3 or Llama.
+        num_experts: copies of each MLP.
+        top_k: experts of a token.
+        norm_topk_prob: whether their weights are divided by their sum.
+        untie: gives a model whose head is the embedding a head of its own.
+
+    Raises:
+        ConfigError: as `run_of_checkpoint`, or it is a mixture already.
+    """
+    found, source = read_description(folder), str(folder / CONFIG_FILE)
+    if (kind := found.get("model_type")) in MIXTURES:
+        raise ConfigError(
+            f"{source}: model_type {kind!r} is a mixture already",
+            hint=f"start from it with --initialise-from {folder}",
+        )
+    _require_kind(found, DENSE, source)
+    _require_expressible(found, source)
+    shared = _shared_settings(found, source)
+    mixture = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": _value_of(found, source, "intermediate_size"),
+        "norm_topk_prob": norm_topk_prob,
+        "qk_norm": DENSE[found["model_type"]],
+        "tie_word_embeddings": shared["tie_word_embeddings"] and not untie,
+    }
+    run = run_for(folder, shared | mixture, found)
+    longest = found.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return run
+    data = run.data.model_copy(update={"sequence_length": longest})
+    return run.model_copy(update={"data": data})
+
+
+def end_of_text_of(folder: Path) -> int | None:
+    """The id that ends a text, the first one where a checkpoint has several; None without one."""
+    found = read_description(folder).get("eos_token_id")
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, int) else None
 
 
 def run_for(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) -> RunConfig:
@@ -143,12 +190,12 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
 # ------------------------------------------------ what our decoder can be
 
 
-def _require_kind(found: Mapping[str, Any], known: tuple[str, ...], source: str) -> None:
+def _require_kind(found: Mapping[str, Any], known: Collection[str], source: str) -> None:
     kind = found.get("model_type")
     if kind in POST_NORM:
         raise ConfigError(
             f"{source}: model_type {kind!r} is post-norm: its norms stand behind attention and MLP "
-            "instead of before them, so neither decoder of ours computes the same"
+            "instead of before them, so neither Qwen3-MoE nor Mixtral computes the same"
         )
     if kind not in known:
         raise ConfigError(
@@ -156,7 +203,7 @@ def _require_kind(found: Mapping[str, Any], known: tuple[str, ...], source: str)
         )
 
 
-def require_expressible(found: Mapping[str, Any], source: str) -> None:
+def _require_expressible(found: Mapping[str, Any], source: str) -> None:
     """Refuses what our decoder does not compute, be it dense or a mixture.
 
     Raises:
@@ -192,7 +239,7 @@ def _refused(source: str, key: str, value: object, what: str) -> ConfigError:
     return ConfigError(f"{source}: {key} = {shown} means {what}, which our decoder has not")
 
 
-def require(found: Mapping[str, Any], source: str, *keys: str) -> Any:
+def _value_of(found: Mapping[str, Any], source: str, *keys: str) -> Any:
     """The value of the first of these keys that is there.
 
     Raises:
@@ -204,23 +251,25 @@ def require(found: Mapping[str, Any], source: str, *keys: str) -> Any:
     raise ConfigError(f"{source}: says nothing of {keys[0]}")
 
 
-def shared_settings(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings that a dense model and a mixture have alike; raises as `require`."""
+def _shared_settings(found: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings that a dense model and a mixture have alike; raises as `_value_of`."""
     rope = found.get("rope_parameters") or {}
     head = found.get("head_dim")
     if found.get("model_type") == "qwen3" and head is None:
         head = 128  # Transformers' default, whatever the hidden size
     return {
         **{
-            key: require(found, source, key)
+            key: _value_of(found, source, key)
             for key in (
                 *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
                 "rms_norm_eps",
             )
         },
-        "num_key_value_heads": require(found, source, "num_key_value_heads", "num_attention_heads"),
+        "num_key_value_heads": _value_of(
+            found, source, "num_key_value_heads", "num_attention_heads"
+        ),
         "head_dim": head,
-        "rope_theta": _real(require({**found, **rope}, source, "rope_theta")),
+        "rope_theta": _real(_value_of({**found, **rope}, source, "rope_theta")),
         "tie_word_embeddings": found.get("tie_word_embeddings", False),
         "initializer_range": found.get("initializer_range", 0.02),
     }
@@ -240,12 +289,12 @@ def _mixture(found: Mapping[str, Any], source: str) -> dict[str, Any]:
         "mixtral": {"qk_norm": "none", "norm_topk_prob": True},
     }
     return {
-        **shared_settings(found, source),
-        "num_experts": require(
+        **_shared_settings(found, source),
+        "num_experts": _value_of(
             found, source, "num_experts", "num_local_experts", "n_routed_experts"
         ),
-        "num_experts_per_tok": require(found, source, "num_experts_per_tok"),
-        "moe_intermediate_size": require(found, source, inner),
+        "num_experts_per_tok": _value_of(found, source, "num_experts_per_tok"),
+        "moe_intermediate_size": _value_of(found, source, inner),
         "norm_topk_prob": found.get("norm_topk_prob", False),
         **own[kind],
     }

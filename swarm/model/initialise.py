@@ -24,6 +24,12 @@ CUT = 3.0
 """Standard deviations at which the normal distribution is cut."""
 
 
+def generator_of(seed: int, name: str) -> np.random.Generator:
+    """Random numbers for one tensor, the same on every machine."""
+    digest = blake3(f"{seed}\n{name}".encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+
+
 def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
     """The fp32 value that a tensor has before the first step, the same on every peer.
 
@@ -40,8 +46,7 @@ def initial_tensor(name: str, shape: Shape, run: RunConfig) -> Tensor:
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    digest = blake3(f"{run.run.seed}\n{name}".encode()).digest()
-    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+    generator = generator_of(run.run.seed, name)
     values = generator.standard_normal(shape, dtype=np.float32)
     while num_outside := np.count_nonzero(outside := np.abs(values) > CUT):
         values[outside] = generator.standard_normal(num_outside, dtype=np.float32)

@@ -116,7 +116,9 @@ def test_the_line_for_joiners_names_the_run(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["peer", "local", "plan", "monitor", "export", "invite", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["peer", "local", "plan", "monitor", "export", "invite", "doctor", "upcycle"]
+)
 def test_help_does_not_wait_for_torch_and_hivemind(name: str) -> None:
     """They take seconds to load, twenty on a busy machine."""
     script = f"""
