@@ -7,16 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import swarm
 from swarm.data.held_out import HeldOut
 from swarm.model.described import run_of_checkpoint
+from swarm.model.huggingface import save_model
 from swarm.network.blobs import BlobStore
 from swarm.peer.agreed_model import open_state
 from swarm.peer.live_model import held_out_of, recompute_initial
 from swarm.protocol.layout import layout_of
 from tests.model.checkpoints import make_checkpoint, tokens_of
+from tests.model.samples import random_weights
+from tests.model.samples import tiny_run as model_run
 from tests.peer.adopting import founded_in
 from tests.peer.test_peer import ALONE_S, Heard, machine
 from tests.scenarios.swarms import write_run
@@ -53,12 +56,29 @@ def loss_of(model: PreTrainedModel, held_out: HeldOut) -> float:
     return held_out.mean(mean)
 
 
+def made(folder: Path, kind: str) -> PreTrainedModel:
+    """A checkpoint of Transformers, or an export of ours as Transformers loads it."""
+    if kind != "export":
+        return make_checkpoint(folder, kind)
+    run = model_run(qk_norm="none", norm_topk_prob=True, head_dim=12)
+    save_model(folder, run, random_weights(run).items(), max_shard_bytes=200_000)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
 @pytest.mark.scenario
-@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("olmoe", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_moe",
+        pytest.param("olmoe", marks=pytest.mark.exhaustive),
+        pytest.param("export", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_round_0_has_the_loss_of_the_checkpoint_and_joiners_fetch_it(
     tmp_path: Path, kind: str
 ) -> None:
-    theirs = make_checkpoint(tmp_path / "checkpoint", kind)
+    theirs = made(tmp_path / "checkpoint", kind)
     described, heard = run_of_checkpoint(tmp_path / "checkpoint").model, Heard()
     settings = [f"model.{k}={v!r}" for k, v in described.model_dump(exclude_none=True).items()]
     settings = [each.replace("True", "true").replace("False", "false") for each in settings]
