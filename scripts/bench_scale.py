@@ -435,6 +435,8 @@ def record_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "moments_reason": "",
         "routing": None,
         "grad_norm": 0.123456,
+        "engine": "resident",
+        "trouble": "",
     }
     digest = swarm.tip.digest
     run = RunRecord(

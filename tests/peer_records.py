@@ -45,5 +45,9 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         grad_norm=None,
         grad_spikes=0,
         last_round=None,
+        tokens_lost=0,
+        engine="resident",
+        trouble="",
+        link=None,
     )
     return dataclasses.replace(record, **changes)

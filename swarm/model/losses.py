@@ -36,6 +36,7 @@ class Losses(NamedTuple):
         expert_tokens: int64 [L, E], tokens that chose each expert.
         dropped: int64 scalar, choices in all layers that exceeded an expert's capacity.
         similarity: see `similarity_loss`, its first value; None where it was not measured.
+        pair_P2, alike_P: the pairs of experts behind it in all layers, int64, and their CKA.
     """
 
     total: Tensor
@@ -46,6 +47,8 @@ class Losses(NamedTuple):
     expert_tokens: Tensor
     dropped: Tensor
     similarity: Tensor | None = None
+    pair_P2: Tensor | None = None
+    alike_P: Tensor | None = None
 
 
 def slice_tokens(num_tokens: int, vocab_size: int, device: str) -> int:
@@ -222,6 +225,18 @@ def similarity_loss(routings: Sequence[Routing], threshold: float) -> tuple[Tens
     return pairs.detach().mean(), (pairs * (pairs > threshold)).mean()
 
 
+def _pairs(routings: Sequence[Routing]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The compared pairs of all layers [P, 2] and their similarity [P], detached."""
+    found = [
+        (r.pair_P2, r.similarity.detach())
+        for r in routings
+        if r.similarity is not None and r.pair_P2 is not None and len(r.pair_P2)
+    ]
+    if not found:
+        return None, None
+    return torch.cat([pairs for pairs, _ in found]), torch.cat([alike for _, alike in found])
+
+
 def combine(
     output: tuple[Tensor, Tensor, Tensor],
     routings: Sequence[Routing],
@@ -254,4 +269,5 @@ def combine(
         tokens_LE,
         dropped_choices(routings),
         alike[0] if alike else None,
+        *_pairs(routings),
     )

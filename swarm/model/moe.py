@@ -32,7 +32,8 @@ class Routing(NamedTuple):
         weight_NK: weight of each chosen expert; 0 where it was dropped.
         expert_NK: the chosen experts, the best first.
         kept_NK: which choices found a place; None when nothing is ever dropped.
-        similarity: CKA of pairs of experts [pairs]; None where it was not measured.
+        similarity: CKA of P pairs of experts [P]; None where it was not measured.
+        pair_P2: int64 [P, 2], these pairs; likewise.
     """
 
     logits_NE: Tensor
@@ -41,6 +42,7 @@ class Routing(NamedTuple):
     expert_NK: Tensor
     kept_NK: Tensor | None = None
     similarity: Tensor | None = None
+    pair_P2: Tensor | None = None
 
 
 @dataclass
@@ -287,5 +289,6 @@ class SparseMLP(nn.Module):
             # Without its loss no copy of a matrix may live until backward.
             with torch.set_grad_enabled(torch.is_grad_enabled() and guidance.draw_apart):
                 found = similarity(x_ND, pairs, self.experts.one)
-            routing = routing._replace(similarity=found)
+            experts = torch.tensor([pair.experts for pair in pairs], dtype=torch.int64)
+            routing = routing._replace(similarity=found, pair_P2=experts.view(-1, 2))
         return self.experts(x_ND, routing, recall).view_as(x_BTD), routing

@@ -149,6 +149,30 @@ def _dropped(state: Row) -> Iterator[Sample]:
         yield labels, None if value is None else 100 * value
 
 
+def _causes(state: Row) -> Iterator[Sample]:
+    names = {peer["peer_id"]: peer["name"] for peer in state["peers"]}
+    for cause in state["causes"]:
+        yield (cause["peer"], names.get(cause["peer"], ""), cause["fault"]), 1
+
+
+def _rates(state: Row) -> Iterator[Sample]:
+    for peer in state["peers"]:
+        for direction in ("down", "up"):
+            labels = (peer["peer_id"], peer["name"], direction)
+            yield labels, _at(peer, ("link", f"{direction}_mbit"))
+
+
+def _engines(state: Row) -> Iterator[Sample]:
+    for peer in state["peers"]:
+        yield (peer["peer_id"], peer["name"], peer["engine"]), 1 if peer["engine"] else None
+
+
+def _pairs(state: Row) -> Iterator[Sample]:
+    for peer in state["peers"]:
+        for first, second, alike in (peer["routing"] or {}).get("pairs", ()):
+            yield (peer["peer_id"], peer["name"], str(first), str(second)), alike
+
+
 FAMILIES = (
     Family(metrics.HEALTH, "swarm_health", ("word",), _health),
     Family(metrics.ROUND, "swarm_round", (), _run("round")),
@@ -194,6 +218,13 @@ FAMILIES = (
     Family(metrics.PHASE, "swarm_peer_phase_seconds", (*PEER, "phase"), _phases),
     Family(metrics.SEEN, "swarm_peer_seen_seconds_ago", PEER, _seen),
     Family(metrics.AGE, "swarm_expert_age_rounds", ("expert",), _experts("age")),
+    Family(metrics.CAUSE, "swarm_peer_cause", (*PEER, "fault"), _causes),
+    Family(metrics.COUNTED, "swarm_peer_counted", PEER, _peers("last_round", "counted")),
+    Family(metrics.TOKENS_LOST, "swarm_peer_tokens_lost", PEER, _peers("tokens_lost"), "counter"),
+    Family(metrics.RTT, "swarm_peer_round_trip_milliseconds", PEER, _peers("link", "rtt_ms")),
+    Family(metrics.RATE, "swarm_peer_line_mbit_per_second", (*PEER, "direction"), _rates),
+    Family(metrics.ENGINE, "swarm_peer_engine_info", (*PEER, "engine"), _engines),
+    Family(metrics.ALIKE, "swarm_peer_pair_permille", (*PEER, "first", "second"), _pairs),
     Family(metrics.COVERAGE, "swarm_text_percent", (), _coverage),
 )
 """Every metric once; the first is told even when there is no snapshot."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.metrics import swarm_tokens_per_s
 from swarm.monitor.snapshot import Agreement, Snapshot
 from swarm.protocol.manifest import PeerId
@@ -18,6 +19,8 @@ STALLED_TIMES = 3.0
 STALLED_S = 60.0
 """A run stalls when its round takes longer than both: so many usual ones, and this."""
 MAX_NAMED = 3
+MAX_CAUSES = 2
+"""In the reason; the snapshot has all."""
 
 
 class Word(Enum):
@@ -28,7 +31,7 @@ class Word(Enum):
     SPLIT = "split"  # a member has another manifest of the same height, or another generation
     HALTED = "halted"  # the voters that are present are no quorum
     STALLED = "stalled"  # the round takes far longer than usual
-    DEGRADED = "degraded"  # members are absent, or the last round went without some
+    DEGRADED = "degraded"  # a member is absent or not heard, or the last round went without one
     UNKNOWN = "unknown"  # no peer gave the newest manifest
     HEALTHY = "healthy"
 
@@ -60,7 +63,20 @@ class Pace:
 
 
 def health_of(snapshot: Snapshot) -> Health:
-    """The worst that can be said of the run."""
+    """The worst that can be said of the run, with what is known of its cause."""
+    found = _health(snapshot)
+    causes = causes_of(snapshot) if snapshot.run_id and found.word is not Word.FINISHED else ()
+    told = [cause.text for cause in causes[:MAX_CAUSES]]
+    harmful = [cause for cause in causes if cause.fault is not Fault.SLOW]
+    if found.word is Word.DEGRADED or (found.word is Word.HEALTHY and harmful):
+        return Health(Word.DEGRADED, "; ".join(told or [found.reason]))
+    if found.word is Word.UNKNOWN:
+        return found
+    return Health(found.word, "; ".join([found.reason, *told]))
+
+
+def _health(snapshot: Snapshot) -> Health:
+    """The same by the newest manifest and who is present alone."""
     if snapshot.run_id is None:
         word = f"{len(snapshot.peers)} of {snapshot.wait_for_peers} peers are there"
         return Health(Word.GATHERING, word)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from swarm.monitor.metrics import swarm_tokens_per_s
-from swarm.monitor.snapshot import Agreement, Happening, RoundPoint, Snapshot, Topic
+from swarm.monitor.snapshot import Agreement, Happening, PeerRow, RoundPoint, Snapshot, Topic
 
 MAX_POINTS = 2000
 """Of losses and rounds: older ones are left out."""
@@ -21,6 +21,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
         snapshot: of a look, with the losses and merges that its records tell.
         before: the result for the look before; one of another run is left aside.
     """
+    snapshot = replace(snapshot, peers=_heard(snapshot, before))
     if before is None or before.run_id != snapshot.run_id:
         return replace(snapshot, rounds=tuple(_point(snapshot, ())))
     losses = dict(before.losses) | dict(snapshot.losses)
@@ -35,6 +36,19 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
     )
     events = (*before.events, *_changes(before, found))
     return replace(found, events=events[-MAX_EVENTS:])
+
+
+def _heard(snapshot: Snapshot, before: Snapshot | None) -> tuple[PeerRow, ...]:
+    """The peers; one whose record is that of the look before was heard when it was."""
+    old = {row.record.peer_id: row for row in before.peers} if before else {}
+    return tuple(
+        replace(row, heard=known.heard)
+        if (known := old.get(row.record.peer_id))
+        and known.published is not None
+        and known.published == row.published
+        else row
+        for row in snapshot.peers
+    )
 
 
 def _point(snapshot: Snapshot, before: tuple[RoundPoint, ...]) -> Iterable[RoundPoint]:

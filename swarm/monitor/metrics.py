@@ -191,7 +191,58 @@ AGE = Metric(
     "since the agreed value of an expert last changed",
     "not a fault by itself: an expert without tokens or owner grows old",
 )
+CAUSE = Metric(
+    "cause",
+    "1 for each",
+    "what is wrong with a peer, by its own words, by those of others, or by its silence",
+    "not proven: peers may be wrong about each other",
+)
+COUNTED = Metric(
+    "counted",
+    "0 or 1",
+    "whether a peer's last round has its work; the snapshot says why not",
+    "not whether its experts advanced, which they do late as well",
+)
+TOKENS_LOST = Metric(
+    "lost tokens",
+    "tokens",
+    "of a peer's local steps whose result entered no manifest, since it started",
+    "not the steps that were skipped, which changed nothing",
+)
+RTT = Metric(
+    "round trip",
+    "milliseconds",
+    "shortest of a peer's last control messages to each other peer, median over these",
+    "not a ping: the other side has handled the message by then",
+)
+RATE = Metric(
+    "line",
+    "Mbit/s",
+    "what a peer measured before it joined; down: its slowest recent fetch of over 1 MiB instead, "
+    "once there is one",
+    "not known of a peer that was there at the founding, before its first long fetch",
+)
+ENGINE = Metric(
+    "engine",
+    "words, as a label",
+    "what computes a peer's steps, and how much of the model stays on the device",
+    "not what swarm-plan predicts: a peer that ran out of memory has stepped down",
+)
+ALIKE = Metric(
+    "pair",
+    "CKA in permille",
+    "of two experts' outputs for the same tokens, of the pairs that share most, by each peer's "
+    "last local steps",
+    "not of all pairs: few share enough tokens to be compared",
+)
 METRICS = (
+    CAUSE,
+    COUNTED,
+    TOKENS_LOST,
+    RTT,
+    RATE,
+    ENGINE,
+    ALIKE,
     HEALTH,
     ROUND_S,
     ETA,

@@ -6,6 +6,7 @@ never parsed as markup.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
@@ -13,10 +14,11 @@ from rich.text import Text
 
 from swarm.monitor import metrics
 from swarm.monitor.braille import braille
+from swarm.monitor.causes import causes_of
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import PEER_ID, printable, ranges
-from swarm.protocol.records import PeerState
+from swarm.protocol.records import PeerRecord, PeerState
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 AGREEMENT_STYLES = {
@@ -225,6 +227,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         told.append(f", {zeros} experts began with {metrics.ZERO_MOMENTS.title}" if zeros else "")
         lines.append(told)
     lines += _routing_lines(snapshot)
+    lines += _machine_lines(rows)
     skipped = sum(row.steps_skipped for row in rows)
     spikes = sum(row.grad_spikes for row in rows)
     if skipped or spikes:
@@ -241,6 +244,33 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
     for merge in reversed(snapshot.merges):
         lines += _merge_lines(merge)
     return [cut(line, width) for line in lines]
+
+
+def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
+    """Lines to others, lost work, and what computes."""
+    rtts = [row.link.rtt_ms for row in rows if row.link and row.link.rtt_ms is not None]
+    lines = []
+    if rtts:
+        line = Text.assemble(
+            (f"{metrics.RTT.title}  ", "dim"), f"{min(rtts):.0f} to {max(rtts):.0f} ms"
+        )
+        downs = [row.link.down_mbit for row in rows if row.link and row.link.down_mbit]
+        if downs:
+            line.append(f", slowest {metrics.RATE.title} {min(downs):.0f} {metrics.RATE.unit} down")
+        lines.append(line)
+    if lost := sum(row.tokens_lost for row in rows):
+        said = f"{metrics.TOKENS_LOST.title}: {amount(lost)} by all peers"
+        lines.append(Text(said, style="yellow"))
+    engines = Counter(row.engine for row in rows if row.engine)
+    if engines:
+        said = ", ".join(f"{printable(engine)} ({count})" for engine, count in engines.items())
+        lines.append(Text.assemble((f"{metrics.ENGINE.title}  ", "dim"), said))
+    pairs = [pair for row in rows if row.routing for pair in row.routing.pairs]
+    if pairs:
+        first, second, alike = max(pairs, key=lambda pair: pair[2])
+        told = f"{first} and {second}, {alike / 1000:.2f}"
+        lines.append(Text.assemble(("most alike  ", "dim"), told))
+    return lines
 
 
 def _coverage_line(coverage: Coverage) -> Text:
@@ -289,7 +319,8 @@ def _merge_lines(merge: Merge) -> list[Text]:
 
 
 def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[Text]:
-    """Last decisions: of the newest manifest, then of each peer; equal ones once."""
+    """What is wrong, then last decisions: of the newest manifest, of each peer; equal ones once."""
+    wrong = [Text(printable(cause.text), style="yellow") for cause in causes_of(snapshot)]
     said: dict[str, list[Text]] = {reason: [] for reason in snapshot.reasons}
     for row in sorted(snapshot.peers, key=lambda row: row.agreement is not Agreement.EQUAL):
         if row.record.reason:
@@ -298,7 +329,7 @@ def reasons(snapshot: Snapshot, keys: Keys, width: int, max_lines: int) -> list[
         Text.assemble(("why ", "dim"), _who(who), *_with_keys(reason, keys))
         for reason, who in said.items()
     ]
-    return _wrapped(lines[:max_lines], width, max_lines)
+    return _wrapped([*wrong, *lines][:max_lines], width, max_lines)
 
 
 def _wrapped(lines: Sequence[Text], width: int, max_lines: int) -> list[Text]:

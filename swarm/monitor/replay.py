@@ -8,14 +8,8 @@ from typing import Any
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Agreement, ExpertRow, Happening, PeerRow, Snapshot, Topic
-from swarm.protocol.records import (
-    MAX_SHARES,
-    PeerRecord,
-    PeerState,
-    RoundFigures,
-    RoutingFigures,
-    shortened,
-)
+from swarm.protocol.figures import RoundFigures, routing_figures
+from swarm.protocol.records import PeerRecord, PeerState, shortened
 
 Event = Mapping[str, Any]
 
@@ -110,12 +104,6 @@ def _frame(
 
 
 def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow:
-    routing = own["routing"]
-    if routing:
-        shares = tuple(routing["shares"])
-        routing = RoutingFigures(
-            **{**routing, "shares": shares if len(shares) <= MAX_SHARES else ()}
-        )
     record = PeerRecord(
         peer_id=peer_id,
         name=name,
@@ -147,7 +135,7 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         moments_bytes_received=0,
         zero_moments=0,
         moments_reason="",
-        routing=routing,
+        routing=routing_figures(own["routing"]) if own["routing"] else None,
         grad_norm=own["grad_norm"],
         grad_spikes=own["grad_spikes"],
         last_round=RoundFigures(
@@ -157,7 +145,12 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
             {phase: figures["seconds"] for phase, figures in own["phases"].items()},
             own["blob_bytes_sent"],
             own["blob_bytes_received"],
+            own["why_not"],
         ),
+        tokens_lost=own["tokens_lost"],
+        engine="",
+        trouble="",
+        link=None,
     )
     return PeerRow(
         record,

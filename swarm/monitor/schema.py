@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict, cast
 
+from swarm.monitor.causes import causes_of
 from swarm.monitor.health import health_of, pace_of
 from swarm.monitor.metrics import swarm_tokens_per_s
 from swarm.monitor.snapshot import Coverage, ExpertRow, Merge, PeerRow, Snapshot
@@ -43,6 +44,23 @@ class PaceJson(TypedDict):
     eta_s: float | None
 
 
+class CauseJson(TypedDict):
+    """`Cause`."""
+
+    fault: Literal["dead", "cut", "silent", "trouble", "late", "left out", "slow"]
+    peer: str
+    text: str
+
+
+class LinkJson(TypedDict):
+    """`LinkFigures` of a record."""
+
+    rtt_ms: float | None
+    down_mbit: float | None
+    up_mbit: float | None
+    unreached: dict[str, Literal["gone", "silent"]]
+
+
 class RoutingJson(TypedDict):
     """`RoutingFigures` of a record."""
 
@@ -51,6 +69,7 @@ class RoutingJson(TypedDict):
     dropped: float
     similarity: float | None
     shares: list[int]
+    pairs: list[tuple[int, int, int]]
 
 
 class LastRoundJson(TypedDict):
@@ -62,6 +81,8 @@ class LastRoundJson(TypedDict):
     phases: dict[str, float]
     blob_bytes_sent: int
     blob_bytes_received: int
+    why_not: str
+    left_out: dict[str, str]
 
 
 class PeerJson(TypedDict):
@@ -101,11 +122,16 @@ class PeerJson(TypedDict):
     grad_norm: float | None
     grad_spikes: int
     last_round: LastRoundJson | None
+    tokens_lost: int
+    engine: str
+    trouble: str
+    link: LinkJson | None
     agreement: Literal["equal", "behind", "ahead", "different"]
     votes: bool | None
     counted: int
     contributed: bool | None
     published: float | None
+    heard: float | None
 
 
 class ExpertJson(TypedDict):
@@ -170,6 +196,7 @@ class SnapshotJson(TypedDict):
     at: float
     live: bool
     health: HealthJson
+    causes: list[CauseJson]
     generation: str
     height: int
     round: int
@@ -210,6 +237,10 @@ def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
         "health": {"word": "unreachable", "reason": unreachable}
         if unreachable
         else {"word": health.word.value, "reason": health.reason},
+        "causes": [
+            {"fault": cause.fault.value, "peer": cause.peer, "text": cause.text}
+            for cause in causes_of(snapshot)
+        ],
         "generation": snapshot.generation,
         "height": snapshot.height,
         "round": snapshot.round,
@@ -249,12 +280,16 @@ def _peer(row: PeerRow) -> PeerJson:
         list(row.record.addresses),
         list(row.record.owned_experts),
     )
+    if row.record.link:
+        unreached = row.record.link.unreached.items()
+        record["link"]["unreached"] = {peer: silence.value for peer, silence in unreached}
     standing = {
         "agreement": row.agreement.value,
         "votes": row.votes,
         "counted": row.counted,
         "contributed": row.contributed,
         "published": None if row.published is None else round(row.published, 3),
+        "heard": None if row.heard is None else round(row.heard, 3),
     }
     return cast(PeerJson, record | standing)
 

@@ -69,6 +69,8 @@ class PeerRow:
     """Whether its work is in the newest round's mean; None: nobody gave the manifest."""
     published: float | None = None
     """When it was last heard of: seconds since 1970 by its own clock; None: unknown."""
+    heard: float | None = None
+    """When a look first found this record, by the monitor's clock; None: a replay."""
 
     @property
     def called(self) -> str:
@@ -267,6 +269,7 @@ def _row(record: PeerRecord, seen: Sighting, agreement: Agreement) -> PeerRow:
         counted=min(member.counted, TRIAL_ROUNDS) if member else 0,
         contributed=record.peer_id in seen.tip.contributors if seen.tip else None,
         published=seen.published.get(record.peer_id),
+        heard=seen.at,
     )
 
 

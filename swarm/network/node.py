@@ -30,6 +30,7 @@ from swarm.network.daemon import Address
 from swarm.network.dht import Dht, StoredValue
 from swarm.network.handlers import Handlers as Handlers
 from swarm.network.identity import Identity, load_or_create_identity
+from swarm.network.lines import Lines
 from swarm.network.loop_thread import LoopThread
 from swarm.network.relay import Relay
 from swarm.network.steady_clock import dht_clock
@@ -64,6 +65,7 @@ class Node:
             does not listen.
         traffic: counters.
         ledger: what others may cost.
+        lines: how messages to others fare.
         failure: why the daemon is dead, while it is.
     """
 
@@ -77,7 +79,7 @@ class Node:
         self.identity, self.peer_id = identity, identity.peer_id
         self.entrances: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.traffic, self.ledger = Traffic(), handlers.ledger
+        self.traffic, self.ledger, self.lines = Traffic(), handlers.ledger, Lines()
         self.failure: str | None = None
         self._control = Control(self.traffic, self.ledger, handlers.on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)
@@ -211,7 +213,8 @@ class Node:
             Unreachable: no answer in time, or the other side refused it.
             NetworkDown: the daemon is dead.
         """
-        await self._ways.post(peer_id, payload, timeout_s)
+        with self.lines.post(peer_id):
+            await self._ways.post(peer_id, payload, timeout_s)
 
     async def request(self, peer_id: str, payload: bytes, timeout_s: float) -> bytes:
         """Asks a small question (at most 256 KiB) and returns the answer (at most 1 MB).

@@ -41,6 +41,13 @@ _NO_THREAD = "can't start new thread"
 _MAY_PASS = (OSError, StateError, MemoryError, RuntimeError)
 
 Result = TypeVar("Result")
+_waiting: dict[str, str] = {}
+"""What is tried again now, and why it failed; of the whole process, like disk and memory."""
+
+
+def awaited() -> str:
+    """What this process waits for a person to mend; "" for nothing."""
+    return "; ".join(f"{what}: {why}" for what, why in sorted(_waiting.items()))
 
 
 @dataclass(frozen=True)
@@ -119,9 +126,12 @@ def patiently(
     attempt, began_s = 0, time.monotonic()
     while True:
         try:
-            return write()
+            result = write()
         except _MAY_PASS as error:
             pause_s = _told(error, what, attempt, time.monotonic() - began_s)
+        else:
+            _waiting.pop(what, None)
+            return result
         sleep(pause_s)
         attempt += 1
 
@@ -131,9 +141,12 @@ async def patiently_async(write: Callable[[], Awaitable[Result]], what: str) -> 
     attempt, began_s = 0, time.monotonic()
     while True:
         try:
-            return await write()
+            result = await write()
         except _MAY_PASS as error:
             pause_s = _told(error, what, attempt, time.monotonic() - began_s)
+        else:
+            _waiting.pop(what, None)
+            return result
         await asyncio.sleep(pause_s)
         attempt += 1
 
@@ -143,7 +156,9 @@ def _told(error: Exception, what: str, attempt: int, waited_s: float) -> float:
         raise error  # a bug
     pause = after_failure(error, attempt, waited_s)
     if pause.seconds is None:
+        _waiting.pop(what, None)
         kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
         raise kind(f"{what}: {pause.reason}") from error
+    _waiting[what] = pause.reason
     logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
     return pause.seconds

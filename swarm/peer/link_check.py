@@ -48,6 +48,7 @@ async def measured_rates(
                 logger.debug("rate of peer=%s not measured: %s", peer[-6:], error)
             else:
                 best[is_down] = max(rate, before or 0.0)
+    node.lines.down_mbit, node.lines.up_mbit = best[True], best[False]
     return best[True], best[False]
 
 

@@ -41,6 +41,7 @@ from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.train.ladder import describe
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Peer:
         self._loader = _loader_of(host.config, started)
         held_out = held_out_of(started.record.tip, run, started.store)
         self._engine = engine_for(run, host.config.compute, started.directory.path)
+        self.status.engine_of = lambda: describe(self._engine.options, run)
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
         self._moments = ExpertMoments(model, self._exchange, self.status)
         self._trainer = Trainer(

@@ -10,6 +10,7 @@ import math
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -20,21 +21,21 @@ from swarm.network.round_driver import RoundDriver
 from swarm.peer.moved import Moved
 from swarm.peer.observing import UNOBSERVED, PeerObserver, RoundReport
 from swarm.peer.phases import PhaseMeter
+from swarm.peer.round_account import RoundAccount, link_figures
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
+from swarm.protocol.figures import (
+    MAX_BRIEF,
+    MAX_REFUSED,
+    RoundFigures,
+    RoutingFigures,
+    routing_figures,
+)
 from swarm.protocol.fitness import lateness
 from swarm.protocol.handover import Moments
 from swarm.protocol.manifest import Code, Kind, Manifest, PeerId, is_ancestor
-from swarm.protocol.records import (
-    MAX_SHARES,
-    PeerRecord,
-    PeerState,
-    RoundFigures,
-    RoutingFigures,
-    ValidationRecord,
-    shortened,
-)
+from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord, shortened
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.version import __version__
@@ -66,7 +67,10 @@ class PeerStatus:
         self.changed = threading.Event()
         """Set when a record should be published before the next heartbeat."""
         self.reason_of: Callable[[], str] = str
-        self.refused_of: Callable[[], dict[str, int]] = dict
+        self.refused_of: Callable[[], Counter[str]] = Counter
+        self.fetched_of: Callable[[], float] = float
+        """Rate of fetches in bytes per second; 0 if none was measured."""
+        self.engine_of: Callable[[], str] = str
         self.manifest: Manifest | None = None
         self.validation: ValidationRecord | None = None
         self.tokens = self.tokens_lost = self.skipped = 0
@@ -77,6 +81,7 @@ class PeerStatus:
         """Of the local steps under way."""
         self.phases = PhaseMeter()
         """Of the trainer's thread."""
+        self.account = RoundAccount(node.peer_id)
         self._state = PeerState.STARTING
         self._since_s = time.monotonic()
         self._steps_done = 0
@@ -95,7 +100,9 @@ class PeerStatus:
     def watch(self, driver: RoundDriver, run_id: str) -> None:
         """Takes part in the run from now on."""
         self.reason_of = lambda: driver.last_reason
-        self.refused_of = lambda: dict(driver.refused + self.node.traffic.refused)
+        self.refused_of = lambda: driver.refused + self.node.traffic.refused
+        self.account.reasons_of = lambda: tuple(driver.reasons)
+        self.fetched_of = lambda: driver.transfers.pace.measured().rate_bytes_per_s
         self.manifest = tip = driver.tip
         self._event(
             "started",
@@ -123,7 +130,7 @@ class PeerStatus:
         self._event(
             "ended",
             **asdict(self.traffic()),
-            refused=self.refused_of(),
+            refused=dict(self.refused_of()),
             phases=self.phases.take(),
         )
 
@@ -165,9 +172,7 @@ class PeerStatus:
         self.skipped += stats.skipped
         self._loss = stats.cross_entropy
         if stats.routing:
-            found = asdict(stats.routing)
-            kept = found["shares"] if len(found["shares"]) <= MAX_SHARES else ()
-            self._routing = RoutingFigures(**found | {"shares": kept})
+            self._routing = routing_figures(asdict(stats.routing))
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -228,7 +233,7 @@ class PeerStatus:
     def applied(self, report: RoundReport) -> None:
         """A manifest was applied: the round's log line and event."""
         manifest, stats = report.manifest, report.stats
-        now, traffic = time.monotonic(), self.traffic()
+        now, traffic, phases = time.monotonic(), self.traffic(), self.phases.take()
         self._round_traffic = traffic - self._at_round_start
         seconds, self._round_s, self._at_round_start = now - self._round_s, now, traffic
         self.manifest, self._steps_done = manifest, 0
@@ -248,17 +253,11 @@ class PeerStatus:
             logger.info("round=%d %s", manifest.round, line)
         self._tell_lateness(report, seconds)
         self._follow_chain(report)
-        phases = self.phases.take()
+        why_not = ""
         if manifest.kind is Kind.QUORUM:
-            took = {name: round(figures["seconds"], 3) for name, figures in phases.items()}
-            self._last_round = RoundFigures(
-                manifest.round,
-                report.counted,
-                round(seconds, 3),
-                took,
-                self._round_traffic.blobs_sent,
-                self._round_traffic.blobs_received,
-            )
+            took = {name: figures["seconds"] for name, figures in phases.items()}
+            self._last_round = self.account.close(report, seconds, took, self._round_traffic)
+            why_not = self._last_round.why_not
         self._event(
             "applied",
             generation=manifest.generation, height=manifest.height, round=manifest.round,
@@ -276,7 +275,7 @@ class PeerStatus:
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
             routing=asdict(stats.routing) if stats and stats.routing else None,
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
-            phases=phases,
+            phases=phases, why_not=why_not,
         )  # fmt: skip
         self.changed.set()
         self.observer.on_round(report)
@@ -366,7 +365,7 @@ class PeerStatus:
             control_bytes_sent=traffic.control_sent,
             control_bytes_received=traffic.control_received,
             steps_skipped=self.skipped,
-            refused=self.refused_of(),
+            refused=dict(self.refused_of().most_common(MAX_REFUSED)),
             reason=shortened(self.reason_of()),
             version=__version__,
             moments_bytes_sent=traffic.moments_sent,
@@ -377,6 +376,10 @@ class PeerStatus:
             grad_norm=self._median_norm(),
             grad_spikes=self.grad_spikes,
             last_round=self._last_round,
+            tokens_lost=self.tokens_lost,
+            engine=shortened(self.engine_of(), MAX_BRIEF),
+            trouble=self.account.trouble(),
+            link=link_figures(self.node.lines, self.fetched_of()),
         )
 
     def _median_norm(self) -> float | None:

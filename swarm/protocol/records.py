@@ -15,15 +15,35 @@ from enum import Enum
 from typing import Annotated, TypeVar
 
 from blake3 import blake3
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from swarm.canonical import canonical
 from swarm.config import RunName
 from swarm.config.explaining import refusal
 from swarm.errors import BadRecord
 from swarm.protocol.digests import Buffer
+from swarm.protocol.figures import (
+    MAX_REASON,
+    MAX_REFUSED,
+    STRICT,
+    Address,
+    Amount,
+    Brief,
+    Count,
+    Expert,
+    Generation,
+    Height,
+    Hex,
+    Id,
+    LinkFigures,
+    Positive,
+    Real,
+    Reason,
+    RoundFigures,
+    RoutingFigures,
+    Word,
+)
 from swarm.protocol.manifest import RUN_ID
-from swarm.protocol.schemas import GENERATION, PEER
 from swarm.protocol.texts import Text, TokenizerFile
 
 MAX_RECORD_BYTES = 20_000
@@ -40,28 +60,6 @@ RECORD_TTL_S = 3 * HEARTBEAT_S
 """Presence and run records: a peer that died is gone from every view after this long."""
 EVENT_TTL_S = 900.0
 """Merge and validation records, which are published once per event."""
-MAX_REASON = 300
-MAX_SHARES = 256
-"""Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
-
-# People see these texts on their terminals: no control characters.
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-Id = Annotated[str, Field(pattern=PEER)]
-Generation = Annotated[str, Field(pattern=GENERATION)]
-Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
-Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
-Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[int, Field(gt=0, lt=2**63)]
-Height = Annotated[int, Field(ge=0, lt=2**31)]
-"""Of manifests and rounds: one a second would take 68 years to get there."""
-Real = Annotated[float, Field(allow_inf_nan=False)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
-Expert = Annotated[int, Field(ge=0, lt=2**16)]
-Share = Annotated[int, Field(ge=0, le=1000)]
-_STRICT = ConfigDict(extra="forbid", strict=True)
-
 
 RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
 
@@ -90,7 +88,7 @@ class PeerState(Enum):
 class RunRecord:
     """A run that can be joined; every member repeats it, so it outlives its founder."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     run: RunId
     """Of a run that gathers: `gathering-` and the founder's nonce."""
@@ -114,46 +112,10 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class RoutingFigures:
-    """How a peer's last local steps spread their tokens over the experts."""
-
-    __pydantic_config__ = _STRICT
-
-    max_load: Amount
-    """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
-    idle_experts: Count
-    """(Layer, expert) pairs without a token."""
-    dropped: Amount
-    """Share of the choices of experts that exceeded a capacity."""
-    similarity: Real | None
-    """Mean CKA of experts that got the same tokens; None if too few did."""
-    shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
-    """Of each expert its permille of all choices, over all layers; 0 only where it got none. () of
-    a model with more than `MAX_SHARES` experts."""
-
-
-@dataclass(frozen=True)
-class RoundFigures:
-    """What a peer's last round took; durations, since clocks differ."""
-
-    __pydantic_config__ = _STRICT
-
-    round: Height
-    counted: bool
-    """Whether its work is in the mean."""
-    seconds: Amount
-    """From the manifest before until this one was applied."""
-    phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
-    """Seconds in each phase, by its name."""
-    blob_bytes_sent: Count
-    blob_bytes_received: Count
-
-
-@dataclass(frozen=True)
 class PeerRecord:
     """Presence, progress and ownership of one peer, in one record, so they belong together."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     peer_id: Id
     name: Word
@@ -187,8 +149,8 @@ class PeerRecord:
     control_bytes_received: Count
     steps_skipped: Count
     """Steps with a non-finite loss or gradient."""
-    refused: Annotated[Mapping[Word, Count], Field(max_length=64)]
-    """Refused inputs by reason."""
+    refused: Annotated[Mapping[Word, Count], Field(max_length=MAX_REFUSED)]
+    """Refused inputs by reason, the most frequent ones."""
     reason: Reason
     """The last decision that this peer saw, with its numbers."""
     version: Word
@@ -208,13 +170,20 @@ class PeerRecord:
     """Steps since it started whose gradient norm stood out from those before."""
     last_round: RoundFigures | None
     """Of the last training round that it applied; None before the first."""
+    tokens_lost: Count
+    """Of local steps whose result entered no manifest, since it started."""
+    engine: Brief
+    """What computes its steps, and how much of the model stays on the device."""
+    trouble: Brief
+    """What this machine waits for a person to mend, such as a full disk; "" for nothing."""
+    link: LinkFigures | None
 
 
 @dataclass(frozen=True)
 class MergeRecord:
     """A peer announces the donors of the experts that it owns in a merge."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     generation: Generation
     round: Height
@@ -229,7 +198,7 @@ class MergeRecord:
 class ValidationRecord:
     """Held-out loss of an agreed state, measured by the round's first convener."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     round: Height
     manifest_digest: Hex
@@ -287,10 +256,10 @@ def decode_record(kind: type[AnyRecord], encoded: Buffer) -> AnyRecord:
     return record
 
 
-def shortened(reason: str) -> str:
+def shortened(reason: str, most: int = MAX_REASON) -> str:
     """A reason that fits a `PeerRecord`: one printable line, cut where it is too long."""
     line = re.sub(r"[\x00-\x1f\x7f-\x9f\s]+", " ", reason).strip()
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def fitted(record: MergeRecord) -> MergeRecord:

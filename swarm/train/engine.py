@@ -45,6 +45,7 @@ class StepStats:
         skipped: whether loss or gradient was not finite, so that nothing was changed.
         dropped: choices of experts, in all layers, that exceeded a capacity.
         similarity: mean CKA of experts that got the same tokens; None where not measured.
+        pairs: these experts and their CKA, the most alike first.
         spike: whether the norm stood out from those before; see `Guard`.
     """
 
@@ -59,6 +60,7 @@ class StepStats:
     skipped: bool
     dropped: int = 0
     similarity: float | None = None
+    pairs: tuple[tuple[int, int, float], ...] = ()
     spike: bool = False
 
 

@@ -25,6 +25,7 @@ class Routed:
         self.tokens_LE = torch.zeros((), dtype=torch.int64, device=device)
         self._dropped = torch.zeros((), dtype=torch.int64, device=device)
         self._similarities: list[Tensor] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, losses: Losses) -> None:
         """Adds one micro-batch; nothing waits for the device."""
@@ -32,6 +33,8 @@ class Routed:
         self._dropped = self._dropped + losses.dropped
         if losses.similarity is not None:
             self._similarities.append(losses.similarity)
+        if losses.pair_P2 is not None and losses.alike_P is not None:
+            self._pairs.append((losses.pair_P2, losses.alike_P))
 
     @classmethod
     def total(cls, parts: Sequence[Routed]) -> Routed:
@@ -41,6 +44,7 @@ class Routed:
             whole.tokens_LE = whole.tokens_LE + part.tokens_LE
             whole._dropped = whole._dropped + part._dropped
             whole._similarities += part._similarities
+            whole._pairs += part._pairs
         return whole
 
     def fields(self) -> dict[str, Any]:
@@ -50,4 +54,14 @@ class Routed:
             "expert_tokens": tuple(tuple(layer) for layer in self.tokens_LE.tolist()),
             "dropped": int(self._dropped),
             "similarity": torch.stack(alike).mean().item() if alike else None,
+            "pairs": self._alike(),
         }
+
+    def _alike(self) -> tuple[tuple[int, int, float], ...]:
+        """The mean of each pair of experts over layers and micro-batches, the most alike first."""
+        found: dict[tuple[int, int], list[float]] = {}
+        for pair_P2, alike_P in self._pairs:
+            for (first, second), alike in zip(pair_P2.tolist(), alike_P.tolist(), strict=True):
+                found.setdefault((first, second), []).append(alike)
+        means = [(a, b, sum(each) / len(each)) for (a, b), each in found.items()]
+        return tuple(sorted(means, key=lambda pair: (-pair[2], pair)))

@@ -21,6 +21,7 @@ class RoutingStats:
             it; None if none did.
         shares: of each expert its permille of all choices, over the layers; rounded, but 0 only
             where it got none.
+        pairs: two experts and their CKA, the most alike first, of the same step as `similarity`.
     """
 
     max_load: float
@@ -28,6 +29,7 @@ class RoutingStats:
     dropped: float
     similarity: float | None
     shares: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int, float], ...] = ()
 
 
 def routing_stats(steps: Sequence[StepStats]) -> RoutingStats:
@@ -37,14 +39,15 @@ def routing_stats(steps: Sequence[StepStats]) -> RoutingStats:
         for of_layer in zip(*(stats.expert_tokens for stats in steps), strict=True)
     ]
     choices = sum(sum(layer) for layer in layers)
-    measured = [stats.similarity for stats in steps if stats.similarity is not None]
+    measured = [stats for stats in steps if stats.similarity is not None]
     return RoutingStats(
         max_load=max(max(layer) * len(layer) / sum(layer) for layer in layers),
         idle_experts=sum(layer.count(0) for layer in layers),
         dropped=sum(stats.dropped for stats in steps) / choices,
-        similarity=measured[-1] if measured else None,
+        similarity=measured[-1].similarity if measured else None,
         shares=tuple(
             max(round(1000 * sum(tokens) / choices), 1) if any(tokens) else 0
             for tokens in zip(*layers, strict=True)
         ),
+        pairs=measured[-1].pairs if measured else (),
     )

@@ -4,15 +4,9 @@ import random
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
+from swarm.protocol.figures import RoundFigures, RoutingFigures
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member, Text
-from swarm.protocol.records import (
-    MergeRecord,
-    PeerRecord,
-    PeerState,
-    RoundFigures,
-    RoutingFigures,
-    ValidationRecord,
-)
+from swarm.protocol.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
 from tests.peer_records import DIGEST, peer_record
 
 BEGAN_S = 1_790_000_000.0

@@ -2,10 +2,14 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarm.monitor import exposition as exposition_module
 from swarm.monitor.exposition import FAMILIES, exposition, help_of
 from swarm.monitor.metrics import METRICS
 from swarm.monitor.schema import as_json
@@ -65,3 +69,22 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for target in panel["targets"]:
             asked |= set(re.findall(r"swarm_[a-z_]+", target["expr"]))
     assert asked and asked <= exposed
+
+
+def test_every_metric_is_in_the_page_s_table_and_nothing_else() -> None:
+    page = (Path(exposition_module.__file__).parent / "README.md").read_text()
+    table = page[page.index("| metric | labels | figure |") :].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    told = {(row[0].strip("| `"), row[1].replace("`", ""), row[2].strip(" |")) for row in rows}
+    assert told == {
+        (f.name + ("_total" if f.kind == "counter" else ""), " ".join(f.labels), f.metric.title)
+        for f in FAMILIES
+    }
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_promtool_accepts_what_prometheus_will_read() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=exposition(STATE), capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr.decode()

@@ -9,8 +9,9 @@ import pytest
 from swarm.monitor.health import Word, health_of, pace_of
 from swarm.monitor.history import MAX_EVENTS, MAX_POINTS, with_history
 from swarm.monitor.snapshot import Agreement, Sighting, Snapshot, Topic, snapshot_of
+from swarm.protocol.figures import RoundFigures
 from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord, PeerState, RoundFigures, ValidationRecord
+from swarm.protocol.records import PeerRecord, PeerState, ValidationRecord
 
 Sightings = Callable[..., Sighting]
 Manifests = Callable[..., Manifest]
@@ -124,15 +125,17 @@ def test_health_is_the_worst_that_can_be_said_and_names_its_cause(look: Looks) -
     assert health_of(sound).word is Word.HEALTHY
 
     def word(**changes: Any) -> tuple[Word, str]:
-        found = health_of(dataclasses.replace(sound, **changes))
+        heard = [dataclasses.replace(row, heard=None) for row in sound.peers]
+        found = health_of(dataclasses.replace(sound, **{"peers": tuple(heard), **changes}))
         return found.word, found.reason
 
+    gone = "has no record: its process or its line is gone"
     assert word(run_id=None, wait_for_peers=4) == (Word.GATHERING, "2 of 4 peers are there")
     assert word(round=20) == (Word.FINISHED, "20 of 20 rounds are done")
     assert word(left_out=("QmB",)) == (Word.DEGRADED, "round 5 went without name-of-QmB")
-    assert word(absent=("QmZ",)) == (Word.DEGRADED, "absent: …QmZ")
+    assert word(absent=("QmZ",)) == (Word.DEGRADED, f"…QmZ {gone}")
     assert word(absent=("QmZ",), quorum=False) == (
-        Word.HALTED, "the voters that are present are no quorum; absent: …QmZ",
+        Word.HALTED, f"the voters that are present are no quorum; absent: …QmZ; …QmZ {gone}",
     )  # fmt: skip
     assert word(members=None)[0] is Word.UNKNOWN
     assert word(at=175.0)[0] is Word.HEALTHY, "a round may take a minute"

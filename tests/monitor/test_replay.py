@@ -30,8 +30,9 @@ def applied(round_: int, digest: str, *, counted: bool = True, at: float = 0.0) 
         "training_s": 2.0, "seconds": 10.0, "blob_bytes_sent": 7, "blob_bytes_received": 8,
         "control_bytes_sent": 9, "moments_bytes_sent": 0, "reason": f"round {round_} decided",
         "routing": {"max_load": 1.5, "idle_experts": 0, "dropped": 0.0, "similarity": None,
-                    "shares": [200, 300, 500]},
-        "grad_norm": 1.0, "grad_spikes": 0,
+                    "shares": [200, 300, 500], "pairs": [[0, 2, 0.25]]},
+        "why_not": "" if counted else "too late: still training", "grad_norm": 1.0,
+        "grad_spikes": 0,
         "phases": {"training": {"seconds": 2.0, "peak_rss_bytes": 1}},
     }  # fmt: skip
 
@@ -71,6 +72,10 @@ def test_each_manifest_is_a_frame_and_the_last_one_stays(swarm: Path) -> None:
     assert [row.agreement for row in third.peers] == [Agreement.EQUAL, Agreement.BEHIND]
     assert all(row.agreement is Agreement.EQUAL for row in (*first.peers, *second.peers))
     assert not as_json(third)["live"]
+    assert [cause["text"] for cause in as_json(second)["causes"]] == [
+        "round 2 went without peer-1: too late: still training"
+    ]
+    assert first.peers[0].record.routing and first.peers[0].record.routing.pairs == ((0, 2, 250),)
     assert [row.record.name for row in third.peers] == ["peer-0", "peer-1"]
     assert third.events[-1].text.startswith("round 3 decided")
     json.dumps(as_json(third), allow_nan=False)

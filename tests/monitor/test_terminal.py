@@ -11,8 +11,9 @@ from rich.text import Text
 from swarm.monitor import panels
 from swarm.monitor.snapshot import Coverage, Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render
+from swarm.protocol.figures import RoutingFigures
 from swarm.protocol.manifest import Manifest
-from swarm.protocol.records import PeerRecord, PeerState, RoutingFigures
+from swarm.protocol.records import PeerRecord, PeerState
 
 Sightings = Callable[..., Sighting]
 SIZES = [(80, 24), (140, 40), (200, 60)]

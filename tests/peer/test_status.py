@@ -11,20 +11,17 @@ from typing import Any, cast
 import pytest
 
 from swarm.data.held_out import HeldOut
+from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
 from swarm.network.traffic import Traffic
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
+from swarm.protocol.deadlines import Measured
+from swarm.protocol.figures import RoutingFigures
 from swarm.protocol.manifest import Kind, Manifest
-from swarm.protocol.records import (
-    PeerRecord,
-    PeerState,
-    RoutingFigures,
-    decode_record,
-    encode_record,
-)
+from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
 from swarm.train.routing_stats import RoutingStats
@@ -42,7 +39,12 @@ STATS = LocalStats(
     cross_entropy=2.0,
     completed=True,
     routing=RoutingStats(
-        max_load=1.5, idle_experts=2, dropped=0.125, similarity=0.4, shares=(250, 750)
+        max_load=1.5,
+        idle_experts=2,
+        dropped=0.125,
+        similarity=0.4,
+        shares=(250, 750),
+        pairs=((0, 1, 0.4),),
     ),
 )
 
@@ -68,7 +70,12 @@ def report(manifest: Manifest, stats: LocalStats | None = STATS) -> RoundReport:
 
 @pytest.fixture
 def node() -> SimpleNamespace:
-    return SimpleNamespace(peer_id="A", addresses=("/ip4/1.2.3.4/tcp/5/p2p/A",), traffic=Traffic())
+    return SimpleNamespace(
+        peer_id="A",
+        addresses=("/ip4/1.2.3.4/tcp/5/p2p/A",),
+        traffic=Traffic(),
+        lines=Lines(),
+    )
 
 
 @pytest.fixture
@@ -78,7 +85,14 @@ def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
 
 
 def watch(status: PeerStatus, **refused: int) -> None:
-    driver = SimpleNamespace(tip=TIP, refused=Counter(refused), last_reason="roster closed")
+    pace = SimpleNamespace(measured=lambda: Measured(0, 0, rate_bytes_per_s=0.0))
+    driver = SimpleNamespace(
+        tip=TIP,
+        refused=Counter(refused),
+        last_reason="roster closed",
+        reasons=[],
+        transfers=SimpleNamespace(pace=pace),
+    )
     status.watch(cast(RoundDriver, driver), "run-1")
 
 
@@ -226,8 +240,11 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     with caplog.at_level("INFO"):
         status.applied(report(successor(TIP)))
     figures = {"max_load": 1.5, "idle_experts": 2, "dropped": 0.125, "similarity": 0.4}
-    assert status.record().routing == RoutingFigures(**figures, shares=(250, 750))
-    assert events(status)[-1]["routing"] == figures | {"shares": [250, 750]}
+    assert status.record().routing == RoutingFigures(
+        **figures, shares=(250, 750), pairs=((0, 1, 400),)
+    )
+    told = {"shares": [250, 750], "pairs": [[0, 1, 0.4]]}
+    assert events(status)[-1]["routing"] == figures | told
     assert "max_load=1.50 idle_experts=2 dropped=0.125 similarity=0.40" in caplog.text
 
 

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import BadRecord
-from swarm.protocol import records
+from swarm.protocol import figures, records
+from swarm.protocol.figures import LinkFigures, RoundFigures, RoutingFigures, Silence
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     MergeRecord,
     PeerRecord,
     Record,
-    RoundFigures,
-    RoutingFigures,
     RunRecord,
     RunState,
     ValidationRecord,
@@ -50,6 +49,7 @@ PEER = peer_record(
     refused={"non_finite": 1},
     routing=RoutingFigures(1.5, 0, 0.0, None, (250, 750)),
     last_round=RoundFigures(5, True, 12.5, {"training": 9.25}, 10, 20),
+    link=LinkFigures(12.5, None, 40.0, {"QmFriend": Silence.GONE}),
     grad_norm=0.5,
     grad_spikes=1,
 )
@@ -97,7 +97,7 @@ def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
         decoded = decode_record(type(record), json.dumps(values).encode())
     except BadRecord as refused:
         assert refused.reason in ("record_size", "record_schema")
-        assert len(str(refused)) <= records.MAX_REASON
+        assert len(str(refused)) <= figures.MAX_REASON
     else:
         # What was admitted can be shown and published again.
         assert decode_record(type(record), encode_record(decoded)) == decoded
@@ -180,16 +180,27 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         addresses=("a" * 256,) * 16,
         generation="f" * 32,
         owned_experts=tuple(range(64_000, 65_024)),
-        refused={f"{'r' * 60}{k:04}": 2**62 for k in range(64)},
-        reason='"' * records.MAX_REASON,
+        refused={f"{'r' * 60}{k:04}": 2**62 for k in range(figures.MAX_REFUSED)},
+        reason='"' * figures.MAX_REASON,
         version="v" * 64,
-        routing=RoutingFigures(1.7976931348623157e308, 2**62, 1.0, 0.5, (1000,) * 256),
+        routing=RoutingFigures(
+            1.7976931348623157e308, 2**62, 1.0, 0.5, (1000,) * 256,
+            ((65_535, 65_534, -1000),) * figures.MAX_PAIRS,
+        ),
         grad_norm=1e300,
         grad_spikes=2**62,
         last_round=RoundFigures(
             2**31 - 1, False, 1.7976931348623157e308,
             {f"{'p' * 62}{k:02}": 1.7976931348623157e308 for k in range(8)},
-            2**62, 2**62,
+            2**62, 2**62, '"' * figures.MAX_BRIEF,
+            {"Q" * 51 + "1234"[k]: '"' * figures.MAX_BRIEF for k in range(figures.MAX_LEFT_OUT)},
+        ),
+        tokens_lost=2**62,
+        engine="e" * figures.MAX_BRIEF,
+        trouble='"' * figures.MAX_BRIEF,
+        link=LinkFigures(
+            1.7976931348623157e308, 1.7976931348623157e308, 1.7976931348623157e308,
+            {"Q" * 51 + "12345678"[k]: Silence.SILENT for k in range(figures.MAX_UNREACHED)},
         ),
     )  # fmt: skip
     encoded = encode_record(largest)

@@ -95,6 +95,8 @@ def test_what_guides_a_step_is_seen_in_its_statistics():
     assert [layer[:2] for layer in stats.expert_tokens] == [(64, 64), (64, 64)]
     assert stats.dropped == 2 * 2 * (2 * 32 - 2 * 8)  # layers, micro-batches, choices less places
     assert stats.similarity is not None and abs(stats.similarity) <= 1.01
+    assert stats.pairs and all(first < second for first, second, _ in stats.pairs)
+    assert list(stats.pairs) == sorted(stats.pairs, key=lambda pair: (-pair[2], pair))
 
 
 def test_noise_spreads_over_micro_batches_apart():

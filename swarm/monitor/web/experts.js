@@ -22,6 +22,14 @@ export function matrixOf(state) {
     const share = telling.length ? telling.reduce((sum, row) => sum + row.shares[column], 0) / telling.length : null;
     return { ...expert, column, share, times: share === null ? null : share / even, owned: new Set(expert.owners), names: expert.owners.map((id) => names.get(id)) };
   });
+  for (const peer of state.peers) {
+    for (const [first, second, alike] of peer.routing?.pairs ?? []) {
+      for (const [one, other] of [[first, second], [second, first]]) {
+        const found = experts.find((expert) => expert.expert === one);
+        if (found && alike > (found.alike?.permille ?? -Infinity)) found.alike = { expert: other, permille: alike };
+      }
+    }
+  }
   return { rows, experts, even, telling: telling.length };
 }
 

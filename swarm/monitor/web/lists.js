@@ -19,6 +19,14 @@ function clock(at) {
   return new Date(1000 * at).toTimeString().slice(0, 8);
 }
 
+export function drawCauses(state) {
+  const keys = keysOf(state.peers);
+  byId("wrong").hidden = !state.causes.length;
+  byId("causes").replaceChildren(
+    ...state.causes.map((cause) => element("li", { "data-fault": cause.fault }, element("b", { class: cause.fault === "slow" ? "warn" : "bad" }, cause.fault), element("span", {}, withKeys(cause.text, keys)))),
+  );
+}
+
 export function drawWhy(state) {
   const keys = keysOf(state.peers);
   const said = new Map(state.reasons.map((reason) => [reason, []]));

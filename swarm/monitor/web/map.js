@@ -177,6 +177,7 @@ function table() {
       { title: "version", right: true, cell: (e) => String(e.version ?? "–") },
       { title: "share", right: true, cell: (e) => shareText(e) },
       { title: "is", cell: (e) => wordOf(e) },
+      { title: "alike", right: true, cell: (e) => (e.alike ? `${e.alike.expert} (${(e.alike.permille / 1000).toFixed(2)})` : "–") },
       { title: "nearest", right: true, cell: (e) => String(e.nearest ?? "–") },
     ],
     matrix.experts,
@@ -191,6 +192,7 @@ function tell() {
     const parts = [`Expert ${expert.expert}, ${wordOf(expert)}: owned by ${ownersOf(expert)}`, `changed ${ageText(expert)}`];
     if (expert.share !== null) parts.push(`gets ${shareText(expert)} of all tokens, ${expert.times.toFixed(2)}× even`);
     if (peer?.shares.length) parts.push(`${peer.shares[expert.column]} ‰ of those of ${peer.key} ${peer.name}`);
+    if (expert.alike) parts.push(`does most like expert ${expert.alike.expert} on the tokens they share, CKA ${(expert.alike.permille / 1000).toFixed(2)}`);
     if (expert.nearest !== null) parts.push(`most like expert ${expert.nearest} at the last merge`);
     say("map-said", `${parts.join("; ")}.`);
     return;

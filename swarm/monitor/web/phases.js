@@ -23,7 +23,7 @@ export function drawPhases(state) {
     [
       { title: "peer", cell: (row) => element("th", { scope: "row" }, `${keys.get(row.peer.peer_id)} ${called(row.peer)}`) },
       { title: "round", right: true, cell: (row) => String(row.round.round) },
-      { title: "counted", cell: (row) => (row.round.counted ? "yes" : "no") },
+      { title: "counted", cell: (row) => (row.round.counted ? "yes" : `no: ${shown(row.round.why_not) || "not told"}`) },
       ...names.map((name) => ({ title: shown(name).replace("_", " "), right: true, cell: (row) => seconds(row.round.phases[name] ?? 0) })),
       { title: "all", right: true, cell: (row) => seconds(row.round.seconds) },
     ],
@@ -75,5 +75,6 @@ function sentence(rows, state) {
   if (rows.length > MAX_BARS) parts.push(`${rows.length - MAX_BARS} more are in the table`);
   const out = state.left_out.length;
   if (out) parts.push(`round ${state.round} went without ${out} of ${state.members} members`);
+  for (const row of rows.filter((each) => each.round.why_not).slice(0, 3)) parts.push(`${called(row.peer)}: ${shown(row.round.why_not)}`);
   return `${parts.join("; ")}.`;
 }

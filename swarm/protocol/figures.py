@@ -1,0 +1,120 @@
+"""Parts of `swarm.protocol.records`: what their fields may hold, and figures in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from swarm.protocol.schemas import GENERATION, PEER
+
+MAX_REASON = 300
+TOO_LATE = "too late"
+"""In the words of a peer that still trained when its round was decided."""
+MAX_BRIEF = 120
+"""Of sentences that a record may have several of."""
+MAX_PAIRS = 16
+MAX_LEFT_OUT = 4
+MAX_UNREACHED = 8
+MAX_REFUSED = 32
+MAX_SHARES = 256
+"""Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
+
+# People see these texts on their terminals: no control characters.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+Id = Annotated[str, Field(pattern=PEER)]
+Generation = Annotated[str, Field(pattern=GENERATION)]
+Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
+Brief = Annotated[str, Field(max_length=MAX_BRIEF, pattern=PRINTABLE)]
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+Height = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of manifests and rounds: one a second would take 68 years to get there."""
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+Expert = Annotated[int, Field(ge=0, lt=2**16)]
+Share = Annotated[int, Field(ge=0, le=1000)]
+Alike = Annotated[int, Field(ge=-1000, le=1000)]
+Pair = tuple[Expert, Expert, Alike]
+"""Two experts, and a thousand times the CKA of what they make of the same tokens."""
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class RoutingFigures:
+    """How a peer's last local steps spread their tokens over the experts."""
+
+    __pydantic_config__ = STRICT
+
+    max_load: Amount
+    """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
+    idle_experts: Count
+    """(Layer, expert) pairs without a token."""
+    dropped: Amount
+    """Share of the choices of experts that exceeded a capacity."""
+    similarity: Real | None
+    """Mean CKA of experts that got the same tokens; None if too few did."""
+    shares: Annotated[tuple[Share, ...], Field(max_length=MAX_SHARES)] = ()
+    """Of each expert its permille of all choices, over all layers; 0 only where it got none. () of
+    a model with more than `MAX_SHARES` experts."""
+    pairs: Annotated[tuple[Pair, ...], Field(max_length=MAX_PAIRS)] = ()
+    """What `similarity` is the mean of, over layers, the most alike first."""
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """What a peer's last round took; durations, since clocks differ."""
+
+    __pydantic_config__ = STRICT
+
+    round: Height
+    counted: bool
+    """Whether its work is in the mean."""
+    seconds: Amount
+    """From the manifest before until this one was applied."""
+    phases: Annotated[Mapping[Word, Amount], Field(max_length=8)]
+    """Seconds in each phase, by its name."""
+    blob_bytes_sent: Count
+    blob_bytes_received: Count
+    why_not: Brief = ""
+    """Why it was not counted, by what the peer itself did; "" of one that was."""
+    left_out: Annotated[Mapping[Id, Brief], Field(max_length=MAX_LEFT_OUT)] = field(
+        default_factory=dict
+    )
+    """Other members that were not counted, and why, as this peer decided: it was the convener."""
+
+
+class Silence(Enum):
+    """What becomes of messages to a peer."""
+
+    GONE = "gone"  # its machine says that nothing listens there
+    SILENT = "silent"  # no answer: its line may be cut
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What a peer knows of its line; None: not measured."""
+
+    __pydantic_config__ = STRICT
+
+    rtt_ms: Amount | None
+    """Shortest of the last control messages to each peer, handling included; median over peers."""
+    down_mbit: Amount | None
+    """Slowest recent fetch of over 1 MiB; before one, what it measured when it joined."""
+    up_mbit: Amount | None
+    """As it measured when it joined; None of a peer that was there at the founding."""
+    unreached: Annotated[Mapping[Id, Silence], Field(max_length=MAX_UNREACHED)]
+    """Peers to which the last messages in a row were lost."""
+
+
+def routing_figures(stats: Mapping[str, Any]) -> RoutingFigures:
+    """Of the fields of `RoutingStats`; what a record has no room for is left out."""
+    shares = tuple(stats["shares"]) if len(stats["shares"]) <= MAX_SHARES else ()
+    pairs = tuple((a, b, round(1000 * cka)) for a, b, cka in stats["pairs"][:MAX_PAIRS])
+    return RoutingFigures(**{**stats, "shares": shares, "pairs": pairs})

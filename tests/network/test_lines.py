@@ -1,0 +1,57 @@
+"""How messages fare: who does not answer, and how long answers take."""
+
+import pytest
+
+from swarm.errors import NoRoute, Refused, Unreachable
+from swarm.network.lines import FORGOTTEN_S, Lines
+from swarm.protocol.figures import MAX_UNREACHED, Silence
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lose(lines: Lines, peer: str, error: Exception, times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(type(error)), lines.post(peer):
+            raise error
+
+
+def answered(lines: Lines, clock: Clock, peer: str, seconds: float) -> None:
+    with lines.post(peer):
+        clock.now += seconds
+
+
+def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
+    lines, clock = Lines(Clock()), Clock()
+    lose(lines, "A", NoRoute("refused"))
+    assert lines.unreached() == {}
+    lose(lines, "A", NoRoute("refused"))
+    lose(lines, "B", Unreachable("no answer"), 3)
+    assert lines.unreached() == {"B": Silence.SILENT, "A": Silence.GONE}
+    answered(lines, clock, "A", 0.1)
+    lose(lines, "B", Refused("busy"))
+    assert lines.unreached() == {}
+
+
+def test_who_is_no_longer_talked_to_is_forgotten_and_few_are_named() -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    for number in range(MAX_UNREACHED + 3):
+        lose(lines, f"peer-{number}", NoRoute("refused"), 2 + number)
+    named = lines.unreached()
+    assert len(named) == MAX_UNREACHED and "peer-0" not in named
+    clock.now += FORGOTTEN_S + 1
+    assert lines.unreached() == {} and lines.rtt_ms() is None
+
+
+def test_the_round_trip_is_the_shortest_to_each_peer_and_the_median_over_them() -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    assert lines.rtt_ms() is None
+    for peer, seconds in (("A", 0.5), ("A", 0.02), ("B", 0.04), ("C", 0.3)):
+        answered(lines, clock, peer, seconds)
+    assert lines.rtt_ms() == pytest.approx(40.0)
