@@ -29,6 +29,16 @@ FILE_WIDTH = 160
 """Characters a line in a file or pipe."""
 
 
+class History(Protocol):
+    """What is known from before the first look; see `swarm.peer.looking`."""
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known before the first look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps what is new."""
+
+
 class Source(Protocol):
     """What shows a run: one that lives, or one that is over."""
 
@@ -51,6 +61,12 @@ class Source(Protocol):
     help="Keeps losses, rounds and events there over restarts.",
 )
 @option(
+    "--events",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    multiple=True,
+    help="events.jsonl of a peer: losses and events before the first look.",
+)
+@option(
     "--replay",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Walks through the run in this state directory instead, a manifest at a time.",
@@ -66,6 +82,7 @@ def main(
     http: str | None,
     run_id: str | None,
     history: Path | None,
+    events: tuple[Path, ...],
     replay: Path | None,
     show_glossary: bool,
 ) -> None:
@@ -91,7 +108,7 @@ def main(
     elif follow or given.as_json or not Console().is_terminal:
         show = functools.partial(_follow, in_json=given.as_json)
     try:
-        with _source(given, run_id, history, replay, to_end=once) as source:
+        with _source(given, run_id, history, events, replay, to_end=once) as source:
             show(source)
     except KeyboardInterrupt:
         return
@@ -99,7 +116,13 @@ def main(
 
 @contextlib.contextmanager
 def _source(
-    given: Options, run_id: str | None, history: Path | None, replay: Path | None, *, to_end: bool
+    given: Options,
+    run_id: str | None,
+    history: Path | None,
+    events: tuple[Path, ...],
+    replay: Path | None,
+    *,
+    to_end: bool,
 ) -> Iterator[Source]:
     if replay:
         from peers.monitor_files import Replay  # reads state directories: only for this
@@ -110,11 +133,7 @@ def _source(
         raise ConfigError(
             "--initial-peers is missing", hint="every peer prints its address when it starts"
         )
-    kept = None
-    if history:
-        from peers.monitor_files import HistoryFile  # as above: only where it is asked for
-
-        kept = HistoryFile(history)
+    kept = _kept(history, events)
     # What one look misses the next one sees; lines on stderr would tear the view.
     if given.log_level is None:
         logging.getLogger().setLevel(logging.ERROR)
@@ -128,6 +147,15 @@ def _source(
         yield Watch(observer, store, run_id, kept)
     finally:
         observer.stop()
+
+
+def _kept(history: Path | None, events: tuple[Path, ...]) -> History | None:
+    if not history and not events:
+        return None
+    from peers.monitor_files import Earlier, HistoryFile  # as above: only where it is asked for
+
+    file = HistoryFile(history) if history else None
+    return Earlier(events, file) if events else file
 
 
 def _show(source: Source, in_json: bool) -> None:

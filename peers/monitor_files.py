@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from swarm import durable
 from swarm.errors import ConfigError
+from swarm.monitor.earlier import earlier_of, with_earlier
 from swarm.monitor.kept import Kept, decode_kept, encode_kept, kept_of, recalled
 from swarm.monitor.replay import frames
 from swarm.monitor.snapshot import Snapshot
@@ -50,6 +51,49 @@ class HistoryFile:
         if kept != self._kept:
             durable.write_file(self._path, encode_kept(kept))
             self._kept = kept
+
+
+class Earlier:
+    """`--events FILE`: what histories of peers tell of rounds before the first look."""
+
+    def __init__(self, paths: Sequence[Path], kept: HistoryFile | None) -> None:
+        """Reads the files; `kept` is asked first, and keeps all.
+
+        Raises:
+            ConfigError: one is no history of a peer that can be read, or the runs differ.
+        """
+        self._kept, named = kept, ", ".join(map(str, paths))
+        try:
+            lines = [
+                line for path in paths for line in path.read_text(errors="replace").split("\n")
+            ]
+            self._earlier = earlier_of(lines)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--events {named}: {str(error).splitlines()[0]}",
+                hint="name events.jsonl in STATE_DIR/runs/RUN_ID of peers of one run",
+            ) from error
+        self._named = named
+
+    def before(self, first: Snapshot) -> Snapshot | None:
+        """What was known of the run before the first look.
+
+        Raises:
+            ConfigError: the files are of another run.
+        """
+        run = self._earlier.run
+        if run and first.run_id and run != first.run_id:
+            raise ConfigError(
+                f"--events {self._named}: they are of {run}, and this is {first.run_id}",
+                hint="name those of this run, or the other run with --run-id",
+            )
+        known = self._kept.before(first) if self._kept else None
+        return with_earlier(first, known, self._earlier)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keeps it where --history says so."""
+        if self._kept:
+            self._kept.keep(snapshot)
 
 
 class Replay:

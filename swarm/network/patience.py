@@ -159,6 +159,7 @@ def _told(error: Exception, what: str, attempt: int, waited_s: float) -> float:
         _waiting.pop(what, None)
         kind = OutOfMemory if _number(error) == errno.ENOMEM else StateError
         raise kind(f"{what}: {pause.reason}") from error
-    _waiting[what] = pause.reason
+    number = _number(error)  # no path: others read it
+    _waiting[what] = f"{os.strerror(number)} ({MENDED_BY[number]})"
     logger.error("%s: %s; tried again in %.1f s", what, pause.reason, pause.seconds)
     return pause.seconds

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.errors import StateError
 from swarm.network import patience
 from swarm.peer.moved import Moved
 from swarm.peer.observing import RoundReport
@@ -92,7 +93,7 @@ def test_what_the_machine_waits_for_is_told_and_remembered_for_the_round() -> No
 
     def write() -> None:
         if len(tries) < 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise StateError("the pack at /home/me/7.pack") from OSError(errno.ENOSPC, "full")
 
     def sleep(_: float) -> None:
         tries.append(account.trouble())

@@ -20,6 +20,7 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
 from swarm.protocol.deadlines import Measured
 from swarm.protocol.figures import RoutingFigures
+from swarm.protocol.life_events import parse_event
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
 from swarm.train.engine import StepStats
@@ -98,7 +99,10 @@ def watch(status: PeerStatus, **refused: int) -> None:
 
 def events(status: PeerStatus) -> list[dict[str, Any]]:
     assert status.directory is not None
-    return [json.loads(line) for line in status.directory.events_path.read_text().splitlines()]
+    lines = status.directory.events_path.read_text().splitlines()
+    for line in lines:
+        parse_event(line)
+    return [json.loads(line) for line in lines]
 
 
 def test_before_the_run_begins_a_peer_is_present_without_a_tip(status: PeerStatus) -> None:

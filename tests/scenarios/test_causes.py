@@ -1,0 +1,109 @@
+"""Faults of living peers, told by a monitor with their true cause and the peer's name."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from swarm.emulation.fault_plan import parse_plan
+from swarm.emulation.fault_runner import FaultRunner
+from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
+from swarm.errors import NobodyReachable
+from swarm.monitor.causes import Cause, Fault, causes_of
+from swarm.network.blobs import BlobStore
+from swarm.network.observer import Observer
+from swarm.peer.looking import START_S, Watch
+from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+LOOK_EVERY_S = 2.0
+LOG_BYTES = 20_000
+told_s: list[str] = []
+"""What was told, and how long after the fault; shown at the end."""
+SLOW = """
+step_s = 0.2
+[[fault]]
+kind = "slow"
+peer = 1
+at = { after_s = 0.0 }
+factor = 8.0
+for_s = 60.0
+"""
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRunner]:
+    folder = tmp_path_factory.mktemp("causes")
+    run_file = write_run(folder, ["run.rounds=100000"])
+    with LocalSwarm(folder / "swarm", run_file, 4) as swarm:
+        found = FaultRunner(swarm, parse_plan(SLOW, source="a test"))
+        found.prepare()
+        swarm.start()
+        swarm.wait_until(has_rounds(2), what="two rounds", timeout_s=4 * ROUND_S)
+        yield found
+        swarm.kill()
+        sys.stdout.write("\n".join([*told_s, ""]))
+
+
+@pytest.fixture(scope="module")
+def watch(runner: FaultRunner) -> Iterator[Watch]:
+    store = BlobStore(None)
+    addresses = [peer.join_address() for peer in runner.swarm.peers]
+    observer = Observer.start(addresses, store, START_S)
+    yield Watch(observer, store, None)
+    observer.stop()
+
+
+def told(
+    watch: Watch,
+    peer: LocalPeer,
+    faults: set[Fault],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Cause:
+    """What the monitor says of a peer, as soon as it is one of these faults."""
+    began_s, me = time.monotonic(), peer_id(peer)
+    seen: tuple[Cause, ...] = ()
+    while time.monotonic() - began_s < 2 * ROUND_S:
+        meanwhile()
+        with suppress(NobodyReachable):
+            seen = causes_of(watch.look())
+        for cause in seen:
+            if cause.peer == me and cause.fault in faults:
+                told_s.append(f"{time.monotonic() - began_s:.1f} s: {cause.text}")
+                return cause
+        time.sleep(LOOK_EVERY_S)
+    raise AssertionError(f"not told of {peer.index}: {[cause.text for cause in seen]}")
+
+
+def test_a_slow_peer_is_named(runner: FaultRunner, watch: Watch) -> None:
+    runner.begin()
+    found = told(watch, runner.swarm.peers[1], {Fault.SLOW, Fault.LATE}, runner.poll)
+    assert "peer-1" in found.text and "training" in found.text
+
+
+def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, watch: Watch) -> None:
+    """A limit on the size of files stands for it; the log is to fit, a blob is not."""
+    victim = runner.swarm.peers[2]
+    assert victim.process
+    kind, pid = resource.RLIMIT_FSIZE, victim.process.pid
+    before = resource.prlimit(pid, kind)
+    resource.prlimit(pid, kind, (victim.log_path.stat().st_size + LOG_BYTES, before[1]))
+    try:
+        found = told(watch, victim, {Fault.TROUBLE}, runner.poll)
+    finally:
+        resource.prlimit(pid, kind, before)
+    assert "peer-2 waits" in found.text and "raise the limit of file sizes" in found.text
+
+
+def test_a_dead_owner_is_named_with_its_experts(runner: FaultRunner, watch: Watch) -> None:
+    victim = runner.swarm.peers[3]
+    snapshot = watch.look()
+    owned = [row.expert for row in snapshot.experts if peer_id(victim) in row.owners]
+    assert owned
+    victim.kill()
+    found = told(watch, victim, {Fault.DEAD}, runner.poll)
+    assert "peer-3: nothing listens on its machine any more" in found.text
