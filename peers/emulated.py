@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.peer import main
-from peers.taking_part import Printed
+from peers.printed import Printed
 from swarm.emulation.controls import (
     FOLDER_VARIABLE,
     INDEX_VARIABLE,

@@ -273,6 +273,7 @@ class Options:
         "Checkpoint folder with the weights that a founder gives its run; sets run.initial to "
         "given.",
     )
+    tensorboard: Path | None = _path("--tensorboard", "Writes losses there for TensorBoard.")
     from_environment: frozenset[str] = frozenset()
     """Fields whose values come from the environment, which any flag overrides."""
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @program("swarm-peer")
 @options(
     "run", "config", "run_id", "new_run", "tip", "invitation", "state_dir", "rounds", "peers",
-    "settings", *flags_of(PeerConfig), "tokenizer", "initialise_from", "print_config", "log_format",
-    "log_level",
+    "settings", *flags_of(PeerConfig), "tokenizer", "initialise_from", "tensorboard",
+    "print_config", "log_format", "log_level",
 )  # fmt: skip
 @click.pass_obj
 def main(observer: PeerObserver | None, options: Options) -> None:

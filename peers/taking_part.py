@@ -8,11 +8,11 @@ import signal
 import sys
 from types import FrameType
 
-import click
-
 from peers.join_line import say_how_to_join
 from peers.options import Options
+from peers.printed import Printed
 from swarm.config import PeerConfig, RunConfig
+from swarm.errors import ConfigError
 from swarm.network.invitations import read_invitation
 from swarm.peer.entering import Stopped
 from swarm.peer.leaving import Stop
@@ -22,18 +22,6 @@ from swarm.peer.peer import Peer
 from swarm.peer.wanted import Wanted
 
 logger = logging.getLogger(__name__)
-
-
-class Printed(PeerObserver):
-    """Prints what people, and scripts, need to know of a peer: the line with which others join."""
-
-    def on_address(self, address: str) -> None:
-        """Prints it at once, before any other address."""
-        say_how_to_join([address])
-
-    def on_notice(self, line: str) -> None:
-        """Prints it."""
-        click.echo(line)
 
 
 def leave_on_signals(stop: Stop) -> None:
@@ -51,6 +39,21 @@ def leave_on_signals(stop: Stop) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+
+
+def observer_of(options: Options, observer: PeerObserver | None) -> PeerObserver:
+    """Who is told what happens: `observer`, else what prints it, and draws it with --tensorboard.
+
+    Raises:
+        ConfigError: --tensorboard goes with no other observer; or tensorboardX is missing.
+    """
+    if options.tensorboard is None:
+        return observer or Printed()
+    if observer:
+        raise ConfigError("--tensorboard goes with swarm-peer alone", hint="leave it out")
+    from peers.tensorboard import Drawn  # an extra: only where it is asked for
+
+    return Drawn(options.tensorboard)
 
 
 def take_part(
@@ -79,7 +82,7 @@ def take_part(
     raise_file_limit()
     stop = Stop(config.peer.leave_timeout_s)
     leave_on_signals(stop)
-    watching = observer or Printed()
+    watching = observer_of(options, observer)
     try:
         peer = Peer.start(options.state_dir, wanted, config=config, stop=stop, observer=watching)
     except Stopped:

@@ -66,6 +66,7 @@ RESERVED = {
     "starlette": frozenset({"swarm.monitor"}),
     "uvicorn": frozenset({"swarm.monitor"}),
     "prometheus_client": frozenset({"swarm.monitor"}),
+    "tensorboardX": frozenset({"peers"}),
     "pickle": frozenset[str](),
     "cPickle": frozenset[str](),
     "cloudpickle": frozenset[str](),

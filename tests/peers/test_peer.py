@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from peers.taking_part import Printed, leave_on_signals
+from peers.printed import Printed
+from peers.taking_part import leave_on_signals
 from swarm.peer.leaving import Stop
 
 

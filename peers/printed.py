@@ -1,0 +1,20 @@
+"""What a person reads of a peer as it runs."""
+
+from __future__ import annotations
+
+import click
+
+from peers.join_line import say_how_to_join
+from swarm.peer.observing import PeerObserver
+
+
+class Printed(PeerObserver):
+    """Prints what people, and scripts, need to know of a peer: the line with which others join."""
+
+    def on_address(self, address: str) -> None:
+        """Prints it at once, before any other address."""
+        say_how_to_join([address])
+
+    def on_notice(self, line: str) -> None:
+        """Prints it."""
+        click.echo(line)

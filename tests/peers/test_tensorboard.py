@@ -1,0 +1,70 @@
+"""TensorBoard as a sink of one peer: only where it is asked for, and a clear error without it."""
+
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.options import Options
+from peers.printed import Printed
+from peers.taking_part import observer_of
+from swarm.errors import ConfigError
+from tests.peer.test_round_account import report
+from tests.peer.test_status import step
+
+
+def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
+    from tensorboardX.event_file_writer import EventFileWriter  # noqa: F401
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401
+
+    from peers.tensorboard import Drawn
+
+    observer = Drawn(tmp_path / "new" / "folder")
+    assert isinstance(observer, Printed)
+    observer.on_step(7, step(cross_entropy=2.5))
+    observer.on_step(8, step(cross_entropy=float("nan"), loss=float("nan"), skipped=True))
+    observer.on_round(report(counted=True))
+    observer.on_validation(3, 2.25, 3.25)
+    observer.close()
+    (path,) = (tmp_path / "new" / "folder").iterdir()
+    found: dict[tuple[str, int], float] = {}
+    data = path.read_bytes()
+    while data:  # a record: length (8), its CRC (4), the event, its CRC (4)
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        found |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+        data = data[16 + size :]
+    assert found["step/cross_entropy", 7] == 2.5
+    assert ("step/cross_entropy", 8) not in found and found["step/skipped", 8] == 1.0
+    assert found["round/counted", 1] == 1.0
+    assert found["held_out/loss", 3] == 2.25 and found["held_out/bits_per_byte", 3] == 3.25
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *arguments: Any, **others: Any) -> Any:
+        if name == "tensorboardX":
+            raise ImportError(name)
+        return real(name, *arguments, **others)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ConfigError, match=r"needs tensorboardX .*swarm\[tensorboard\]"):
+        observer_of(Options(tensorboard=tmp_path), None)
+
+
+def test_a_drill_s_observer_goes_with_no_tensorboard(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="swarm-peer alone"):
+        observer_of(Options(tensorboard=tmp_path), Printed())
+
+
+def test_nobody_who_does_not_ask_pays_for_it() -> None:
+    code = "import sys, peers.taking_part; sys.exit('tensorboardX' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
