@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swarm.monitor.causes import Fault, causes_of
-from swarm.monitor.metrics import swarm_tokens_per_s
 from swarm.monitor.snapshot import Agreement, Snapshot
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
@@ -52,7 +51,8 @@ class Pace:
         round_s: the usual round: the median of the last `USUAL_ROUNDS` that the monitor saw whole;
             before there is one, the median of what peers say of their last.
         committed_per_s: tokens that entered the model a second, over the same rounds.
-        utilisation: `committed_per_s` by the sum of the peers' tokens/s, at the last round.
+        utilisation: tokens that entered the model a second by the sum of the peers' tokens/s,
+            each at its round; median over the same rounds.
         eta_s: until the last round, at the usual pace.
     """
 
@@ -121,13 +121,17 @@ def pace_of(snapshot: Snapshot) -> Pace:
     round_s = statistics.median(taken)
     measured = [p.committed_per_s for p in whole if p.committed_per_s is not None]
     committed = statistics.median(measured) if measured else None
-    # Of peers that train now: after the end they say that they are finished, and add nothing.
-    possible = swarm_tokens_per_s(snapshot)
+    # Each round by the pace of its own steps: machines may be busier now than they were.
+    shares = [
+        p.committed_per_s / p.tokens_per_s
+        for p in whole
+        if p.committed_per_s is not None and p.tokens_per_s
+    ]
     left = max(snapshot.rounds_total - snapshot.round, 0)
     return Pace(
         round_s,
         committed,
-        committed / possible if committed is not None and possible else None,
+        statistics.median(shares) if shares else None,
         left * round_s,
     )
 

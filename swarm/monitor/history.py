@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.metrics import swarm_tokens_per_s
 from swarm.monitor.snapshot import Agreement, Happening, PeerRow, RoundPoint, Snapshot, Topic
 
@@ -100,6 +101,10 @@ def _changes(before: Snapshot, now: Snapshot) -> list[Happening]:
             )
     for reason in now.reasons if now.manifest_digest != before.manifest_digest else ():
         tell(Topic.MEMBERS, reason)
+    known = {(cause.fault, cause.peer) for cause in causes_of(before)}
+    for cause in causes_of(now):
+        if cause.fault is not Fault.SILENT and (cause.fault, cause.peer) not in known:
+            tell(Topic.PEER, cause.text)
     old, new = ({row.record.peer_id: row for row in snapshot.peers} for snapshot in (before, now))
     for peer in sorted(new.keys() - old.keys()):
         tell(Topic.PEER, f"{new[peer].called} is there")

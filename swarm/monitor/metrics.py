@@ -164,7 +164,7 @@ COMMITTED = Metric(
 UTILISATION = Metric(
     "utilisation",
     "share of 1",
-    "committed tokens/s by the sum of the peers' tokens/s",
+    "committed tokens/s of a round by the sum of the peers' tokens/s then, median of these rounds",
     "not the load of processors: it falls with waiting, moving and lost work",
 )
 SHARE = Metric(

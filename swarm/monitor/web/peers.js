@@ -24,14 +24,14 @@ export function drawPeers(state) {
       { title: "down", right: true, help: "blob bytes received in the last round", cell: (p) => amount(p.last_round?.blob_bytes_received) },
       { title: "lost", right: true, help: "tokens of local steps that entered no manifest", cell: (p) => flagged(p.tokens_lost) },
       { title: "round trip", live: true, right: true, help: "shortest of the last control messages, in milliseconds", cell: (p) => figure(p.link?.rtt_ms, "ms") },
-      { title: "line", live: true, right: true, help: "measured rates down and up, in Mbit/s", cell: line },
+      { title: "Mbit/s", live: true, right: true, help: "measured rates of its line, down and up; some know one of them alone", cell: line },
       { title: "refused", live: true, right: true, help: "inputs of others that it did not believe", cell: (p) => flagged(Object.values(p.refused).reduce((a, b) => a + b, 0)) },
       { title: "skipped", live: true, right: true, help: "local steps that were not finite", cell: (p) => flagged(p.steps_skipped) },
       { title: "reached", live: true, help: "whether others can dial it", cell: (p) => (p.addresses.length ? "directly" : "dials out") },
       { title: "seen", live: true, right: true, help: "seconds since its last word", cell: (p) => (p.published === null ? "–" : `${Math.max(state.at - p.published, 0).toFixed(0)} s`) },
       { title: "engine", live: true, cell: (p) => element("span", { title: shown(p.engine) }, shown(p.engine).split(",")[0] || "–") },
       { title: "version", live: true, kind: "mono", cell: (p) => shown(p.version) },
-    ].filter((column) => state.live || !column.live),
+    ].filter((column) => (state.live || !column.live) && (column.title !== "engine" || unlike(state.peers))),
     state.peers,
     (p) => ({ "data-peer": p.peer_id, class: p.agreement === "different" ? "bad" : undefined }),
   );
@@ -45,13 +45,18 @@ function counted(peer) {
   return element("span", { class: "warn", title: shown(peer.last_round?.why_not ?? "") }, peer.votes === null ? "not a member" : "left out");
 }
 
+/** Whether peers compute in different ways, or not all on the device. */
+function unlike(peers) {
+  return peers.some((peer) => peer.engine && peer.engine !== "resident");
+}
+
 function figure(value, unit) {
   return value === null || value === undefined ? "–" : `${value.toFixed(value < 9.95 ? 1 : 0)} ${unit}`;
 }
 
 function line(peer) {
   const { down_mbit: down, up_mbit: up } = peer.link ?? {};
-  return down || up ? `${figure(down, "↓")} ${figure(up, "↑")}` : "–";
+  return [down && `${amount(down)}↓`, up && `${amount(up)}↑`].filter(Boolean).join(" ") || "–";
 }
 
 function vote(peer) {

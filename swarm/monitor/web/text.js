@@ -34,12 +34,13 @@ export function percent(share, digits = 0) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
 }
 
-/** Seconds as people say them: 4.2 s, 3 min 20 s, 5 h 02 min. */
+/** Seconds as people say them: 4.2 s, 3 min 20 s, 15 min, 5 h 02 min. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 9.95) return `${value.toFixed(1)} s`;
   if (value < 99.5) return `${value.toFixed(0)} s`;
   const minutes = Math.round(value / 60);
+  if (value > 600 && minutes < 60) return `${minutes} min`;
   if (minutes < 60) return `${Math.floor(value / 60)} min ${String(Math.floor(value % 60)).padStart(2, "0")} s`;
   if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
   return `${(minutes / 1440).toFixed(1)} days`;
