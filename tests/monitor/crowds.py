@@ -4,7 +4,7 @@ import random
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
-from swarm.protocol.figures import RoundFigures, RoutingFigures
+from swarm.protocol.figures import TOO_LATE, LinkFigures, RoundFigures, RoutingFigures
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member, Text
 from swarm.protocol.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
 from tests.peer_records import DIGEST, peer_record
@@ -119,6 +119,7 @@ def record(
 ) -> PeerRecord:
     late = int(peer == out)
     training_s = 11.0 + 3.0 * rng.random() + 4.0 * late
+    why_not = f"{TOO_LATE}: still training" if late else ""
     phases = {
         "training": training_s,
         "offering": 0.8 + rng.random(),
@@ -144,7 +145,11 @@ def record(
         reason=f"round {tip.round} decided by {len(tip.contributors)} of {len(tip.members)}",
         routing=RoutingFigures(1.8, 1, 0.0, 0.31, shares(experts, rng)),
         grad_norm=0.8,
-        last_round=RoundFigures(tip.round - late, not late, 20.0, phases, 2_200_000, 2_300_000),
+        last_round=RoundFigures(
+            tip.round - late, not late, 20.0, phases, 2_200_000, 2_300_000, why_not
+        ),
+        tokens_lost=700 * late,
+        link=LinkFigures(20.0 + k, 90.0, None, {}),
     )
 
 

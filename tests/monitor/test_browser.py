@@ -108,13 +108,14 @@ def check_panels(shown: Any, state: Any) -> None:
     for row, peer in zip(peers, state["peers"], strict=True):
         assert row[2] == peer["state"].replace("_", " ")
         assert row[3] == ("counted" if peer["contributed"] else "left out")
+        assert row[13:15] == [str(peer["tokens_lost"]), f"{peer['link']['rtt_ms']:.0f} ms"]
         assert row[6] == peer["manifest_digest"][:8] and row[9] == f"{peer['loss']:.3f}"
     experts = table(shown, "experts")
     keys = "ABCDEFGHIJ"
     for row, expert in zip(experts, state["experts"], strict=True):
         owners = [f"{keys[list(names).index(p)]} {names[p]}" for p in expert["owners"]]
         assert row[:2] == [str(expert["expert"]), ", ".join(owners)]
-        assert row[3] == str(expert["version"]) and row[6] == str(expert["nearest"])
+        assert row[3] == str(expert["version"]) and row[7] == str(expert["nearest"])
     losses = {int(row[0]): row[1] for row in table(shown, "losses")}
     assert losses == {k: f"{loss:.3f}" for k, loss in state["losses"]}
     assert len(table(shown, "rounds")) == len(state["rounds"])
@@ -123,7 +124,11 @@ def check_panels(shown: Any, state: Any) -> None:
     assert len(texts(shown, "#events li")) == len(state["events"])
     phases = {row[0][2:]: row for row in table(shown, "phases-table")}
     for peer in state["peers"]:
-        assert phases[peer["name"]][2] == ("yes" if peer["last_round"]["counted"] else "no")
+        last = peer["last_round"]
+        assert phases[peer["name"]][2] == ("yes" if last["counted"] else f"no: {last['why_not']}")
+    assert texts(shown, "#causes li b") == [cause["fault"] for cause in state["causes"]]
+    assert texts(shown, "#causes li span") == [cause["text"] for cause in state["causes"]]
+    assert shown.locator("#wrong").is_visible() == bool(state["causes"])
     assert f"of lap {state['coverage']['laps'] + 1}, of {state['coverage']['windows']}" in (
         shown.text_content("#text-said")
     )
