@@ -155,6 +155,11 @@ def _causes(state: Row) -> Iterator[Sample]:
         yield (cause["peer"], names.get(cause["peer"], ""), cause["fault"]), 1
 
 
+def _round_trips(state: Row) -> Iterator[Sample]:
+    for labels, value in _peers("link", "rtt_ms")(state):
+        yield labels, None if value is None else value / 1000
+
+
 def _rates(state: Row) -> Iterator[Sample]:
     for peer in state["peers"]:
         for direction in ("down", "up"):
@@ -221,7 +226,7 @@ FAMILIES = (
     Family(metrics.CAUSE, "swarm_peer_cause", (*PEER, "fault"), _causes),
     Family(metrics.COUNTED, "swarm_peer_counted", PEER, _peers("last_round", "counted")),
     Family(metrics.TOKENS_LOST, "swarm_peer_tokens_lost", PEER, _peers("tokens_lost"), "counter"),
-    Family(metrics.RTT, "swarm_peer_round_trip_milliseconds", PEER, _peers("link", "rtt_ms")),
+    Family(metrics.RTT, "swarm_peer_round_trip_seconds", PEER, _round_trips),
     Family(metrics.RATE, "swarm_peer_line_mbit_per_second", (*PEER, "direction"), _rates),
     Family(metrics.ENGINE, "swarm_peer_engine_info", (*PEER, "engine"), _engines),
     Family(metrics.ALIKE, "swarm_peer_pair_permille", (*PEER, "first", "second"), _pairs),

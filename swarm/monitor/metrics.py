@@ -211,7 +211,7 @@ TOKENS_LOST = Metric(
 )
 RTT = Metric(
     "round trip",
-    "milliseconds",
+    "seconds",
     "shortest of a peer's last control messages to each other peer, median over these",
     "not a ping: the other side has handled the message by then",
 )

@@ -143,7 +143,7 @@ def record(
         tokens_per_s=1200.0 + 400 * rng.random(),
         refused={"size": 2} if k % 11 == 5 else {},
         reason=f"round {tip.round} decided by {len(tip.contributors)} of {len(tip.members)}",
-        routing=RoutingFigures(1.8, 1, 0.0, 0.31, shares(experts, rng)),
+        routing=RoutingFigures(1.8, 1, 0.0, 0.31, shares(experts, rng), ((0, 1, 310),)),
         grad_norm=0.8,
         last_round=RoundFigures(
             tip.round - late, not late, 20.0, phases, 2_200_000, 2_300_000, why_not
