@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
+from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.peer import link_check
 from swarm.peer.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
@@ -82,12 +84,13 @@ def test_the_best_rate_to_a_few_peers_that_listen_counts(monkeypatch: pytest.Mon
         return rates[peer, is_down]
 
     monkeypatch.setattr(link_check, "measure_mbit", measure)
-    node = cast(Node, type("Node", (), {"peer_id": "me"}))
+    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
     present = {"0": record(listens=False), "A": record(), "B": record(), "C": record()}
     assert asyncio.run(measured_rates(node, present)) == (9.0, 3.0)
     assert set(asked) == {"A", "B"}
     assert asyncio.run(measured_rates(node, {"me": record()})) == (None, None)
     assert asyncio.run(measured_rates(node, present, (7.0, 4.0))) == (9.0, 4.0)
+    assert (node.lines.down_mbit, node.lines.up_mbit) == (9.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,6 @@ def test_a_link_that_looks_hopeless_is_measured_again(
 
     monkeypatch.setattr(link_check, "measured_rates", measure)
     monkeypatch.setattr(link_check, "RETRY_S", 0.0)
-    node = cast(Node, type("Node", (), {"peer_id": "me"}))
+    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
     verdict = asyncio.run(measured_verdict(node, RUN, TIP, {"A": record()}))
     assert (verdict.fitness, len(rates)) == (fitness, left)
