@@ -24,7 +24,7 @@ class Drawn(Printed):
             from tensorboardX import SummaryWriter  # an extra: only where it is asked for
         except ImportError as error:
             raise ConfigError(
-                "--tensorboard needs tensorboardX", hint="pip install 'swarm[tensorboard]'"
+                "--tensorboard needs tensorboardX", hint="pip install 'moe-swarm[tensorboard]'"
             ) from error
         try:
             self._writer = SummaryWriter(str(folder.expanduser()), flush_secs=10)
