@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Of the model, for its card, such as apache-2.0.",
 )
+@option(
+    "--push-to-hub",
+    metavar="REPO",
+    help="Uploads each export there, such as somebody/model; needs the extra hf and a token.",
+)
 def main(
     given: Options,
     *,
@@ -60,6 +65,7 @@ def main(
     dtype: Dtype,
     max_shard_size: str,
     license_name: str | None,
+    push_to_hub: str | None,
 ) -> None:
     """Writes the newest agreed model: safetensors, config.json and tokenizer files.
 
@@ -75,13 +81,13 @@ def main(
     assert folder is not None
     require_folder(folder)
     # The next loads torch and hivemind: not for --help
-    from peers.exporting import Plan, export_newest, follow, form_of  # as said above
+    from peers.exporting import Plan, export_newest, follow, form_of, pushed_to  # as said above
 
-    form = form_of(dtype, max_shard_size, license_name)
+    form, published = form_of(dtype, max_shard_size, license_name), pushed_to(push_to_hub)
     if every is None:
-        export_newest(given, folder, run_id, form)
+        export_newest(given, folder, run_id, form, published=published)
     else:
-        follow(given, Plan(folder, every, keep), run_id, form)
+        follow(given, Plan(folder, every, keep), run_id, form, published=published)
 
 
 if __name__ == "__main__":

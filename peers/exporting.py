@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from peers.options import Options
 from swarm.errors import ConfigError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.fetching import FromPeers
-from swarm.export.folder import Extra, write_export
+from swarm.export.folder import Extra, nothing_more, write_export
 from swarm.export.following import Follower
+from swarm.export.hub import open_hub
 from swarm.export.losses import kept_losses
 from swarm.export.shelf import BLOBS, Shelf
 from swarm.model.huggingface import Dtype
@@ -53,8 +55,31 @@ def form_of(dtype: Dtype, max_shard_size: str, license_name: str | None) -> Form
     return Form(dtype, size, license_name)
 
 
+def pushed_to(repo: str | None) -> Extra:
+    """What uploads an export to a repository of the hub; nothing without one.
+
+    Raises:
+        ConfigError: the extra hf is not installed, or there is no token.
+    """
+    if repo is None:
+        return nothing_more
+    hub = open_hub(repo)
+
+    def push(folder: Path, facts: ExportFacts) -> None:
+        hub.push(folder, facts)
+        click.echo(f"pushed round {facts.model.manifest.round} to {repo}")
+
+    return push
+
+
 def export_newest(
-    given: Options, out: Path, run_id: str | None, form: Form, extras: Sequence[Extra] = ()
+    given: Options,
+    out: Path,
+    run_id: str | None,
+    form: Form,
+    *,
+    extras: Sequence[Extra] = (),
+    published: Extra = nothing_more,
 ) -> None:
     """Fetches the newest model from the run's peers, or takes it from disk, and writes it.
 
@@ -63,7 +88,9 @@ def export_newest(
         StateError: there is no run in the state directory, or its peer runs.
     """
     if not given.initial_peers:
-        _from_disk(given.state_dir, run_id, out, form, extras)
+        with _on_disk(given.state_dir, run_id, form) as facts:
+            export(facts, out, extras)
+            published(out, facts)
         return
     out.mkdir(parents=True, exist_ok=True)
     # Beside the export, since that is where there is room for a model.
@@ -74,13 +101,21 @@ def export_newest(
             source = FromPeers(observer, store, run_id)
             manifest = source.newest(0)
             assert manifest is not None, "every round is 0 or later"
-            export(source.bring(manifest, form), out, extras)
+            facts = source.bring(manifest, form)
+            export(facts, out, extras)
+            published(out, facts)
         finally:
             observer.stop()
 
 
 def follow(
-    given: Options, plan: Plan, run_id: str | None, form: Form, extras: Sequence[Extra] = ()
+    given: Options,
+    plan: Plan,
+    run_id: str | None,
+    form: Form,
+    *,
+    extras: Sequence[Extra] = (),
+    published: Extra = nothing_more,
 ) -> None:
     """Exports a run's rounds as they are agreed, until the last one.
 
@@ -100,7 +135,7 @@ def follow(
         observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
         try:
             source = FromPeers(observer, store, run_id)
-            Follower(source, shelf, plan.every, form, extras, click.echo).follow()
+            Follower(source, shelf, plan.every, form, extras, published, click.echo).follow()
         finally:
             observer.stop()
     finally:
@@ -115,15 +150,13 @@ def export(facts: ExportFacts, out: Path, extras: Sequence[Extra] = ()) -> None:
     click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
 
 
-def _from_disk(
-    path: Path, run_id: str | None, out: Path, form: Form, extras: Sequence[Extra]
-) -> None:
-    """Exports what a peer that is not running has on its disk; raises like `open_state`."""
+@contextlib.contextmanager
+def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[ExportFacts]:
+    """What a peer that is not running has on its disk; raises like `open_state`."""
     state, model = open_state(path, run_id)
     try:
         name = run_id or state.current_run
         assert name is not None, "a run was opened"
-        facts = ExportFacts(model, form, kept_losses(state.run(name).events_path))
-        export(facts, out, extras)
+        yield ExportFacts(model, form, kept_losses(state.run(name).events_path))
     finally:
         state.close()

@@ -17,7 +17,11 @@ FACTS_FILE = "swarm_export.json"
 GENERATION_FILE = "generation_config.json"
 
 Extra = Callable[[Path, ExportFacts], None]
-"""Adds files to an export's folder, after all others are in it."""
+"""Does something with an export's folder, such as adding files after all others are in it."""
+
+
+def nothing_more(folder: Path, facts: ExportFacts) -> None:
+    """The `Extra` of whoever wants none."""
 
 
 def write_export(folder: Path, facts: ExportFacts, extras: Sequence[Extra] = ()) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from swarm.config import RunConfig
-from swarm.errors import NobodyReachable
+from swarm.errors import NobodyReachable, SwarmError
 from swarm.export.facts import ExportFacts, Form
-from swarm.export.folder import Extra, write_export
+from swarm.export.folder import Extra, nothing_more, write_export
 from swarm.export.shelf import Shelf
 from swarm.network.blobs import BlobStore
 from swarm.progress import duration
@@ -83,6 +83,8 @@ class Follower:
     every: int
     form: Form
     extras: Sequence[Extra] = ()
+    published: Extra = nothing_more
+    """Told of each export once it is in its place; a `SwarmError` of it is said and passed over."""
     say: Callable[[str], None] = logger.info
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
@@ -101,9 +103,9 @@ class Follower:
         rounds = self.source.run.run.rounds
         while (exported := self._exported()) < rounds:
             due = next_due(self.every, exported, rounds)
-            manifest = self._await(due)
+            manifest, begin_s = self._await(due), self.clock()
             if (facts := self._fetched(manifest)) is not None:
-                self._write(facts, due)
+                self._write(facts, due, begin_s)
         self.say(f"the run's last round {rounds} is exported")
 
     def _exported(self) -> int:
@@ -145,13 +147,12 @@ class Follower:
             self.say(f"round {manifest.round} cannot be had any more: {error}")
             return None
 
-    def _write(self, facts: ExportFacts, due: int) -> None:
+    def _write(self, facts: ExportFacts, due: int, begin_s: float) -> None:
         manifest = facts.model.manifest
 
         def write(folder: Path) -> None:
             write_export(folder, facts, self.extras)
 
-        begin_s = self.clock()
         path = self.shelf.add(manifest.round, write)
         self.source.store.collect(manifest.blobs)
         late = "" if manifest.round == due else f" instead of {due}, which was over"
@@ -159,3 +160,7 @@ class Follower:
             f"exported round {manifest.round}{late} (manifest {manifest.digest[:12]}) to {path} "
             f"in {duration(self.clock() - begin_s)}"
         )
+        try:
+            self.published(path, facts)
+        except SwarmError as error:
+            self.say(str(error))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm.errors import ConfigError, NobodyReachable
-from swarm.export.facts import Form
+from swarm.errors import ConfigError, NobodyReachable, SwarmError
+from swarm.export.facts import ExportFacts, Form
 from swarm.export.following import LOST_S, STILL_S, Follower, is_ready, next_due
 from swarm.export.shelf import LATEST, Shelf
 from swarm.export.sources import idle_sources
@@ -134,6 +134,25 @@ def test_a_round_that_nobody_has_any_more_gives_way_to_the_next(tmp_path: Path) 
     assert said[0].startswith("round 2 cannot be had any more: round 2 is nowhere")
 
 
+def test_each_export_is_told_of_and_an_error_of_that_does_not_end_it(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def published(path: Path, facts: ExportFacts) -> None:
+        told.append(f"{path.name} {facts.model.manifest.round}")
+        raise SwarmError("the hub is away")
+
+    said: list[str] = []
+    shelf = Shelf(tmp_path, 1)
+    extras, time = (lambda path, _: (path / "more").touch(),), Time()
+    Follower(
+        chain_of(4), shelf, 2, Form(), extras, published, said.append, time.sleep, time
+    ).follow()
+    shelf.close()
+    assert told == ["round-000002 2", "round-000004 4"]
+    assert said[1] == said[3] == "the hub is away"
+    assert (tmp_path / "latest" / "more").exists()
+
+
 def test_another_runs_exports_are_refused(tmp_path: Path) -> None:
     follow(chain_of(2), tmp_path)
     with pytest.raises(ConfigError, match="not of exact-"):
@@ -154,7 +173,7 @@ def test_a_run_that_is_gone_is_given_up_with_the_reason(tmp_path: Path) -> None:
     silent = Silent(chain.run, chain.manifests, chain.remote)
     said: list[str] = []
     time, shelf = Time(), Shelf(tmp_path, 1)
-    follower = Follower(silent, shelf, 2, Form(), (), said.append, time.sleep, time)
+    follower = Follower(silent, shelf, 2, Form(), say=said.append, sleep=time.sleep, clock=time)
     with pytest.raises(NobodyReachable, match=r"waited 30 min for round 2: no answer .*start ag"):
         follower.follow()
     shelf.close()

@@ -15,7 +15,7 @@ from peers.exporting import export
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, parse_config
 from swarm.data.training import train_tokenizer
-from swarm.errors import CorruptState, StateError
+from swarm.errors import ConfigError, CorruptState, StateError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.folder import write_export
 from swarm.export.losses import Losses
@@ -288,3 +288,23 @@ def test_extras_are_added_after_everything_else(found: AgreedModel, tmp_path: Pa
     write_export(tmp_path, ExportFacts(found), [extra])
     assert {"README.md", "config.json", "swarm_export.json", "tokenizer.json"} <= seen[0]
     assert (tmp_path / "more").read_text().startswith("demo-")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "name --out DIR, or --every ROUNDS --output-dir DIR"),
+        (("--every", 2), "--every and --output-dir go together"),
+        (("--out", "a", "--output-dir", "b", "--every", 2), "name --out DIR, or --every"),
+        (("--every", 2, "--output-dir", "b"), "--initial-peers is missing"),
+        (("--out", "a", "--max-shard-size", "5"), "no size without a unit"),
+        (("--out", "a", "--max-shard-size", "0"), "leaves no room"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line = invoke("--state-dir", tmp_path / "no", *options)
+    assert code == ConfigError.exit_code and said in line
+    assert list(tmp_path.iterdir()) == []

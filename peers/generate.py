@@ -1,0 +1,61 @@
+"""swarm-generate: lets an exported model go on with a text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from peers.options import Options, option, options, program
+from swarm.protocol.printable import printable
+
+
+@program("swarm-generate")
+@options("log_format", "log_level")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@option("--prompt", metavar="TEXT", help="What the text begins with; by default all of stdin.")
+@option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Ends after so many.")
+@option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.8,
+    help="Higher is more varied; 0 takes the most likely token each time.",
+)
+@option(
+    "--top-p",
+    type=click.FloatRange(min=0.0, max=1.0, min_open=True),
+    default=0.95,
+    help="Draws from the most likely tokens with so much probability together.",
+)
+@option("--seed", type=click.IntRange(min=0), help="Equal seeds draw equal texts.")
+def main(
+    _: Options,
+    *,
+    folder: Path,
+    prompt: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+) -> None:
+    """Prints a text that the exported model in DIR goes on with, as it comes."""
+    # The next loads torch: not for --help
+    from swarm.export.generating import Sampling, generate, require_export  # as said above
+
+    require_export(folder)
+    if prompt is None:
+        prompt = sys.stdin.buffer.read().decode(errors="replace")
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    generate(folder, prompt, sampling, _show)
+    click.echo()
+
+
+def _show(text: str) -> None:
+    """Lines and tabs stay; whatever else would act on a terminal is shown as an escape."""
+    parts = ("\t".join(printable(p, len(p)) for p in line.split("\t")) for line in text.split("\n"))
+    click.echo("\n".join(parts), nl=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""An exported model goes on with a text, token by token."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from swarm.errors import ConfigError, CorruptState
+from swarm.export.shelf import LATEST
+
+if TYPE_CHECKING:
+    from transformers import TextStreamer
+
+logger = logging.getLogger(__name__)
+
+NEEDED = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        max_new_tokens: after which it ends, unless the model ends the text before.
+        temperature: what logits are divided by; 0 takes the most likely token each time.
+        top_p: only the most likely tokens with so much probability together are drawn from.
+        seed: equal seeds draw equal tokens; None draws others each time.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None = None
+
+
+def require_export(folder: Path) -> None:
+    """Refuses what is no exported model, before anything heavy is loaded.
+
+    Raises:
+        ConfigError: it is no folder, lacks a file, or Transformers is not installed.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder", hint="swarm-export --out DIR writes one")
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    missing += [] if any(folder.glob("model*.safetensors")) else ["model.safetensors"]
+    if missing and (folder / LATEST).is_dir():
+        raise ConfigError(f"{folder} holds several exports", hint=f"name {folder / LATEST}")
+    if missing:
+        raise ConfigError(
+            f"{folder} is no exported model: {', '.join(missing)} is not there",
+            hint="name a folder that swarm-export has written",
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("the package transformers is not installed", hint="pip install swarm[hf]")
+
+
+def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str], None]) -> None:
+    """Shows a text that begins with the prompt, as it comes.
+
+    The prompt is the beginning of a document, so it comes after an end-of-text token, as in
+    training. On a CPU or the first GPU, in the type of the weights.
+
+    Args:
+        folder: of the export.
+        prompt: may be empty.
+        sampling: how tokens are chosen.
+        show: told each piece of text, the prompt first.
+
+    Raises:
+        ConfigError: the folder is no exported model, or the prompt is longer than its context.
+        CorruptState: the files cannot be read.
+    """
+    require_export(folder)
+    model, tokenizer = _loaded(folder)
+    ids = [model.config.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
+    room = model.config.max_position_embeddings - len(ids)
+    if room < 1:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, the model reads "
+            f"{model.config.max_position_embeddings} at once",
+            hint="shorten the prompt",
+        )
+    if sampling.max_new_tokens > room:
+        logger.warning("the model's context ends after %d new tokens", room)
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    show(prompt)
+    chosen: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    input_ids = torch.tensor([ids], device=model.device)
+    model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=min(sampling.max_new_tokens, room),
+        streamer=_streamer(tokenizer, show),
+        **chosen,
+    )
+
+
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    # Transformers takes seconds to load: only once the folder was looked at.
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # as said above
+    from transformers.utils import logging as theirs  # as said above
+
+    theirs.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype="auto"
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CorruptState(
+            f"{folder} cannot be loaded: {str(error).splitlines()[0]}", hint="export it again"
+        ) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _streamer(tokenizer: Any, show: Callable[[str], None]) -> TextStreamer:
+    from transformers import TextStreamer  # a base class: known once Transformers is loaded
+
+    class Shown(TextStreamer):
+        """Hands on whole characters as soon as they are there."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
+            show(text)
+
+    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)

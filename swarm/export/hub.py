@@ -1,0 +1,84 @@
+"""Exports on Hugging Face's hub, for those who have an account there."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from swarm.errors import ConfigError, SwarmError
+from swarm.export.facts import ExportFacts
+
+STALE = ("model*.safetensors", "model.safetensors.index.json")
+"""Files of the export before that go where the new one has none of their name."""
+
+
+class HubClient(Protocol):
+    """What of `huggingface_hub.HfApi` is used."""
+
+    def create_repo(self, repo_id: str, *, exist_ok: bool) -> object:
+        """Makes a repository, if there is none."""
+        ...
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]
+    ) -> object:
+        """Uploads a folder in one commit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A repository on the hub.
+
+    Attributes:
+        client: speaks with the hub.
+        repo: its name, such as "somebody/model".
+    """
+
+    client: HubClient
+    repo: str
+
+    def push(self, folder: Path, facts: ExportFacts) -> None:
+        """Uploads an export, in one commit that replaces the one before.
+
+        Raises:
+            SwarmError: the hub refused, or cannot be reached; the export stays where it is.
+        """
+        manifest = facts.model.manifest
+        message = f"{facts.run_id}, round {manifest.round} (manifest {manifest.digest[:12]})"
+        try:
+            self.client.create_repo(self.repo, exist_ok=True)
+            self.client.upload_folder(
+                repo_id=self.repo,
+                folder_path=folder,
+                commit_message=message,
+                delete_patterns=list(STALE),
+            )
+        except Exception as error:  # the client raises whatever its libraries do
+            raise SwarmError(
+                f"{folder} was not pushed to {self.repo}: {error}",
+                hint="the export is there: upload it with hf upload",
+            ) from error
+
+
+def open_hub(repo: str) -> Hub:
+    """The repository, with this person's token; nothing is sent yet.
+
+    Raises:
+        ConfigError: the package is not installed, or there is no token.
+    """
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError(
+            "--push-to-hub: the package huggingface_hub is not installed",
+            hint="pip install swarm[hf]",
+        )
+    from huggingface_hub import HfApi, get_token  # of the extra hf: only where it is asked for
+
+    if not get_token():
+        raise ConfigError(
+            "--push-to-hub: there is no token of the hub",
+            hint="log in with hf auth login, or set HF_TOKEN",
+        )
+    return Hub(HfApi(), repo)
