@@ -52,12 +52,12 @@ class ExportFacts:
     @property
     def losses(self) -> tuple[tuple[int, float], ...]:
         """(round, held-out loss in nats per token), ascending, up to this round."""
-        return self.told.until(self.model.manifest.round)
+        return self.told.until(self.model.manifest)
 
     @property
     def val_loss(self) -> float | None:
-        """Held-out loss of this very round in nats per token, where a peer has published it."""
-        return dict(self.losses).get(self.model.manifest.round)
+        """Held-out loss of this very state in nats per token, where a peer has published it."""
+        return self.told.by_manifest.get(self.model.manifest.digest)
 
     def as_json(self) -> dict[str, Any]:
         """What programs read again of an export: its origin, in plain values."""

@@ -79,7 +79,9 @@ def generate(folder: Path, prompt: str, sampling: Sampling, show: Callable[[str]
     """
     require_export(folder)
     model, tokenizer = _loaded(folder)
-    ids = [model.config.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
+    end_of_text = model.config.eos_token_id
+    ids = [] if end_of_text is None else [end_of_text]
+    ids += tokenizer(prompt, add_special_tokens=False).input_ids
     room = model.config.max_position_embeddings - len(ids)
     if room < 1:
         raise ConfigError(

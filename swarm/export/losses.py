@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import ValidationRecord
 
 
@@ -16,21 +16,27 @@ class Losses:
     """Held-out losses in nats per token.
 
     Attributes:
-        by_round: round -> loss; of a round that was measured twice the later word.
+        by_round: round -> loss; of a round that was measured twice, as with a merge, either.
+        by_manifest: digest of a manifest -> loss of exactly this state.
         bits_per_byte_of_nat: how many bits per byte are one nat per token; None: not known.
     """
 
     by_round: Mapping[int, float] = field(default_factory=dict)
+    by_manifest: Mapping[Digest, float] = field(default_factory=dict)
     bits_per_byte_of_nat: float | None = None
 
-    def until(self, round_number: int) -> tuple[tuple[int, float], ...]:
-        """Those of the rounds up to this one, ascending."""
-        return tuple(sorted(each for each in self.by_round.items() if each[0] <= round_number))
+    def until(self, manifest: Manifest) -> tuple[tuple[int, float], ...]:
+        """(round, loss) up to this state, ascending; of its own round only what is its own."""
+        found = {number: loss for number, loss in self.by_round.items() if number < manifest.round}
+        if manifest.digest in self.by_manifest:
+            found[manifest.round] = self.by_manifest[manifest.digest]
+        return tuple(sorted(found.items()))
 
     def with_newer(self, newer: Losses) -> Losses:
         """Both, where what is newer wins."""
         return Losses(
             dict(self.by_round) | dict(newer.by_round),
+            dict(self.by_manifest) | dict(newer.by_manifest),
             newer.bits_per_byte_of_nat or self.bits_per_byte_of_nat,
         )
 
@@ -40,13 +46,15 @@ def told_losses(
 ) -> Losses:
     """What the records of members say; anybody may publish any figure, so others do not count."""
     found: dict[int, float] = {}
+    exactly: dict[Digest, float] = {}
     nat: float | None = None
     by_age = sorted(validations.items(), key=lambda item: (item[1].round, item[0]))
     for peer, record in by_age:
         if peer in members:
             found |= dict(record.recent) | {record.round: record.val_loss}
+            exactly[record.manifest_digest] = record.val_loss
             nat = record.bits_per_byte_of_nat
-    return Losses(found, nat)
+    return Losses(found, exactly, nat)
 
 
 def kept_losses(events: Path) -> Losses:
@@ -55,6 +63,7 @@ def kept_losses(events: Path) -> Losses:
     A file that is missing says nothing; a line that a kill has torn is passed over.
     """
     found: dict[int, float] = {}
+    exactly: dict[Digest, float] = {}
     nat: float | None = None
     try:
         lines = events.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -65,7 +74,8 @@ def kept_losses(events: Path) -> Losses:
             event = json.loads(line)
             if event["event"] == "validation":
                 found[int(event["round"])] = loss = float(event["val_loss"])
+                exactly[str(event["digest"])] = loss
                 nat = float(event["bits_per_byte"]) / loss if loss else nat
         except (ValueError, KeyError, TypeError):
             continue
-    return Losses(found, nat)
+    return Losses(found, exactly, nat)

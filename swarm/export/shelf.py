@@ -117,8 +117,11 @@ class Shelf:
 
         Raises:
             OSError: the disk refused; the exports that were there are as they were.
+            StateError: something else has the export's name.
         """
         path = self.folder / f"round-{round_number:06d}"
+        if path.exists():
+            raise StateError(f"{path} is there already", hint="move it away, and start again")
         partial = self.folder / f"{PARTIAL}{path.name}"
         try:
             partial.mkdir()

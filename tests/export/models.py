@@ -58,7 +58,8 @@ def after(store: BlobStore, run: RunConfig, manifest: Manifest, rounds: int = 1)
 
 def facts_of(run: RunConfig, manifest: Manifest, store: BlobStore) -> ExportFacts:
     """Of a model that is here, with a loss."""
-    told = Losses({number: 5.0 - number / 10 for number in range(manifest.round + 1)}, 2.0)
+    by_round = {number: 5.0 - number / 10 for number in range(manifest.round + 1)}
+    told = Losses(by_round, {manifest.digest: by_round[manifest.round]}, 2.0)
     return ExportFacts(AgreedModel(run, manifest, store), told=told)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from swarm import durable
-from swarm.errors import ConfigError, StateLocked
+from swarm.errors import ConfigError, StateError, StateLocked
 from swarm.export.folder import FACTS_FILE
 from swarm.export.shelf import LATEST, PARTIAL, REMOVED, Shelf
 from swarm.model.pretrained import open_checkpoint
@@ -92,6 +92,15 @@ def test_a_folder_has_one_writer_and_one_run(tmp_path: Path) -> None:
     (tmp_path / "other" / LATEST).mkdir(parents=True)
     with pytest.raises(ConfigError, match="no link"):
         Shelf(tmp_path / "other", 1)
+
+
+def test_what_has_an_exports_name_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "round-000004").mkdir(parents=True)
+    shelf = Shelf(tmp_path, 1)
+    with pytest.raises(StateError, match=r"round-000004 is there already \(move it away"):
+        shelf.add(4, small(4))
+    shelf.close()
+    assert list((tmp_path / "round-000004").iterdir()) == []
 
 
 class Breaking:

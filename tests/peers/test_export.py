@@ -253,7 +253,7 @@ def test_the_card_tells_where_a_model_comes_from_and_shows_its_losses(
         found.manifest, run="demo-0123456789abcdef", round=3, tokens=123_456,
         contributors=("QmA", "QmB"), work={"QmA": 100, "QmB": 1000},
     )  # fmt: skip
-    losses = Losses({1: 4.5, 3: 2.25, 4: 2.0}, bits_per_byte_of_nat=2.0)
+    losses = Losses({1: 4.5, 3: 2.75, 4: 2.0}, {manifest.digest: 2.25}, 2.0)
     model = dataclasses.replace(found, manifest=manifest)
     facts = ExportFacts(model, Form(license="apache-2.0"), losses, {"QmB": hostile})
     write_export(tmp_path, facts)

@@ -1,0 +1,148 @@
+"""What an exporter asks of peers: a proof where there is one to show, values of idle peers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from swarm.config import RunConfig
+from swarm.errors import NobodyReachable
+from swarm.export import fetching
+from swarm.export.facts import Form
+from swarm.export.fetching import EMPTY_TURNS, FromPeers
+from swarm.network.blobs import BlobStore
+from swarm.network.finding import Announced
+from swarm.network.observer import Seen
+from swarm.protocol.manifest import Manifest
+from swarm.protocol.records import PeerState, RunRecord, RunState, ValidationRecord
+from tests.export.models import after, found, toy_run
+from tests.peer_records import peer_record
+
+RUN = toy_run()
+
+
+class Swarm:
+    """An `Observer` of two peers, of which one sends what it is asked for when it is `willing`."""
+
+    def __init__(self) -> None:
+        self.remote = BlobStore()
+        self.manifest = after(self.remote, RUN, found(self.remote, RUN), 2)
+        self.store = BlobStore()
+        self.states = {"QmA": PeerState.TRAINING, "QmB": PeerState.AVERAGING}
+        self.willing = {"QmA", "QmB"}
+        self.gathers = 1
+        self.proofs = 0
+        self.losses: dict[str, float] = {"QmA": 3.5}
+        self.asked: list[Sequence[str]] = []
+
+    def find(self, wanted: str | None, deadline_s: float) -> Announced:
+        state = RunState.GATHERING if self.gathers else RunState.RUNNING
+        self.gathers = max(self.gathers - 1, 0)
+        record = RunRecord(
+            self.manifest.run, "exact", "0" * 64, "QmA", "0" * 64, 1, "0" * 64, 1, state, 2
+        )
+        return Announced(record, ("QmA",))
+
+    def config(self, announced: Announced, deadline_s: float) -> RunConfig:
+        return RUN
+
+    def look(self, run: str, deadline_s: float) -> Seen:
+        digest, number = self.manifest.digest, self.manifest.round
+        peers = {
+            peer: peer_record(peer, state=state, round=number, manifest_digest=digest)
+            for peer, state in self.states.items()
+        }
+        validations = {
+            peer: ValidationRecord(number, digest, loss, 10, 10)
+            for peer, loss in self.losses.items()
+        }
+        return Seen(peers, {}, validations)
+
+    def tip(self, announced: Announced, peers: Mapping[str, Any], deadline_s: float) -> Manifest:
+        self.proofs += 1
+        return self.manifest
+
+    def fetch_model(
+        self,
+        manifest: Manifest,
+        layout: object,
+        *,
+        sources: Sequence[str],
+        on_blob: Callable[[int, int], None],
+        deadline_s: float,
+    ) -> None:
+        self.asked.append(sources)
+        if not self.willing & set(sources):
+            raise NobodyReachable("the model: no answer within 60 s")
+        for digest in manifest.blobs:
+            content = self.remote.get(digest)
+            assert content is not None
+            self.store.put(bytes(content))
+
+
+@pytest.fixture
+def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
+    now_s = [0.0]
+    monkeypatch.setattr(fetching.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(fetching.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
+    return Swarm()
+
+
+def source(swarm: Swarm) -> FromPeers:
+    return FromPeers(swarm, swarm.store, None)  # type: ignore[arg-type]
+
+
+def test_a_run_that_gathers_is_waited_for_but_not_for_ever(swarm: Swarm) -> None:
+    swarm.gathers = 100
+    assert source(swarm).run_id == swarm.manifest.run
+    swarm.gathers = 10_000
+    with pytest.raises(NobodyReachable, match="has gathered peers for 600 s"):
+        source(swarm)
+
+
+def test_a_proof_is_asked_for_once_somebody_has_the_round(swarm: Swarm) -> None:
+    peers = source(swarm)
+    assert peers.newest(3) is None and not swarm.proofs
+    assert peers.newest(2) is swarm.manifest and swarm.proofs == 1
+
+
+def test_values_are_asked_of_a_peer_whose_link_is_idle(swarm: Swarm) -> None:
+    facts = source(swarm).bring(swarm.manifest, Form())
+    assert swarm.asked == [["QmA"]]
+    assert facts.names == {"QmA": "name-of-QmA", "QmB": "name-of-QmB"}
+    assert facts.val_loss == 3.5 and facts.model.manifest is swarm.manifest
+
+
+def test_busy_peers_are_asked_where_idle_ones_send_nothing_and_in_the_end_it_gives_up(
+    swarm: Swarm,
+) -> None:
+    swarm.willing = {"QmB"}
+    source(swarm).bring(swarm.manifest, Form())
+    assert swarm.asked == [["QmA"], ["QmA", "QmB"]]
+    swarm.willing, swarm.asked = set(), []
+    with pytest.raises(NobodyReachable, match="no answer"):
+        source(swarm).bring(after(swarm.remote, RUN, swarm.manifest), Form())
+    assert len(swarm.asked) == EMPTY_TURNS
+
+
+def test_a_strangers_loss_does_not_count_and_a_missing_one_is_not_waited_for_long(
+    swarm: Swarm,
+) -> None:
+    swarm.losses = {"QmStranger": 0.1}
+    facts = source(swarm).bring(swarm.manifest, Form())
+    assert facts.val_loss is None and facts.losses == ()
+
+
+def test_of_its_own_round_a_model_has_only_its_own_loss(swarm: Swarm) -> None:
+    """A round with a merge has two states, which are measured apart."""
+    peers = source(swarm)
+    peers.bring(swarm.manifest, Form())
+    merged = dataclasses.replace(swarm.manifest, height=3, merged=1)
+    swarm.remote.put(merged.encoded)
+    swarm.manifest, swarm.losses = merged, {"QmA": 3.25}
+    assert peers.bring(merged, Form()).losses == ((2, 3.25),)
+    swarm.manifest, swarm.losses = dataclasses.replace(merged, height=4, round=3), {}
+    swarm.remote.put(swarm.manifest.encoded)
+    facts = peers.bring(swarm.manifest, Form())
+    assert facts.losses == ((2, 3.25),) and facts.val_loss is None
