@@ -79,7 +79,8 @@ def _origin(facts: ExportFacts) -> Iterator[tuple[str, str]]:
     yield "height", str(manifest.height)
     yield "steps", f"{manifest.step:,}"
     yield "tokens seen", f"{manifest.tokens:,}"
-    yield "weights", facts.form.dtype
+    kind = facts.form.dtype
+    yield "weights", "as peers exchange them" if kind == "agreed" else kind
     if facts.val_loss is not None:
         yield "held-out loss", _loss(facts, facts.val_loss)
     yield "license", _plain(facts.form.license) if facts.form.license else "not stated"

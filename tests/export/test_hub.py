@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from peers.export import main
 from swarm.errors import ConfigError, SwarmError
 from swarm.export.facts import ExportFacts
 from swarm.export.hub import Hub, open_hub
@@ -68,6 +70,15 @@ def test_without_a_token_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None
         open_hub("me/model")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
     assert open_hub("me/model").repo == "me/model"
+
+
+def test_swarm_export_asks_for_the_token_before_it_looks_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    options = ["--state-dir", tmp_path / "no", "--out", tmp_path / "out", "--push-to-hub", "me/x"]
+    result = CliRunner().invoke(main, [str(each) for each in options])
+    assert result.exit_code == ConfigError.exit_code and "hf auth login" in result.output
 
 
 def test_the_hubs_client_takes_what_it_is_given(tmp_path: Path, facts: ExportFacts) -> None:
