@@ -21,7 +21,8 @@ from swarm.protocol.merging import merge_due
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 2.0
+POLL_S = 5.0
+"""Each look costs every peer some milliseconds of a core, and records are repeated every 8 s."""
 SAY_S = 60.0
 """How often a line says what is waited for."""
 LOST_S = 1800.0
