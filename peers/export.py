@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @program("swarm-export")
-@options("initial_peers", "tip", "state_dir", "log_format", "log_level")
+@options("initial_peers", "tip", "state_dir", "identity_path", "log_format", "log_level")
 @option("--out", type=click.Path(path_type=Path), help="Folder to write the newest model into.")
 @option(
     "--every",
@@ -54,6 +54,24 @@ if TYPE_CHECKING:
     metavar="REPO",
     help="Uploads each export there, such as somebody/model; needs the extra hf and a token.",
 )
+@option(
+    "--evaluate",
+    dest="is_evaluated",
+    is_flag=True,
+    help="Measures the export on the run's held-out text, and shows a sample of its text.",
+)
+@option(
+    "--tasks",
+    metavar="NAMES",
+    help="With --evaluate: tasks of lm-evaluation-harness, such as arc_easy,piqa; spes: those of "
+    "the paper, with its shots.",
+)
+@option(
+    "--publish-scores",
+    is_flag=True,
+    help="With --evaluate: tells them everybody who watches the run, signed by --identity-path "
+    "or by the peer of --state-dir.",
+)
 def main(
     given: Options,
     *,
@@ -66,6 +84,9 @@ def main(
     max_shard_size: str,
     license_name: str | None,
     push_to_hub: str | None,
+    is_evaluated: bool,
+    tasks: str | None,
+    publish_scores: bool,
 ) -> None:
     """Writes the newest agreed model: safetensors, config.json and tokenizer files.
 
@@ -80,14 +101,20 @@ def main(
     folder = out or output_dir
     assert folder is not None
     require_folder(folder)
-    # The next loads torch and hivemind: not for --help
+    # The next load torch and hivemind: not for --help
+    from peers.evaluating import evaluator_of  # as said above
     from peers.exporting import Plan, export_newest, follow, form_of, pushed_to  # as said above
+    from swarm.evaluation.scores import FILE  # as said above
 
+    evaluator = evaluator_of(
+        given, folder / FILE, tasks, is_wanted=is_evaluated, publish=publish_scores
+    )
     form, published = form_of(dtype, max_shard_size, license_name), pushed_to(push_to_hub)
     if every is None:
-        export_newest(given, folder, run_id, form, published=published)
+        export_newest(given, folder, run_id, form, evaluator=evaluator, published=published)
     else:
-        follow(given, Plan(folder, every, keep), run_id, form, published=published)
+        plan = Plan(folder, every, keep)
+        follow(given, plan, run_id, form, evaluator=evaluator, published=published)
 
 
 if __name__ == "__main__":

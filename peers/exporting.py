@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from peers.evaluating import Evaluator, add_task, say_command
 from peers.options import Options
 from swarm.errors import ConfigError
 from swarm.export.facts import ExportFacts, Form
@@ -78,7 +79,7 @@ def export_newest(
     run_id: str | None,
     form: Form,
     *,
-    extras: Sequence[Extra] = (),
+    evaluator: Evaluator | None = None,
     published: Extra = nothing_more,
 ) -> None:
     """Fetches the newest model from the run's peers, or takes it from disk, and writes it.
@@ -89,20 +90,24 @@ def export_newest(
     """
     if not given.initial_peers:
         with _on_disk(given.state_dir, run_id, form) as facts:
-            export(facts, out, extras)
+            export(facts, out)
+            if evaluator:
+                evaluator.evaluate(out, facts, None)
             published(out, facts)
         return
     out.mkdir(parents=True, exist_ok=True)
     # Beside the export, since that is where there is room for a model.
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=out) as folder:
         store = BlobStore(Path(folder))
-        observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
+        observer = _observer(given, store, evaluator)
         try:
             source = FromPeers(observer, store, run_id)
             manifest = source.newest(0)
             assert manifest is not None, "every round is 0 or later"
             facts = source.bring(manifest, form)
-            export(facts, out, extras)
+            export(facts, out)
+            if evaluator:
+                evaluator.evaluate(out, facts, observer)
             published(out, facts)
         finally:
             observer.stop()
@@ -114,7 +119,7 @@ def follow(
     run_id: str | None,
     form: Form,
     *,
-    extras: Sequence[Extra] = (),
+    evaluator: Evaluator | None = None,
     published: Extra = nothing_more,
 ) -> None:
     """Exports a run's rounds as they are agreed, until the last one.
@@ -132,22 +137,34 @@ def follow(
     shelf = Shelf(plan.folder, plan.keep)
     try:
         store = BlobStore(plan.folder / BLOBS)
-        observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip)
+        observer = _observer(given, store, evaluator)
+
+        def after(folder: Path, facts: ExportFacts) -> None:
+            say_command(folder, facts)
+            if evaluator:
+                evaluator.try_to_evaluate(folder, facts, observer)
+            published(folder, facts)
+
         try:
             source = FromPeers(observer, store, run_id)
-            Follower(source, shelf, plan.every, form, extras, published, click.echo).follow()
+            Follower(source, shelf, plan.every, form, (add_task,), after, click.echo).follow()
         finally:
             observer.stop()
     finally:
         shelf.close()
 
 
-def export(facts: ExportFacts, out: Path, extras: Sequence[Extra] = ()) -> None:
-    """Writes the model and says how to evaluate it."""
+def export(facts: ExportFacts, out: Path) -> None:
+    """Writes the model and says how others evaluate it."""
     manifest = facts.model.manifest
-    write_export(out, facts, extras)
+    write_export(out, facts, (add_task,))
     click.echo(f"exported round {manifest.round} (manifest {manifest.digest[:12]}) to {out}")
-    click.echo(f"lm_eval --model hf --model_args pretrained={out} --tasks arc_easy,piqa,hellaswag")
+    say_command(out, facts)
+
+
+def _observer(given: Options, store: BlobStore, evaluator: Evaluator | None) -> Observer:
+    signer = evaluator.signer if evaluator else None
+    return Observer.start(given.initial_peers, store, START_S, vouched=given.tip, signer=signer)
 
 
 @contextlib.contextmanager

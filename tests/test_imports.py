@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "swarm.codecs": BASE,
     "swarm.model": BASE | DURABLE,
     "swarm.data": BASE | DURABLE | {"swarm.progress"},
+    "swarm.evaluation": PROTOCOL | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs"},
     "swarm.monitor": PROTOCOL,

@@ -98,6 +98,27 @@ def encode(
         crew.close()
 
 
+def decode(content: bytes, end_of_text: int, documents: Sequence[Ids]) -> list[bytes]:
+    """The text of each document's token ids, in UTF-8; what is no character there is U+FFFD.
+
+    Args:
+        content: a tokenizer.json.
+        end_of_text: id of the token that closes a document.
+        documents: token ids, not closed.
+
+    Raises:
+        TokenizerError: the package is missing, the file cannot be loaded, or the process ended or
+            took too long.
+    """
+    require_package()
+    crew = _Crew(content, end_of_text, BATCH_S)
+    try:
+        return crew.decode(documents)
+    finally:
+        crew.end()
+        crew.close()
+
+
 def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
     batch: list[bytes] = []
     size = 0
@@ -121,11 +142,11 @@ class _Crew:
         self._lock = threading.Lock()
         self._ended = False
 
+    def decode(self, documents: Sequence[Ids]) -> list[bytes]:
+        return self._process().decode(documents, self._batch_s)
+
     def encode(self, batch: Sequence[bytes]) -> list[Ids]:
-        process = getattr(self._mine, "process", None)
-        if process is None:
-            process = self._mine.process = self._start()
-        counts, ids = process.encode(batch, self._batch_s)
+        counts, ids = self._process().encode(batch, self._batch_s)
         if int((ids == self._end_of_text).sum()) != len(batch):
             raise TokenizerError(
                 f"the tokenizer makes its end-of-text id {self._end_of_text} of ordinary text",
@@ -143,6 +164,13 @@ class _Crew:
     def close(self) -> None:
         for process in self._all:
             process.close()
+
+    def _process(self) -> _Process:
+        """That of this thread."""
+        process = getattr(self._mine, "process", None)
+        if process is None:
+            process = self._mine.process = self._start()
+        return process
 
     def _start(self) -> _Process:
         with self._lock:
@@ -181,6 +209,14 @@ class _Process:
             counts = np.frombuffer(self._receive(4 * len(batch)), dtype="<u4")
             ids = np.frombuffer(self._receive(4 * int(counts.sum())), dtype="<u4")
         return counts, ids
+
+    def decode(self, documents: Sequence[Ids], deadline_s: float) -> list[bytes]:
+        count = encoding_worker.DECODE + len(documents)
+        head = np.array([count, *map(len, documents)], dtype="<u4").tobytes()
+        with self._within(deadline_s, f"for {sum(map(len, documents)):,} tokens"):
+            self._send(head, *(np.asarray(row, dtype="<u4").tobytes() for row in documents))
+            sizes = np.frombuffer(self._receive(4 * len(documents)), dtype="<u4").tolist()
+            return [self._receive(size) for size in sizes]
 
     def kill(self) -> None:
         """Ends the process; whoever waits for it gets an error."""

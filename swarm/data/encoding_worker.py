@@ -7,7 +7,8 @@ process alone, and the peer that waits for it with a deadline says so. Usage: `s
 Numbers are little-endian. First comes a header: bytes of the tokenizer.json (4), id of the token
 that closes a document (4), memory that may be used (8); then the file; the answer is one byte. Then
 batches: number of documents (4), bytes of each (4), the documents; the answer is the number of ids
-of each (4), then all ids (4).
+of each (4), then all ids (4). With `DECODE` added to the number of documents it is the other way
+round: numbers of ids and ids come in, bytes of each document and the documents go out.
 """
 
 import array
@@ -20,6 +21,8 @@ from typing import BinaryIO
 HEADER = struct.Struct("<IIQ")
 NO_PACKAGE = 3
 """Exit code."""
+DECODE = 1 << 31
+"""Added to the number of documents of a batch of ids."""
 
 
 def main() -> int:
@@ -44,15 +47,25 @@ def main() -> int:
     out.flush()
     while head := source.read(4):
         (count,) = struct.unpack("<I", head)
+        is_ids = count >= DECODE
+        count %= DECODE
         sizes = struct.unpack(f"<{count}I", _exactly(source, 4 * count))
-        texts = [_exactly(source, size).decode() for size in sizes]
-        counts, ids = array.array("I"), array.array("I")
-        for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            ids.extend(found.ids)
-            ids.append(end_of_text)
-            counts.append(len(found.ids) + 1)
+        counts = array.array("I")
+        if is_ids:
+            rows = [struct.unpack(f"<{size}I", _exactly(source, 4 * size)) for size in sizes]
+            decoded = [tokenizer.decode(row, skip_special_tokens=False).encode() for row in rows]
+            counts.extend(map(len, decoded))
+            answer = b"".join(decoded)
+        else:
+            texts = [_exactly(source, size).decode() for size in sizes]
+            ids = array.array("I")
+            for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                ids.extend(found.ids)
+                ids.append(end_of_text)
+                counts.append(len(found.ids) + 1)
+            answer = ids.tobytes()
         out.write(counts.tobytes())
-        out.write(ids.tobytes())
+        out.write(answer)
         out.flush()
     return 0
 

@@ -130,7 +130,7 @@ def held_out_windows(
     """
     rows: dict[int, list[tuple[NDArray[np.int64], int, int]]] = defaultdict(list)
     num_tokens = 0
-    for document in _documents(np.asarray(tokens).astype(np.int64), end_of_text):
+    for document in split_documents(tokens, end_of_text):
         num_tokens += len(document)
         for row, first, after in _rows(document, end_of_text, sequence_length):
             rows[_width(len(row) - 1, sequence_length)].append((row, first, after))
@@ -138,6 +138,19 @@ def held_out_windows(
         raise DataError("the held-out text has no token", hint="add documents")
     groups = tuple(_group(rows[width], width, end_of_text) for width in sorted(rows, reverse=True))
     return HeldOut(groups, num_tokens, num_bytes)
+
+
+def split_documents(
+    tokens: NDArray[np.integer[Any]], end_of_text: int
+) -> Iterator[NDArray[np.int64]]:
+    """The documents that have a token, each without the `end_of_text` that closes it."""
+    found = np.asarray(tokens).astype(np.int64)
+    ends = [*np.flatnonzero(found == end_of_text).tolist(), len(found)]
+    start = 0
+    for end in ends:
+        if end > start:
+            yield found[start:end]
+        start = end + 1
 
 
 def measured_on(tokenizer: Tokenizer, documents: Sequence[bytes], sequence_length: int) -> HeldOut:
@@ -149,15 +162,6 @@ def measured_on(tokenizer: Tokenizer, documents: Sequence[bytes], sequence_lengt
     tokens = np.concatenate([np.empty(0, dtype=np.uint32), *tokenizer.encoded(documents)])
     num_bytes = sum(map(len, documents))
     return held_out_windows(tokens, tokenizer.end_of_text, sequence_length, num_bytes)
-
-
-def _documents(tokens: NDArray[np.int64], end_of_text: int) -> Iterator[NDArray[np.int64]]:
-    ends = [*np.flatnonzero(tokens == end_of_text).tolist(), len(tokens)]
-    start = 0
-    for end in ends:
-        if end > start:
-            yield tokens[start:end]
-        start = end + 1
 
 
 def _rows(

@@ -6,7 +6,7 @@ No token is put before a document; `END_OF_TEXT` closes each one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class ByteTokenizer:
     def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
         """See `Tokenizer`."""
         return map(document_tokens, documents)
+
+    def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
+        """See `Tokenizer`; ids that are no bytes are left out."""
+        return [np.asarray(d)[np.asarray(d) < 256].astype(np.uint8).tobytes() for d in documents]
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
         """See `Tokenizer`."""

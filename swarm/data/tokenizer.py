@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,16 @@ class Tokenizer(Protocol):
 
         Raises:
             TokenizerError: it cannot be run, or made something impossible of a document.
+        """
+        ...
+
+    def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
+        """The text of each document, whose tokens are not closed, in UTF-8.
+
+        Tokens that the tokenizer would not make of a text need not give back what they were.
+
+        Raises:
+            TokenizerError: it cannot be run.
         """
         ...
 

@@ -7,14 +7,15 @@ end-of-text token. What runs it are processes of their own (`swarm.data.encoders
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
-from swarm.data.encoders import encode
+from swarm.data.encoders import decode, encode
 from swarm.data.tokenizer import Tokens, tokenizer_config, write_json
 from swarm.errors import TokenizerError
 
@@ -82,6 +83,11 @@ class FileTokenizer:
     def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
         """See `Tokenizer`."""
         yield from encode(self.content, self.end_of_text, documents)
+
+    def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
+        """See `Tokenizer`."""
+        rows = [np.asarray(document, dtype=np.uint32) for document in documents]
+        return decode(self.content, self.end_of_text, rows)
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
         """See `Tokenizer`: what would add tokens that no document of the run had is left out."""

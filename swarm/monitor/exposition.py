@@ -139,6 +139,17 @@ def _seen(state: Row) -> Iterator[Sample]:
         yield (peer["peer_id"], peer["name"]), ago_s
 
 
+def _scores(state: Row) -> Iterator[Sample]:
+    """Of each publisher's newest round that has one; rounds are labels of none."""
+    newest: dict[tuple[str, str, str], Row] = {}
+    for score in state["scores"]:
+        labels = (score["task"], score["metric"], score["publisher"])
+        if labels not in newest or newest[labels]["round"] < score["round"]:
+            newest[labels] = score
+    for labels, score in newest.items():
+        yield labels, score["value"]
+
+
 def _coverage(state: Row) -> Iterator[Sample]:
     found = state["coverage"]
     yield (), found and 100 * (found["laps"] + found["share"])
@@ -231,5 +242,6 @@ FAMILIES = (
     Family(metrics.ENGINE, "swarm_peer_engine_info", (*PEER, "engine"), _engines),
     Family(metrics.ALIKE, "swarm_peer_pair_permille", (*PEER, "first", "second"), _pairs),
     Family(metrics.COVERAGE, "swarm_text_percent", (), _coverage),
+    Family(metrics.SCORE, "swarm_score", ("task", "metric", "publisher"), _scores),
 )
 """Every metric once; the first is told even when there is no snapshot."""

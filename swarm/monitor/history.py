@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.metrics import swarm_tokens_per_s
+from swarm.monitor.scores import in_order
 from swarm.monitor.snapshot import Agreement, Happening, PeerRow, RoundPoint, Snapshot, Topic
 
 MAX_POINTS = 2000
@@ -34,6 +35,7 @@ def with_history(snapshot: Snapshot, before: Snapshot | None) -> Snapshot:
         losses=tuple(sorted(losses.items()))[-MAX_POINTS:],
         merges=tuple(sorted(merges.values(), key=lambda merge: merge.when()))[-MAX_MERGES:],
         rounds=(*kept, *_point(snapshot, kept))[-MAX_POINTS:],
+        scores=in_order({s.what: s for s in (*before.scores, *snapshot.scores)}.values()),
     )
     events = (*before.events, *_changes(before, found))
     return replace(found, events=events[-MAX_EVENTS:])

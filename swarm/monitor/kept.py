@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
+from swarm.monitor.scores import ScoreRow
 from swarm.monitor.snapshot import Happening, Merge, RoundPoint, Snapshot
 
 
@@ -18,6 +19,7 @@ class Kept:
     merges: tuple[Merge, ...]
     rounds: tuple[RoundPoint, ...]
     events: tuple[Happening, ...]
+    scores: tuple[ScoreRow, ...]
 
 
 _SCHEMA = TypeAdapter(Kept)
@@ -25,7 +27,14 @@ _SCHEMA = TypeAdapter(Kept)
 
 def kept_of(snapshot: Snapshot) -> Kept:
     """What is worth keeping of a snapshot."""
-    return Kept(snapshot.run_id, snapshot.losses, snapshot.merges, snapshot.rounds, snapshot.events)
+    return Kept(
+        snapshot.run_id,
+        snapshot.losses,
+        snapshot.merges,
+        snapshot.rounds,
+        snapshot.events,
+        snapshot.scores,
+    )
 
 
 def encode_kept(kept: Kept) -> bytes:
@@ -50,5 +59,10 @@ def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
     if kept.run_id != snapshot.run_id:
         return None
     return replace(
-        snapshot, losses=kept.losses, merges=kept.merges, rounds=kept.rounds, events=kept.events
+        snapshot,
+        losses=kept.losses,
+        merges=kept.merges,
+        rounds=kept.rounds,
+        events=kept.events,
+        scores=kept.scores,
     )

@@ -136,6 +136,12 @@ COVERAGE = Metric(
     "again; rises with every round",
     "not the windows that members read now or left open, which are shown beside it",
 )
+SCORE = Metric(
+    "score",
+    "of its metric",
+    "what somebody, member or not, says to have measured of the run's models; its newest round",
+    "not agreed on: whoever signed it may be wrong or lie",
+)
 HEALTH = Metric(
     "health",
     "one word, as a label",
@@ -270,6 +276,7 @@ METRICS = (
     SIMILARITY,
     SPIKES,
     COVERAGE,
+    SCORE,
 )
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.causes import causes_of
+from swarm.monitor.scores import ScoreRow
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import PEER_ID, printable, ranges
@@ -32,6 +33,7 @@ MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
 MIN_ROUNDS = 20
 """Of the loss curve, where there are as many."""
+MAX_SCORE_LINES = 6
 UNKNOWN_OWNER = "?"
 """An owner of the newest manifest whose own record is not there (any more)."""
 
@@ -216,6 +218,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
     if snapshot.losses and snapshot.bits_per_byte_of_nat:
         bits = snapshot.losses[-1][1] * snapshot.bits_per_byte_of_nat
         lines.append(Text.assemble(("held out  ", "dim"), f"{bits:.3f} bits per byte"))
+    lines += _score_lines(snapshot)
     if snapshot.coverage:
         lines.append(_coverage_line(snapshot.coverage))
     moments = sum(row.moments_bytes_sent for row in rows)
@@ -270,6 +273,23 @@ def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
         first, second, alike = max(pairs, key=lambda pair: pair[2])
         told = f"{first} and {second}, {alike / 1000:.2f}"
         lines.append(Text.assemble(("most alike  ", "dim"), told))
+    return lines
+
+
+def _score_lines(snapshot: Snapshot) -> list[Text]:
+    """The first score of each task and metric, and who says so."""
+    first: dict[tuple[str, str], ScoreRow] = {}
+    for score in snapshot.scores:
+        first.setdefault((score.task, score.metric), score)
+    lines = []
+    for score in list(first.values())[:MAX_SCORE_LINES]:
+        line = Text.assemble(
+            (f"{metrics.SCORE.title}  ", "dim"),
+            f"{printable(score.task)} {printable(score.metric)} {score.value:.4g}, ",
+            f"round {score.round}, by {printable(snapshot.called(score.publisher))}",
+        )
+        line.append(", no member" if score.member is False else "", style="yellow")
+        lines.append(line)
     return lines
 
 

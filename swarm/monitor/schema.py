@@ -166,6 +166,19 @@ class CoverageJson(TypedDict):
     open: int
 
 
+class ScoreJson(TypedDict):
+    """`ScoreRow`."""
+
+    publisher: str
+    member: bool | None
+    manifest_digest: str
+    round: int
+    task: str
+    metric: str
+    value: float
+    samples: int
+
+
 class RoundJson(TypedDict):
     """`RoundPoint`."""
 
@@ -219,6 +232,7 @@ class SnapshotJson(TypedDict):
     bits_per_byte_of_nat: float | None
     rounds: list[RoundJson]
     events: list[EventJson]
+    scores: list[ScoreJson]
 
 
 def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
@@ -270,6 +284,7 @@ def as_json(snapshot: Snapshot, unreachable: str | None = None) -> SnapshotJson:
             {"at": round(event.at, 3), "topic": event.topic.value, "text": event.text}
             for event in snapshot.events
         ],
+        "scores": [cast(ScoreJson, vars(score)) for score in snapshot.scores],
     }
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from swarm.experts import expert_unit
+from swarm.monitor.scores import ScoreRow, score_rows
 from swarm.protocol.dealing import num_samples
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.records import MergeRecord, PeerRecord, ValidationRecord
+from swarm.protocol.records import MergeRecord, PeerRecord, ScoreRecord, ValidationRecord
 from swarm.protocol.voting import TRIAL_ROUNDS
 
 
@@ -42,6 +43,7 @@ class Sighting:
         published: when a peer published its presence, in seconds since 1970 by its own clock.
         at: when this was read, in seconds since 1970.
         wait_for_peers: how many peers a founder that gathers waits for.
+        scores: what anybody measured of the run's models, by the peer that signed it.
     """
 
     run: str | None
@@ -53,6 +55,7 @@ class Sighting:
     published: Mapping[PeerId, float] = field(default_factory=dict)
     at: float = 0.0
     wait_for_peers: int = 0
+    scores: Mapping[PeerId, ScoreRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ class Snapshot:
     """What the monitor saw, oldest first; see `swarm.monitor.history`."""
     events: tuple[Happening, ...] = ()
     """Likewise."""
+    scores: tuple[ScoreRow, ...] = ()
+    """As `in_order` has them."""
 
     def called(self, peer: PeerId) -> str:
         """What people call a peer, also one that is not there."""
@@ -256,6 +261,7 @@ def snapshot_of(seen: Sighting) -> Snapshot | None:
         at=seen.at,
         wait_for_peers=seen.wait_for_peers,
         bits_per_byte_of_nat=_bits_per_byte_of_nat(seen.validations),
+        scores=score_rows(seen.scores, seen.tip.members if seen.tip else None),
     )
     return _by_manifest(found, seen.tip, seen.peers) if seen.tip else found
 

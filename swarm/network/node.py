@@ -75,6 +75,7 @@ class Node:
         network: NetworkSection,
         handlers: Handlers,
         forgotten: tempfile.TemporaryDirectory[str] | None,
+        signer: Identity | None = None,
     ) -> None:
         self.identity, self.peer_id = identity, identity.peer_id
         self.entrances: tuple[str, ...] = ()
@@ -94,7 +95,13 @@ class Node:
             self._control, self._relay, self._living_p2p, lambda: self.neighbours
         )
         self._opening = Opening(
-            identity, network, self.traffic, self._register, self.ledger, self._control.locate
+            identity,
+            network,
+            self.traffic,
+            self._register,
+            self.ledger,
+            self._control.locate,
+            signer or identity,
         )
         self._thread = LoopThread("swarm-network")
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,6 +123,7 @@ class Node:
         handlers: Handlers | None = None,
         deadline_s: float = 30.0,
         must_reach: bool = True,
+        signer: Identity | None = None,
     ) -> Node:
         """Starts daemon, handlers and DHT node, in this order, and returns when all are up.
 
@@ -129,6 +137,7 @@ class Node:
             deadline_s: for all of it.
             must_reach: whether it is an error that no address answers; otherwise the node starts
                 alone and goes on trying.
+            signer: whose records it publishes, if not its own.
 
         Raises:
             NobodyReachable: no address answered.
@@ -143,7 +152,8 @@ class Node:
         # The daemon reads the identity again when it is started again.
         folder = None if identity_path else tempfile.TemporaryDirectory(prefix="swarm-")
         path = identity_path or Path(folder.name if folder else "") / "identity.key"
-        node = cls(load_or_create_identity(path), network, handlers or Handlers(), folder)
+        identity = load_or_create_identity(path)
+        node = cls(identity, network, handlers or Handlers(), folder, signer)
         node._book.add((address.text for address in peers), are_given=True)
         node._book.recall(remembered[:REMEMBERED_TRIED])
         node.entrances = tuple(dict.fromkeys(address.peer_id for address in peers))

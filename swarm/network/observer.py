@@ -1,6 +1,7 @@
 """A guest who only reads: finds a run, looks at its records, fetches its newest model.
 
-It dials out, publishes nothing and forgets its identity, so it disturbs nobody.
+It dials out and forgets its identity, so it disturbs nobody. It publishes nothing but scores, and
+those only when it is told to, under the key of the person who measured them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from swarm.errors import NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.finding import Announced, fetch_config, find_run, whom_to_ask
+from swarm.network.identity import Identity
 from swarm.network.joining import fetch_state
 from swarm.network.node import Node
-from swarm.network.records import fetch_dated, fetch_records
+from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.steady_clock import dht_clock
 from swarm.network.tips import Trust, newest_tip
 from swarm.protocol.layout import Layout
@@ -26,9 +28,12 @@ from swarm.protocol.records import (
     RECORD_TTL_S,
     MergeRecord,
     PeerRecord,
+    ScoreRecord,
     ValidationRecord,
     merges_keys,
     peers_keys,
+    scores_key,
+    scores_keys,
     validation_keys,
 )
 
@@ -49,13 +54,21 @@ class Seen:
     validations: Mapping[PeerId, ValidationRecord]
     published: Mapping[PeerId, float] = field(default_factory=dict)
     at: float = 0.0
+    scores: Mapping[PeerId, ScoreRecord] = field(default_factory=dict)
 
 
 class Observer:
     """See the module; every call has a deadline and may come from any thread but the node's."""
 
-    def __init__(self, node: Node, store: BlobStore, vouched: Digest | None = None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        store: BlobStore,
+        vouched: Digest | None = None,
+        signer: Identity | None = None,
+    ) -> None:
         self._node, self._store = node, store
+        self._signer = signer.peer_id if signer else node.peer_id
         self._trust = Trust(vouched) if vouched else None
         self._downloads = Downloads(node, store)
 
@@ -66,10 +79,12 @@ class Observer:
         store: BlobStore,
         deadline_s: float,
         vouched: Digest | None = None,
+        signer: Identity | None = None,
     ) -> Observer:
         """Enters the network by any of these addresses; fetched blobs go into the store.
 
-        Tips are proved from the head that is `vouched` for, or from manifest 0.
+        Tips are proved from the head that is `vouched` for, or from manifest 0. Scores are those of
+        `signer`, else of an identity that is forgotten.
 
         Raises:
             NobodyReachable: none of them answers.
@@ -81,8 +96,9 @@ class Observer:
             network=NetworkSection(client_mode=True),
             known_peers=known_peers,
             deadline_s=deadline_s,
+            signer=signer,
         )
-        return cls(node, store, vouched)
+        return cls(node, store, vouched, signer)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Leaves."""
@@ -121,10 +137,11 @@ class Observer:
 
         async def read() -> Seen:
             node = self._node
-            peers, merges, validations = await asyncio.gather(
+            peers, merges, validations, scores = await asyncio.gather(
                 fetch_dated(node, PeerRecord, peers_keys(run)),
                 fetch_records(node, MergeRecord, merges_keys(run)),
                 fetch_records(node, ValidationRecord, validation_keys(run)),
+                fetch_records(node, ScoreRecord, scores_keys(run)),
             )
             return Seen(
                 {peer: record for peer, (_, record) in peers.items()},
@@ -132,6 +149,7 @@ class Observer:
                 validations,
                 {peer: expires - RECORD_TTL_S for peer, (expires, _) in peers.items()},
                 dht_clock()(),
+                scores,
             )
 
         return self._within(deadline_s, "records", read)
@@ -198,6 +216,20 @@ class Observer:
                 on_blob=on_blob,
             ),
         )
+
+    def publish_scores(self, run: str, record: ScoreRecord, deadline_s: float) -> None:
+        """Shows scores to everybody who watches the run, in place of those published before.
+
+        Raises:
+            NobodyReachable: no peer keeps them.
+        """
+        key = scores_key(run, self._signer)
+
+        async def store() -> bool:
+            return await publish(self._node, key, record)
+
+        if not self._within(deadline_s, "a place for scores", store):
+            raise NobodyReachable("no peer keeps the scores", hint="is the run still going on?")
 
     def _within(
         self, deadline_s: float, what: str, work: Callable[[], Awaitable[Result]]

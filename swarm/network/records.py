@@ -14,6 +14,7 @@ from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
     Record,
+    ScoreRecord,
     ValidationRecord,
     decode_record,
     encode_record,
@@ -29,7 +30,7 @@ async def publish(node: Node, key: str, record: Record) -> bool:
         TimeoutError: the DHT did not answer.
         NetworkDown: the daemon is dead.
     """
-    once = isinstance(record, MergeRecord | ValidationRecord)
+    once = isinstance(record, MergeRecord | ValidationRecord | ScoreRecord)
     return await node.store(key, encode_record(record), EVENT_TTL_S if once else RECORD_TTL_S)
 
 

@@ -52,6 +52,7 @@ class Opening:
         register: makes this peer's handlers known to a new daemon, before the DHT is up.
         ledger: what others may store in the DHT, and whose records go before those of strangers.
         locate: has it looked up from where a peer is connected.
+        signer: whose records are published.
     """
 
     identity: Identity
@@ -60,6 +61,7 @@ class Opening:
     register: Register
     ledger: Ledger
     locate: Callable[[P2P, str], None]
+    signer: Identity
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ async def open_substrate(
         await opening.register(p2p)
         dht = await open_dht(
             p2p,
-            SignedRecords(opening.identity, opening.traffic.refuse),
+            SignedRecords(opening.signer, opening.traffic.refuse),
             opening.traffic,
             opening.ledger,
             partial(opening.locate, p2p),

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swarm.codecs import (
@@ -313,11 +314,13 @@ def _digests(manifest: Manifest) -> list[Digest]:
     return [entry.digest for entry in manifest.entries.values()]
 
 
-def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut:
-    """The founder's held-out text.
+def held_out_tokens(
+    manifest: Manifest, run: RunConfig, store: BlobStore
+) -> tuple[NDArray[np.int64], int, int]:
+    """Tokens of the founder's held-out documents, the one that closes each, and their bytes.
 
     Raises:
-        BadBlob: it has no tokens of this run's vocabulary.
+        BadBlob: they are not of this run's vocabulary.
     """
     founding = manifest.founding
     blob = store.get(founding.validation)
@@ -325,9 +328,20 @@ def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut
     tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
     if len(tokens) and tokens.max() >= run.model.vocab_size:
         raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
-    used, length = founding.tokenizer, run.data.sequence_length
-    end_of_text = used.end_of_text if used else END_OF_TEXT
-    num_bytes = used.held_out_bytes if used else int((tokens != END_OF_TEXT).sum())
+    used = founding.tokenizer
+    if used:
+        return tokens, used.end_of_text, used.held_out_bytes
+    return tokens, END_OF_TEXT, int((tokens != END_OF_TEXT).sum())
+
+
+def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut:
+    """The founder's held-out text.
+
+    Raises:
+        BadBlob: it has no tokens of this run's vocabulary.
+    """
+    tokens, end_of_text, num_bytes = held_out_tokens(manifest, run, store)
+    length = run.data.sequence_length
     try:
         return held_out_windows(tokens, end_of_text, length, num_bytes)
     except DataError as error:

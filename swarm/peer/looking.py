@@ -68,6 +68,7 @@ class Watch:
                 seen.published,
                 seen.at,
                 self.announced.record.wait_for_peers,
+                seen.scores,
             )
         )
         if snapshot is None:

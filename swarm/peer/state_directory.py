@@ -49,6 +49,7 @@ from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 
 logger = logging.getLogger(__name__)
 
+IDENTITY_FILE = "identity.key"
 MAX_KNOWN_PEERS = 64
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
@@ -184,7 +185,7 @@ class StateDirectory:
     @property
     def identity_path(self) -> Path:
         """The peer's key."""
-        return self.path / "identity.key"
+        return self.path / IDENTITY_FILE
 
     @property
     def data_path(self) -> Path:

@@ -50,6 +50,9 @@ MAX_RECORD_BYTES = 20_000
 """Of a `PeerRecord` and a `MergeRecord`; the others need less."""
 MAX_RUN_RECORD_BYTES = 3_000
 MAX_VALIDATION_BYTES = 9_000
+MAX_SCORE_BYTES = 9_000
+MAX_SCORES = 24
+"""That one peer tells at a time."""
 NUM_SHARDS = 16
 FEW_SHARDS = 4
 """All records of one key come in one message of at most 4 MiB, so peers are spread over keys:
@@ -59,7 +62,8 @@ HEARTBEAT_S = 8.0
 RECORD_TTL_S = 3 * HEARTBEAT_S
 """Presence and run records: a peer that died is gone from every view after this long."""
 EVENT_TTL_S = 900.0
-"""Merge and validation records, which are published once per event."""
+"""Merge, validation and score records, which are published once per event."""
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
 
 RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
 
@@ -216,16 +220,41 @@ class ValidationRecord:
         return self.tokens / (self.text_bytes * math.log(2))
 
 
-Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord
-AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord)
-_SCHEMAS: dict[type, TypeAdapter[Record]] = {
-    kind: TypeAdapter(kind) for kind in (RunRecord, PeerRecord, MergeRecord, ValidationRecord)
-}
+@dataclass(frozen=True)
+class Score:
+    """How good an agreed model is at one task, by one metric."""
+
+    __pydantic_config__ = STRICT
+
+    manifest_digest: Hex
+    """Which model."""
+    round: Height
+    task: TaskName
+    metric: TaskName
+    value: Real
+    samples: Positive
+    """Documents or questions behind the value."""
+
+
+@dataclass(frozen=True)
+class ScoreRecord:
+    """What somebody measured of a run's models, member or not; it binds nobody to believe it."""
+
+    __pydantic_config__ = STRICT
+
+    scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
+
+
+Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord | ScoreRecord
+AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
+_KINDS = (RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
+_SCHEMAS: dict[type, TypeAdapter[Record]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 _LIMITS: dict[type, int] = {
     RunRecord: MAX_RUN_RECORD_BYTES,
     PeerRecord: MAX_RECORD_BYTES,
     MergeRecord: MAX_RECORD_BYTES,
     ValidationRecord: MAX_VALIDATION_BYTES,
+    ScoreRecord: MAX_SCORE_BYTES,
 }
 
 
@@ -313,6 +342,16 @@ def validation_keys(run: str) -> list[str]:
 def validation_key(run: str, peer_id: str) -> str:
     """Key of a peer's newest `ValidationRecord`."""
     return validation_keys(run)[shard_of(peer_id, FEW_SHARDS)]
+
+
+def scores_keys(run: str) -> list[str]:
+    """Keys of everybody's newest `ScoreRecord`."""
+    return [f"{run}.scores.{shard}" for shard in range(FEW_SHARDS)]
+
+
+def scores_key(run: str, peer_id: str) -> str:
+    """Key of a peer's newest `ScoreRecord`."""
+    return scores_keys(run)[shard_of(peer_id, FEW_SHARDS)]
 
 
 def _json(record: Record) -> bytes:

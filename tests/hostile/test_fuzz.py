@@ -64,6 +64,7 @@ from swarm.protocol.records import (
     MergeRecord,
     PeerRecord,
     RunRecord,
+    ScoreRecord,
     ValidationRecord,
     decode_record,
     encode_record,
@@ -82,7 +83,7 @@ from tests.hostile.fuzzing import Decoder, spoilt
 from tests.protocol.test_evidence import RULES as SHOWN_RULES
 from tests.protocol.test_evidence import TRUE as SHOWN
 from tests.protocol.test_gaps import long_chain, without
-from tests.protocol.test_records import MERGE, PEER, RUN, VALIDATION
+from tests.protocol.test_records import MERGE, PEER, RUN, SCORES, VALIDATION
 from tests.protocol.test_wire import (
     EVIDENCE,
     HEADER,
@@ -280,6 +281,9 @@ DECODERS: dict[str, Decoder] = {
     ),
     "validation_record": Decoder(
         lambda b: decode_record(ValidationRecord, b), HOSTILE, (encode_record(VALIDATION),)
+    ),
+    "score_record": Decoder(
+        lambda b: decode_record(ScoreRecord, b), HOSTILE, (encode_record(SCORES),)
     ),
     "tokenizer": Decoder(
         lambda b: FileTokenizer.of(bytes(b)),

@@ -6,11 +6,19 @@ from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
 from swarm.protocol.figures import TOO_LATE, LinkFigures, RoundFigures, RoutingFigures
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member, Text
-from swarm.protocol.records import MergeRecord, PeerRecord, PeerState, ValidationRecord
+from swarm.protocol.records import (
+    MergeRecord,
+    PeerRecord,
+    PeerState,
+    Score,
+    ScoreRecord,
+    ValidationRecord,
+)
 from tests.peer_records import DIGEST, peer_record
 
 BEGAN_S = 1_790_000_000.0
 ROUND_S = 20.0
+STRANGER = "12D3KooW" + "1" * 44
 TEXT = Text("wikipedia-en", "byte-0", DIGEST, 500, 64_000_000, 60_000)
 HOSTS = ("atlas", "borealis", "cirrus", "dune", "ember", "fjord", "granite", "harbour")
 
@@ -58,6 +66,10 @@ def sighting(peers: int, experts: int, round_: int) -> Sighting:
             ids[0]: ValidationRecord(round_, tip.digest, loss(round_), 4096, 4096, recent)
         },
         tip=tip,
+        scores={
+            peer: ScoreRecord((Score(tip.digest, round_, "arc_easy", "acc", 0.25 + k / 99, 2376),))
+            for k, peer in enumerate((ids[0], STRANGER))
+        },
         published={peer: now - 7 * rng.random() for peer in records},
         at=now,
     )

@@ -121,6 +121,14 @@ def check_panels(shown: Any, state: Any) -> None:
     assert len(table(shown, "rounds")) == len(state["rounds"])
     merges = [(row[0], row[2]) for row in table(shown, "merges")]
     assert merges == [(str(m["merged"]), str(m["step"])) for m in reversed(state["merges"])]
+    said = [
+        (row[0], float(row[2]), row[4], "no member" in row[5]) for row in table(shown, "scores")
+    ]
+    assert said and said == [
+        (score["task"], pytest.approx(score["value"], abs=1e-4), str(score["round"]), not member)
+        for score in state["scores"]
+        for member in (score["member"],)
+    ]
     assert len(texts(shown, "#events li")) == len(state["events"])
     phases = {row[0][2:]: row for row in table(shown, "phases-table")}
     for peer in state["peers"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.finding import MAX_ASKED, RUN_QUESTION, Announced, whom_to_ask
 from swarm.network.founding import founding_manifest
+from swarm.network.identity import load_or_create_identity
 from swarm.network.joining import publish_peer
 from swarm.network.node import Handlers, Node
 from swarm.network.observer import Observer
@@ -29,6 +31,8 @@ from swarm.protocol.messages import Ballot, Certificate, Commit, Header, Link, S
 from swarm.protocol.records import (
     RunRecord,
     RunState,
+    Score,
+    ScoreRecord,
     ValidationRecord,
     encode_record,
     runs_key,
@@ -187,6 +191,27 @@ def test_a_guest_sees_and_fetches_all_of_a_run(
     for entry in tip.entries.values():
         blob = store.get(entry.digest)
         assert blob is not None and digest_of(blob) == entry.digest
+
+
+def test_scores_are_published_under_the_key_of_a_person_not_of_the_guest(
+    lonely: Lonely, guest: Observer, store: BlobStore, tmp_path: Path
+) -> None:
+    lonely.announce()
+    record = ScoreRecord((Score(lonely.manifest.digest, 0, "sciq", "acc", 0.25, 1000),))
+    mine = load_or_create_identity(tmp_path / "identity")
+    publisher = Observer.start(lonely.node.addresses, store, WAIT_S, signer=mine)
+    try:
+        publisher.publish_scores(lonely.id, record, WAIT_S)
+    finally:
+        publisher.stop()
+    assert guest.look(lonely.id, WAIT_S).scores == {mine.peer_id: record}
+    # The key of a peer that runs will do: it names who measured, nobody enters the network by it.
+    publisher = Observer.start(lonely.node.addresses, store, WAIT_S, signer=lonely.node.identity)
+    try:
+        publisher.publish_scores(lonely.id, record, WAIT_S)
+    finally:
+        publisher.stop()
+    assert guest.look(lonely.id, WAIT_S).scores.keys() == {mine.peer_id, lonely.node.peer_id}
 
 
 def test_a_guest_leaves_no_record_and_no_address(lonely: Lonely, guest: Observer) -> None:

@@ -18,6 +18,8 @@ from swarm.protocol.records import (
     Record,
     RunRecord,
     RunState,
+    Score,
+    ScoreRecord,
     ValidationRecord,
     decode_record,
     encode_record,
@@ -64,7 +66,8 @@ VALIDATION = ValidationRecord(
     text_bytes=90000,
     recent=((1, 4.0), (2, 3.0)),
 )
-EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION]
+SCORES = ScoreRecord((Score(HEX, 3, "arc_easy", "acc,none", 0.25, 2376),))
+EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION, SCORES]
 KINDS = [type(example) for example in EXAMPLES]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -140,6 +143,12 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (MERGE, "donors", {"x": [[1]]}),
         (RUN, "run", ""),
         (VALIDATION, "recent", [[1, 2.0]] * 201),
+        (SCORES, "scores", []),
+        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0])] * 25),
+        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"task": "two words"}]),
+        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"metric": "x" * 65}]),
+        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"samples": 0}]),
+        (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"round": 2**31}]),
     ],
 )
 def test_values_outside_the_schema_are_refused(record: Record, field: str, value: object) -> None:
@@ -208,7 +217,7 @@ def test_the_largest_admissible_peer_record_fits() -> None:
     assert decode_record(PeerRecord, encoded) == largest
 
 
-def test_the_largest_admissible_run_and_validation_records_fit_their_own_limits() -> None:
+def test_the_largest_admissible_run_validation_and_score_records_fit_their_own_limits() -> None:
     run = RunRecord(
         run="n" * 64 + "-" + "0" * 16, name="n" * 64, fingerprint=HEX,
         founder="Q" * 52, founding=HEX,
@@ -220,11 +229,14 @@ def test_the_largest_admissible_run_and_validation_records_fit_their_own_limits(
     validation = ValidationRecord(
         2**31 - 1, HEX, -1.7976931348623157e308, 2**63 - 1, 2**63 - 1, losses
     )
-    for record in (run, validation):
+    score = Score(HEX, 2**31 - 1, "t" * 64, "m" * 64, -1.7976931348623157e308, 2**63 - 1)
+    scores = ScoreRecord((score,) * records.MAX_SCORES)
+    for record in (run, validation, scores):
         assert decode_record(type(record), encode_record(record)) == record
     for kind, limit in (
         (RunRecord, records.MAX_RUN_RECORD_BYTES),
         (ValidationRecord, records.MAX_VALIDATION_BYTES),
+        (ScoreRecord, records.MAX_SCORE_BYTES),
     ):
         with pytest.raises(BadRecord, match="too large"):
             decode_record(kind, b"[" * (limit + 1))
@@ -267,5 +279,5 @@ def test_keys_of_different_runs_and_facts_differ() -> None:
     keys = records.runs_keys()
     for run in ("a", "b"):
         keys += [records.peers_key(run, shard) for shard in range(records.NUM_SHARDS)]
-        keys += records.merges_keys(run) + records.validation_keys(run)
+        keys += records.merges_keys(run) + records.validation_keys(run) + records.scores_keys(run)
     assert len(set(keys)) == len(keys)

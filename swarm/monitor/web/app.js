@@ -2,7 +2,7 @@
 
 import { byId, element, say } from "./dom.js";
 import { drawFigures, drawHealth } from "./figures.js";
-import { drawCauses, drawEvents, drawJoin, drawMerges, drawText, drawWhy } from "./lists.js";
+import { drawCauses, drawEvents, drawJoin, drawMerges, drawScores, drawText, drawWhy } from "./lists.js";
 import { drawMap } from "./map.js";
 import { drawPeers } from "./peers.js";
 import { drawPhases } from "./phases.js";
@@ -10,7 +10,7 @@ import { drawPlots } from "./plots.js";
 import { listen } from "./state.js";
 import { applyTheme } from "./theme.js";
 
-const PANELS = [drawFigures, drawCauses, drawMap, drawPeers, drawPhases, drawPlots, drawEvents, drawWhy, drawMerges, drawText, drawJoin];
+const PANELS = [drawFigures, drawCauses, drawMap, drawPeers, drawPhases, drawPlots, drawEvents, drawWhy, drawMerges, drawScores, drawText, drawJoin];
 let state = null;
 let came = 0;
 

@@ -6,6 +6,7 @@ import { called, keysOf, percent, ranges, shown, withKeys } from "./text.js";
 const MAX_EVENTS = 100;
 const MAX_MERGES = 20;
 const MAX_NAMED = 4;
+const MAX_SCORES = 50;
 
 export function drawEvents(state) {
   const keys = keysOf(state.peers);
@@ -53,6 +54,23 @@ export function drawMerges(state) {
     merges,
   );
   if (!merges.length) byId("merges").replaceChildren(element("caption", { class: "none" }, state.live ? "No merge has been announced yet." : "A replay does not know them."));
+}
+
+export function drawScores(state) {
+  const keys = keysOf(state.peers);
+  fill(
+    "scores",
+    [
+      { title: "task", cell: (s) => element("th", { scope: "row" }, shown(s.task)) },
+      { title: "metric", cell: (s) => shown(s.metric) },
+      { title: "value", right: true, cell: (s) => s.value.toPrecision(5) },
+      { title: "samples", right: true, cell: (s) => String(s.samples) },
+      { title: "round", right: true, cell: (s) => String(s.round) },
+      { title: "by", cell: (s) => (keys.get(s.publisher) ?? `…${shown(s.publisher.slice(-6))}`) + (s.member === false ? ", no member" : "") },
+    ],
+    state.scores.slice(0, MAX_SCORES),
+  );
+  if (!state.scores.length) byId("scores").replaceChildren(element("caption", { class: "none" }, "Nobody has published a score."));
 }
 
 export function drawText(state) {

@@ -1,0 +1,1 @@
+"""How good an exported model is: its held-out loss, tasks of lm-evaluation-harness, scores."""

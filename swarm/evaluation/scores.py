@@ -1,0 +1,77 @@
+"""Scores of exported models: as lines of a file, and as what is published."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swarm.protocol.manifest import Digest
+from swarm.protocol.records import MAX_SCORES, Score, ScoreRecord
+
+FILE = "scores.jsonl"
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.,-]+")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure of one model.
+
+    Attributes:
+        task: what was measured, such as `swarm_held_out` or `arc_easy`.
+        metric: how, such as `bits_per_byte` or `acc`.
+        value: finite.
+        samples: documents or questions behind it, at least 1.
+    """
+
+    task: str
+    metric: str
+    value: float
+    samples: int
+
+
+def append_scores(
+    path: Path, digest: Digest, round_: int, at: float, measured: Sequence[Measured]
+) -> None:
+    """Adds a line for each score to a file.
+
+    A line that a crash has cut is the last one, and is ended before others are added.
+
+    Args:
+        path: made when missing.
+        digest: of the manifest whose model was measured.
+        round_: of that manifest.
+        at: seconds since 1970.
+        measured: the figures.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    head = {"manifest_digest": digest, "round": round_, "at": round(at, 3)}
+    lines = [json.dumps(head | asdict(figure)) + "\n" for figure in measured]
+    with path.open("ab+") as file:
+        is_cut = file.tell() > 0 and not _ends_a_line(path)
+        file.write((("\n" if is_cut else "") + "".join(lines)).encode())
+
+
+def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> ScoreRecord | None:
+    """What can be published of the figures: the first ones, under names that records may have."""
+    scores = [
+        Score(digest, round_, _name(figure.task), _name(figure.metric), figure.value, count)
+        for figure in measured
+        if math.isfinite(figure.value) and (count := figure.samples) > 0
+    ]
+    return ScoreRecord(tuple(scores[:MAX_SCORES])) if scores else None
+
+
+def _name(text: str) -> str:
+    return _NO_NAME.sub("-", text).lstrip("_.,-")[:64] or "unnamed"
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

@@ -1,0 +1,137 @@
+"""Tasks of lm-evaluation-harness, each in its own process, so that one that fails ends alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import ConfigError, SwarmError
+from swarm.evaluation.harness import model_arguments
+from swarm.evaluation.scores import Measured
+
+SPES = {
+    "sciq": 0,
+    "piqa": 0,
+    "winogrande": 0,
+    "arc_easy": 0,
+    "social_iqa": 0,
+    "openbookqa": 0,
+    "boolq": 0,
+    "arc_challenge": 25,
+    "hellaswag": 10,
+    "ceval-valid": None,
+    "cmmlu": None,
+    "mmlu": None,
+}
+"""The tasks of arXiv 2602.11543, by their names in the harness, with the shots of its code.
+
+None: it does not say, so they are the harness's own.
+"""
+CHECK_S = 600.0
+TASK_S = 24 * 3600.0
+_MAX_SAID = 300
+_LIST = "from lm_eval.tasks import TaskManager; print('\\n'.join(['', *TaskManager().all_tasks]))"
+
+
+class TaskFailed(SwarmError):
+    """A task of lm-evaluation-harness gave no score."""
+
+
+def shots_of(names: str) -> dict[str, int | None]:
+    """Task -> shots, of a list with commas; `spes` in it stands for the paper's.
+
+    Raises:
+        ConfigError: there is no name in it.
+    """
+    found: dict[str, int | None] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        found |= SPES if name == "spes" else {name: None}
+    if not found:
+        raise ConfigError("--tasks names no task", hint="--tasks arc_easy,piqa or --tasks spes")
+    return found
+
+
+def require_tasks(names: Sequence[str]) -> None:
+    """Refuses tasks that the installed harness does not have; takes half a minute.
+
+    Raises:
+        ConfigError: it lacks one, or is not installed.
+        TaskFailed: it cannot be run.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs lm-evaluation-harness", hint="pip install 'swarm[eval]'")
+    known = set(_run([sys.executable, "-c", _LIST], CHECK_S).splitlines())
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConfigError(
+            f"lm-evaluation-harness has no task {', '.join(missing)}",
+            hint="lm_eval ls tasks prints those it has",
+        )
+
+
+def run_task(folder: Path, sequence_length: int, name: str, shots: int | None) -> list[Measured]:
+    """Has the harness measure an export at one task.
+
+    Memory: the whole model in fp32, in another process.
+
+    Args:
+        folder: of the export.
+        sequence_length: of the run.
+        name: of the task.
+        shots: questions with answers before each question; None for what the task says.
+
+    Raises:
+        TaskFailed: it gave no score; without a network most tasks have no data.
+    """
+    with tempfile.TemporaryDirectory(prefix="swarm-scores-") as results:
+        line = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
+        line += ["--model_args", model_arguments(str(folder.absolute()), sequence_length)]
+        line += ["--tasks", name, "--output_path", results]
+        line += [] if shots is None else ["--num_fewshot", str(shots)]
+        _run(line, TASK_S)
+        for path in sorted(Path(results).rglob("results_*.json")):
+            return measured_of(name, json.loads(path.read_text(encoding="utf-8")))
+    raise TaskFailed(f"{name}: the harness wrote no results")
+
+
+def measured_of(name: str, results: Mapping[str, Any]) -> list[Measured]:
+    """The figures of one task, or group of tasks, in what the harness writes.
+
+    Raises:
+        TaskFailed: there are none.
+    """
+    counts = results.get("n-samples", {})
+    parts = [name, *results.get("group_subtasks", {}).get(name, ())]
+    samples = sum(int(counts[part]["effective"]) for part in parts if part in counts)
+    figures = results.get("results", {}).get(name, {}) | results.get("groups", {}).get(name, {})
+    found = []
+    for key, value in figures.items():
+        metric, _, chosen = key.partition(",")
+        if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        metric = metric if chosen == "none" else key
+        found.append(Measured(name, metric, float(value), max(samples, 1)))
+    if not found:
+        raise TaskFailed(f"{name}: the harness gave no figure")
+    return found
+
+
+def _run(line: Sequence[str], deadline_s: float) -> str:
+    """What a command prints; its last line of errors is the reason of a failure."""
+    try:
+        done = subprocess.run(
+            line, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TaskFailed(f"it took more than {deadline_s:.0f} s") from error
+    if done.returncode:
+        said = [text.strip() for text in done.stderr.splitlines() if text.strip()]
+        why = said[-1][:_MAX_SAID] if said else "it said nothing"
+        raise TaskFailed(f"exit code {done.returncode}: {why}")
+    return done.stdout

@@ -1,0 +1,81 @@
+"""An exported model that is read layer by layer computes what the whole model does."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.data.held_out import measured_on
+from swarm.data.tokenise import BYTE
+from swarm.errors import BadBlob, ConfigError, CorruptState
+from swarm.evaluation import streamed
+from swarm.evaluation.streamed import StreamedModel
+from swarm.experts import all_shapes
+from swarm.model.huggingface import save_model
+from  import load_weights
+from swarm.model.transformer import Transformer
+from tests.evaluation.exports import DOCUMENTS, make_export
+from tests.model.samples import random_weights, tiny_run
+
+VARIANTS = [
+    {},
+    {"tie_word_embeddings": True},
+    {"qk_norm": "projection", "norm_topk_prob": False},
+    {"scoring_func": "sigmoid"},
+    {"noisy_top_k": True},
+]
+
+
+@pytest.mark.parametrize("model", VARIANTS, ids=str)
+def test_its_loss_is_that_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, object]
+) -> None:
+    run = tiny_run(**model)
+    save_model(tmp_path, run, random_weights(run).items(), max_shard_bytes=100_000)
+    held_out = measured_on(BYTE, [document.encode() for document in DOCUMENTS], 32)
+    whole = Transformer(run.model, frozen="fp32")
+    whole.write(load_weights(tmp_path, run))
+    with torch.no_grad():
+        wanted = held_out.mean(
+            lambda tokens, scored: float(
+                whole.losses(tokens, run.loss, scored_BT=scored).cross_entropy
+            )
+        )
+    # Small enough that windows and logits go in several parts.
+    monkeypatch.setattr(streamed, "BATCH_TOKENS", 96)
+    monkeypatch.setattr(streamed, "LOGITS_BYTES", 4 * 260 * 7)
+    with StreamedModel(tmp_path, run) as found:
+        assert found.nats_per_token(held_out) == pytest.approx(wanted, rel=1e-5)
+        with torch.no_grad():
+            tokens = [256, 65, 66]
+            for _ in range(4):
+                tokens.append(int(whole(torch.tensor([tokens]))[0, -1].argmax()))
+        assert found.continued([256, 65, 66], count=4, end_of_text=-1) == tokens[3:]
+        until = tokens[3 : tokens.index(tokens[-1], 3)]
+        assert found.continued([256, 65, 66], count=4, end_of_text=tokens[-1]) == until
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    run = make_export(tmp_path, BYTE)
+    with StreamedModel(tmp_path, run) as found:
+        held = sum(t.numel() for t in found._one.read(all_shapes(found._one.config)).values())
+    whole = sum(tensor.numel() for tensor in random_weights(run).values())
+    ends = 2 * run.model.vocab_size * run.model.hidden_size + run.model.hidden_size
+    assert held == ends + (whole - ends) // run.model.num_hidden_layers
+
+
+def test_what_is_no_export_of_the_run_is_refused(tmp_path: Path) -> None:
+    run = make_export(tmp_path / "good", BYTE)
+    with pytest.raises(BadBlob, match="has shape"):
+        StreamedModel(tmp_path / "good", tiny_run(vocab_size=300))
+    biased = tiny_run(vocab_size=320, scoring_func="sigmoid")
+    with (
+        pytest.raises(ConfigError, match=r"no tensor model\.layers\.0\..*correction_bias"),
+        StreamedModel(tmp_path / "good", biased) as model,
+    ):
+        model.continued([1], count=1, end_of_text=256)
+    shutil.copytree(tmp_path / "good", tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CorruptState, match="torn"):
+        StreamedModel(tmp_path / "torn", run)
