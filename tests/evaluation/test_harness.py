@@ -16,7 +16,7 @@ from swarm.evaluation.harness import command, write_task
 from swarm.evaluation.streamed import StreamedModel
 from tests.evaluation.exports import DOCUMENTS, TOKENIZERS, make_export
 
-HARNESS_S = 300
+HARNESS_S = 900
 
 
 def held_out(tokenizer: Tokenizer, length: int) -> HeldOut:
