@@ -281,16 +281,15 @@ def _score_lines(snapshot: Snapshot) -> list[Text]:
     first: dict[tuple[str, str], ScoreRow] = {}
     for score in snapshot.scores:
         first.setdefault((score.task, score.metric), score)
-    lines = []
-    for score in list(first.values())[:MAX_SCORE_LINES]:
-        line = Text.assemble(
+    return [
+        Text.assemble(
             (f"{metrics.SCORE.title}  ", "dim"),
-            f"{printable(score.task)} {printable(score.metric)} {score.value:.4g}, ",
-            f"round {score.round}, by {printable(snapshot.called(score.publisher))}",
+            f"{printable(score.task)} {printable(score.metric)} {score.value:.4g}, round "
+            f"{score.round}, by {printable(snapshot.called(score.publisher))}",
+            (", no member" if score.member is False else "", "yellow"),
         )
-        line.append(", no member" if score.member is False else "", style="yellow")
-        lines.append(line)
-    return lines
+        for score in list(first.values())[:MAX_SCORE_LINES]
+    ]
 
 
 def _coverage_line(coverage: Coverage) -> Text:
