@@ -15,7 +15,6 @@ from rich.text import Text
 from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.causes import causes_of
-from swarm.monitor.scores import ScoreRow
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import PEER_ID, printable, ranges
@@ -33,7 +32,6 @@ MAX_NAMED = 4
 """More peers than these that say the same are only counted."""
 MIN_ROUNDS = 20
 """Of the loss curve, where there are as many."""
-MAX_SCORE_LINES = 6
 UNKNOWN_OWNER = "?"
 """An owner of the newest manifest whose own record is not there (any more)."""
 
@@ -278,9 +276,7 @@ def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
 
 def _score_lines(snapshot: Snapshot) -> list[Text]:
     """The first score of each task and metric, and who says so."""
-    first: dict[tuple[str, str], ScoreRow] = {}
-    for score in snapshot.scores:
-        first.setdefault((score.task, score.metric), score)
+    first = {(score.task, score.metric): score for score in reversed(snapshot.scores)}
     return [
         Text.assemble(
             (f"{metrics.SCORE.title}  ", "dim"),
@@ -288,7 +284,7 @@ def _score_lines(snapshot: Snapshot) -> list[Text]:
             f"{score.round}, by {printable(snapshot.called(score.publisher))}",
             (", no member" if score.member is False else "", "yellow"),
         )
-        for score in list(first.values())[:MAX_SCORE_LINES]
+        for score in reversed(first.values())
     ]
 
 
