@@ -70,13 +70,13 @@ class _LastOnesKeepStep(Takeover):
 
 
 class _FetchingIsWorthNothing(Collector):
-    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
-        return replace(super()._absent(campaign, peer), fetched_s=0.0)
+    def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
+        return replace(super()._absent(campaign, peer, is_behind=is_behind), fetched_s=0.0)
 
 
 class _ThoseBehindAreSilent(Collector):
-    def _is_behind(self, campaign: Campaign, peer: PeerId) -> bool:
-        return False
+    def _those_behind(self, campaign: Campaign) -> tuple[PeerId, ...]:
+        return ()
 
 
 class _GoesOnAfterStandStill(Listener):

@@ -39,8 +39,8 @@ class _LastWordCounts(Collector):
 
 
 class _AlwaysTrusted(Collector):
-    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
-        return replace(super()._absent(campaign, peer), contributed=True)
+    def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
+        return replace(super()._absent(campaign, peer, is_behind=is_behind), contributed=True)
 
 
 class _WaitingAgesCampaign(Collector):

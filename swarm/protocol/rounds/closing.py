@@ -28,9 +28,10 @@ PATIENT_EVERY = 8
 """One round in so many waits for new trainees as for voters: a slow machine gets its first round
 that counts it, and after that it is waited for as long as rounds go on to count it."""
 BEHIND = 2
-"""In these rounds members that still fetch the tip are waited for, at most so many times what the
-fastest of the voters has worked: a lone voter needs nothing from anybody, and its rounds may be as
-short as others fetch its values, which then are never where it is."""
+"""In these rounds, and in all of a lone voter, members that still fetch the tip are waited for, at
+most so many times what the fastest of the voters has worked: a lone voter needs nothing from
+anybody, and its rounds may be shorter than others need to fetch its values; those then are never
+where it is."""
 UNEQUAL = 16
 """Without a quorum of offers nobody is waited for that needs so many times what the fastest did."""
 
@@ -65,7 +66,7 @@ class Absent:
     is_new: bool = False
     """Whether it is a trainee that the tip did not count, and this no round that is patient."""
     is_behind: bool = False
-    """Whether this round is patient and the peer is heard, but has not answered: it fetches."""
+    """Whether it lives but still fetches the tip, in a round that waits for that."""
     fetched_s: float = 0.0
     """How long it fetched the tip before it could work: that is lost with its work, or a peer whose
     line is as slow as a round would fetch one tip after the other and never be counted."""

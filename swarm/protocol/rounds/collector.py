@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import inf
 
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
@@ -179,6 +178,7 @@ class Collector(Role):
     def _open_roster(self, campaign: Campaign) -> OpenRoster:
         gone = campaign.excluded.keys() | campaign.leaving.keys()
         offered, voters = campaign.in_time, self.standing.electorate()
+        behind = self._those_behind(campaign)
         waiting = {peer for peer in offered if peer in voters}
         quorum_at = campaign.quorum_offered_at
         return OpenRoster(
@@ -190,13 +190,13 @@ class Collector(Role):
             quorum_answers=self.standing.has_quorum(campaign.seen),
             fastest_s=min((campaign.worked[peer][0] for peer in waiting), default=0.0),
             absent=tuple(
-                self._absent(campaign, peer)
-                for peer in self.tip.members
+                self._absent(campaign, peer, is_behind=peer in behind)
+                for peer in dict.fromkeys((*self.tip.members, *behind))
                 if peer not in offered and peer not in gone
             ),
         )
 
-    def _absent(self, campaign: Campaign, peer: PeerId) -> Absent:
+    def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
         """What is known of a member that has not offered its shared tensors."""
         ready_at = self.work.ready_at if peer == self.me else campaign.ready_at.get(peer)
         remaining_s = None if ready_at is None else max(0.0, ready_at - self.now)
@@ -214,20 +214,33 @@ class Collector(Role):
             contributed=not self.tip.contributors or peer in self.tip.contributors,
             is_gone=peer in self.contacts.gone,
             is_new=self._is_new(peer),
-            is_behind=self._is_behind(campaign, peer),
+            is_behind=is_behind,
             fetched_s=campaign.fetched.get(peer, 0.0),
         )
+
+    def _is_patient(self) -> bool:
+        """Whether this round waits for new trainees as for voters, and for those that fetch.
+
+        A lone voter's rounds are: its only way to company is that others come to where it is.
+        """
+        return self.standing.decides_alone or is_patient(self.tip.round + 1)
 
     def _is_new(self, peer: PeerId) -> bool:
         """Whether a trainee has yet to show that waiting for it pays."""
         is_known = peer in self.standing.electorate() or peer in self.tip.contributors
-        return not is_known and not is_patient(self.tip.round + 1)
+        return not is_known and not self._is_patient()
 
-    def _is_behind(self, campaign: Campaign, peer: PeerId) -> bool:
-        """Whether a member lives, but has not got the tip yet: it greets and does not answer."""
-        if peer == self.me or peer in campaign.seen or not is_patient(self.tip.round + 1):
-            return False
-        return self.now - self.contacts.heard.get(peer, -inf) < self.timers.silence_s
+    def _those_behind(self, campaign: Campaign) -> tuple[PeerId, ...]:
+        """Members that live but have not got the tip yet: they greet and do not answer.
+
+        One round in so many of a lone voter waits for strangers, too, that would join.
+        """
+        if not self._is_patient():
+            return ()
+        behind = self.contacts.those_behind() - campaign.seen.keys()
+        if not (self.standing.decides_alone and is_patient(self.tip.round + 1)):
+            behind &= self.tip.members.keys()
+        return tuple(sorted(behind))
 
     def _last_sign_of(self, campaign: Campaign, peer: PeerId) -> float:
         """When a member last answered; one that was not asked before is silent since the campaign.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.manifest import Code, Digest, PeerId
 from swarm.protocol.messages import Ready
 from swarm.protocol.rounds.standing import Role
 
@@ -21,6 +21,8 @@ class Contacts(Role):
 
     heard: dict[PeerId, float] = field(init=False, default_factory=dict)
     """When a message of this generation came from them last [H3]."""
+    behind: dict[PeerId, float] = field(init=False, default_factory=dict)
+    """When a message came last from them with a lesser tip, unless one with this tip followed."""
     gone: set[PeerId] = field(init=False, default_factory=set)
     """Peers whose machine refused a message, until they are heard again."""
     known: dict[PeerId, None] = field(init=False)
@@ -45,8 +47,21 @@ class Contacts(Role):
         self.somebody_is_ahead = False
         self.told = {key: at for key, at in self.told.items() if key[1] == self.tip.digest}
         self.asked.clear()
+        self.behind = {peer: self.behind[peer] for peer in sorted(self.those_behind())}
         if is_new_generation:
             self.heard.clear()
+
+    def note_tip(self, peer: PeerId, code: Code) -> None:
+        """Remembers whether a peer that was just heard is behind."""
+        if code < self.tip.code:
+            self.behind[peer] = self.now
+        else:
+            self.behind.pop(peer, None)
+
+    def those_behind(self) -> set[PeerId]:
+        """Peers that live, and said lately that their tip is a lesser one."""
+        since = self.now - self.timers.silence_s
+        return {peer for peer, at in self.behind.items() if at > since}
 
     def hears_quorum(self, limit_s: float) -> bool:
         """Whether a quorum of the voters was heard within the limit.
