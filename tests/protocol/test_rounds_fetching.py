@@ -1,0 +1,28 @@
+"""A peer that came late, since it fetched the tip for long, is waited for [C3]."""
+
+import pytest
+
+from swarm.protocol.events import Expected
+from tests.protocol.round_pump import start_swarm, train_times
+
+
+def contributors_after_a_late_start(fetched_s: float) -> set[str]:
+    """Of a round of 20 s in which C begins after 10 s, and needs 24 s for its steps."""
+    pump = start_swarm("ABC")
+    train_times(pump, {"A": 20.0, "B": 20.0, "C": 24.0})
+    pump.run_to_height(1)
+    pump.kill("C")
+    pump.run(pump.now + 10.0)
+    pump.restart("C")
+    late = pump.nodes["C"].machine
+    late._work.fetched_s = fetched_s
+    pump.give("C", Expected(late.tip.digest, 24.0))
+    pump.run_to_height(2, "AB", within_s=60.0)
+    return set(pump.nodes["A"].machine.tip.contributors)
+
+
+@pytest.mark.parametrize("fetched_s", [0.0, 20.0])
+def test_who_fetched_the_tip_for_long_is_waited_for(fetched_s: float) -> None:
+    """Two that wait 14 s lose less than the 10 s that it worked and the 20 s that it fetched."""
+    wanted = {"A", "B", "C"} if fetched_s else {"A", "B"}
+    assert contributors_after_a_late_start(fetched_s) == wanted
