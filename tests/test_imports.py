@@ -400,15 +400,20 @@ def test_every_outside_package_is_declared_by_us_and_not_only_by_others() -> Non
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
-    providers = importlib.metadata.packages_distributions()
+    installed = importlib.metadata.packages_distributions()
     standard = sys.stdlib_module_names | STANDARD_SINCE_3_14
+
+    def providers(name: str) -> set[str]:
+        """Of an extra that is not installed here, the package has the module's name."""
+        return {canonicalize_name(package) for package in installed.get(name, [name])}
+
     hold(
         [
             f"{module.path}:{line} imports {name}"
             for module in modules()
             for line, name in imports_of(module)
             if not is_ours(name) and name.split(".")[0] not in standard
-            if declared.isdisjoint(map(canonicalize_name, providers.get(name.split(".")[0], ())))
+            if declared.isdisjoint(providers(name.split(".")[0]))
         ]
     )
 

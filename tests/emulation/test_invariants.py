@@ -46,6 +46,7 @@ HOLES = {
     "L:52002120": "a lone voter's rounds were as short as others fetched its values",
     "L:52017008": "the same, and who came in time was left out for want of work",
     "L:52200310": "the same",
+    "K:52110051": "the check's own: nobody asked for the heads that a proof had passed over",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
     "E:9462535": "the check's own: the value before a merge need not outlast the tip after that",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",

@@ -57,8 +57,6 @@ class Setup:
     liar: PeerId | None = None
     lies: frozenset[str] = frozenset()
     """What it lies about, see `lying`."""
-    asks_for_heads: bool = False
-    """Whether peers fill the gaps of their chains."""
     copy_s: float | None = None
     """How long an owner takes to put moments out; None: moments are not modelled."""
 

@@ -21,7 +21,9 @@ ANSWER_S = 0.1
 NEXT_S = 0.1
 AGAIN_S = 0.3
 """After a look in vain. A real peer waits 5 s, 1 s and a minute, but its rounds take minutes; those
-of the class that uses this take a second, and a generation of members leaves within 40."""
+here take seconds, and in class Q a generation of members leaves within 40."""
+IDLE_S = 2.0
+"""While nothing is missing, or nobody is there to be asked."""
 
 
 class SearchingShell(Shell, Protocol):
@@ -47,10 +49,11 @@ class HeadSearch:
         machine = self._shell.machine
         found = gaps(machine.chain)
         others = sorted(set(machine.tip.members) - {self._shell.me})
-        other = None
-        if found and others:
-            self._asked += 1
-            other = self._shell.machine_of(others[self._asked % len(others)])
+        if not found or not others:
+            self._shell.after(IDLE_S, self._look)
+            return
+        self._asked += 1
+        other = self._shell.machine_of(others[self._asked % len(others)])
         if other is None:
             self._shell.after(AGAIN_S, self._look)
             return

@@ -108,10 +108,7 @@ class _AwayDraw(ExtendedDraw):
         self._plan(returns, World.reboot, away)
         script = tuple(sorted(self.script, key=lambda line: line[0]))
         weather = Weather(delay_s=0.03)
-        setup = replace(scenario.setup, asks_for_heads=True)
-        return replace(
-            scenario, setup=setup, script=script, heal_s=self.heal_s, weather=weather, rough={}
-        )
+        return replace(scenario, script=script, heal_s=self.heal_s, weather=weather, rough={})
 
     def _character(self, peer: PeerId) -> Character:
         seconds = self.random.uniform(*self.mix.step_s)

@@ -153,8 +153,7 @@ class Node(Ports):
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
             self.trainer.start()
-            if world.setup.asks_for_heads:
-                HeadSearch(self)
+            HeadSearch(self)
             self.after(world.random.random() * world.timers.tick_s, self._tick)
 
     def use(self, timers: Timers) -> None:
