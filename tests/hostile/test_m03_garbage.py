@@ -232,6 +232,7 @@ ROUNDS = 5
 
 
 @pytest.mark.scenario
+@pytest.mark.exhaustive
 def test_a_live_swarm_goes_on_without_the_peer_that_offers_garbage(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, [f"run.rounds={ROUNDS}"])
     with LocalSwarm(
