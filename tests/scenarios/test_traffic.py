@@ -11,7 +11,7 @@ from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.model.cost import bytes_sent_per_peer_per_round, parameters
 from tests.scenarios.swarms import finish, read_run, write_run
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 logger = logging.getLogger(__name__)
 
 NUM_PEERS = 4
