@@ -88,29 +88,16 @@ def export_newest(
         NobodyReachable: no peer of the run answers.
         StateError: there is no run in the state directory, or its peer runs.
     """
-    if not given.initial_peers:
-        with _on_disk(given.state_dir, run_id, form) as facts:
-            export(facts, out)
-            if evaluator:
-                evaluator.evaluate(out, facts, None)
-            published(out, facts)
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    # Beside the export, since that is where there is room for a model.
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=out) as folder:
-        store = BlobStore(Path(folder))
-        observer = _observer(given, store, evaluator)
-        try:
-            source = FromPeers(observer, store, run_id)
-            manifest = source.newest(0)
-            assert manifest is not None, "every round is 0 or later"
-            facts = source.bring(manifest, form)
-            export(facts, out)
-            if evaluator:
-                evaluator.evaluate(out, facts, observer)
-            published(out, facts)
-        finally:
-            observer.stop()
+    found = (
+        _from_peers(given, out, run_id, form, evaluator)
+        if given.initial_peers
+        else _on_disk(given.state_dir, run_id, form)
+    )
+    with found as (facts, observer):
+        export(facts, out)
+        if evaluator:
+            evaluator.evaluate(out, facts, observer)
+        published(out, facts)
 
 
 def follow(
@@ -134,24 +121,18 @@ def follow(
             "--every follows a run: --initial-peers is missing",
             hint="every peer prints its address when it starts",
         )
-    shelf = Shelf(plan.folder, plan.keep)
-    try:
+    with contextlib.closing(Shelf(plan.folder, plan.keep)) as shelf:
         store = BlobStore(plan.folder / BLOBS)
-        observer = _observer(given, store, evaluator)
+        with _observing(given, store, evaluator) as observer:
 
-        def after(folder: Path, facts: ExportFacts) -> None:
-            say_command(folder, facts)
-            if evaluator:
-                evaluator.try_to_evaluate(folder, facts, observer)
-            published(folder, facts)
+            def after(folder: Path, facts: ExportFacts) -> None:
+                say_command(folder, facts)
+                if evaluator:
+                    evaluator.try_to_evaluate(folder, facts, observer)
+                published(folder, facts)
 
-        try:
             source = FromPeers(observer, store, run_id)
             Follower(source, shelf, plan.every, form, (add_task,), after, click.echo).follow()
-        finally:
-            observer.stop()
-    finally:
-        shelf.close()
 
 
 def export(facts: ExportFacts, out: Path) -> None:
@@ -162,18 +143,39 @@ def export(facts: ExportFacts, out: Path) -> None:
     say_command(out, facts)
 
 
-def _observer(given: Options, store: BlobStore, evaluator: Evaluator | None) -> Observer:
+@contextlib.contextmanager
+def _observing(given: Options, store: BlobStore, evaluator: Evaluator | None) -> Iterator[Observer]:
     signer = evaluator.signer if evaluator else None
-    return Observer.start(given.initial_peers, store, START_S, vouched=given.tip, signer=signer)
+    observer = Observer.start(given.initial_peers, store, START_S, vouched=given.tip, signer=signer)
+    try:
+        yield observer
+    finally:
+        observer.stop()
 
 
 @contextlib.contextmanager
-def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[ExportFacts]:
+def _from_peers(
+    given: Options, out: Path, run_id: str | None, form: Form, evaluator: Evaluator | None
+) -> Iterator[tuple[ExportFacts, Observer]]:
+    """The newest model of the run's peers, and what it was found with."""
+    out.mkdir(parents=True, exist_ok=True)
+    # Beside the export, since that is where there is room for a model.
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=out) as folder:
+        store = BlobStore(Path(folder))
+        with _observing(given, store, evaluator) as observer:
+            source = FromPeers(observer, store, run_id)
+            manifest = source.newest(0)
+            assert manifest is not None, "every round is 0 or later"
+            yield source.bring(manifest, form), observer
+
+
+@contextlib.contextmanager
+def _on_disk(path: Path, run_id: str | None, form: Form) -> Iterator[tuple[ExportFacts, None]]:
     """What a peer that is not running has on its disk; raises like `open_state`."""
     state, model = open_state(path, run_id)
     try:
         name = run_id or state.current_run
         assert name is not None, "a run was opened"
-        yield ExportFacts(model, form, kept_losses(state.run(name).events_path))
+        yield ExportFacts(model, form, kept_losses(state.run(name).events_path)), None
     finally:
         state.close()

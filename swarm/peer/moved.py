@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from swarm.network.traffic import Traffic
+from swarm.protocol.life_events import BytesMoved
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(BytesMoved):
     """Bytes since the start, or between two moments."""
-
-    blobs_sent: int
-    blobs_received: int
-    control_sent: int
-    control_received: int
-    moments_sent: int
-    moments_received: int
 
     @classmethod
     def of(cls, counted: Traffic) -> Moved:

@@ -18,7 +18,19 @@ Totals = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Started:
+class BytesMoved:
+    """Bytes that a peer has moved, by kind."""
+
+    blobs_sent: int
+    blobs_received: int
+    control_sent: int
+    control_received: int
+    moments_sent: int
+    moments_received: int
+
+
+@dataclass(frozen=True)
+class Started(BytesMoved):
     """The peer takes part from now on; bytes since its process began."""
 
     __pydantic_config__ = STRICT
@@ -26,12 +38,6 @@ class Started:
     peer_id: str
     height: int
     digest: str
-    blobs_sent: int
-    blobs_received: int
-    control_sent: int
-    control_received: int
-    moments_sent: int
-    moments_received: int
 
 
 @dataclass(frozen=True)
@@ -152,16 +158,10 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(BytesMoved):
     """The process ends; totals since it began."""
 
     __pydantic_config__ = STRICT
-    blobs_sent: int
-    blobs_received: int
-    control_sent: int
-    control_received: int
-    moments_sent: int
-    moments_received: int
     refused: Totals
     phases: Mapping[str, AppliedPhase]
 
