@@ -1,6 +1,7 @@
 """M3: finite garbage enters no manifest; who made it by mistake is told, and goes on."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -151,6 +152,9 @@ def test_garbage_is_left_out_of_every_round_at_once() -> None:
     said = "".join(node.said(Topic.ROUND) for node in pump.nodes.values())
     assert f"refuses its values: {IMPLAUSIBLE}" in said
     assert (pump.now - start) / 6 < 15.0, "even where the liar convenes"
+    waits = [float(wait) for wait in re.findall(r"peer D left out after ([\d.]+) s", said)]
+    assert waits
+    assert max(waits) < pump.timers.poll_s / 2, "the refusal itself closes the roster anew"
 
 
 # ---------------------------------------------------------------- real nodes

@@ -7,11 +7,35 @@ import pytest
 from swarm.emulation.local_swarm import LocalSwarm
 from swarm.emulation.simulator.extended_mutants import EXTENDED_MUTANTS
 from swarm.emulation.simulator.schedule import run_schedule
+from swarm.protocol.events import Received
+from swarm.protocol.messages import Ballot, Header, Ready
+from swarm.protocol.rounds.contacts import MAX_STRANGERS
 from tests.protocol.round_pump import Pump, start_swarm
 from tests.protocol.test_rounds_membership import join
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 KEYS = "WXYZ"
+
+
+def test_what_passing_keys_said_is_kept_for_so_many_of_them_only() -> None:
+    """What they leave in the tables would grow for as long as a round lasts."""
+    pump = start_swarm("ABC")
+    pump.run_to_height(2)
+    machines = [pump.nodes[name].machine for name in "ABC"]
+    machine = next(each for each in machines if not each._convener.succession.campaign)
+    tip, contacts = machine.tip, machine._contacts
+    ready = Ready(Ballot(0, "A"), None, None, 1.0)
+    for number in range(MAX_STRANGERS + 100):
+        key = f"key{number:04}"
+        behind = Header(((1, ()),), "0", tip.generation)
+        machine.handle(Received(key, behind, ready), pump.now)
+        machine.handle(Received(key, Header(tip.code, tip.digest, tip.generation), ready), pump.now)
+        machine.handle(Received(key, behind, ready), pump.now)
+    tables = {"heard": contacts.heard, "behind": contacts.behind, "readies": contacts.readies}
+    for name, table in tables.items():
+        assert MAX_STRANGERS <= len(table) <= MAX_STRANGERS + len(tip.members), name
+        assert key in table, f"{name} forgets those first that came first"
+    assert tip.members.keys() - {machine.me} <= contacts.heard.keys(), "members are never forgotten"
 
 
 def joined_by_idle_keys() -> Pump:

@@ -160,7 +160,9 @@ class Adopter(Role):
         )
         self.standing.persist(record, self._lengthen_chain(commit, certificate))
         pursuit = self.blobs.catch_up
-        self.work.fetched_s = self.now - pursuit.began_at if pursuit else 0.0
+        self.work.fetched_s = 0.0
+        if pursuit and self._is_being_fetched(manifest):
+            self.work.fetched_s = self.now - pursuit.began_at
         self.out.explain(Topic.FORK if manifest.kind is Kind.REFORM else Topic.ROUND, text)
         self.out.emit(Apply(manifest, old.tip.digest))
         for sentence in manifest.reasons:

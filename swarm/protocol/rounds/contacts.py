@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from swarm.protocol.manifest import Code, Digest, PeerId
-from swarm.protocol.messages import Ready
+from swarm.protocol.manifest import Digest, PeerId
+from swarm.protocol.messages import Header, Ready
 from swarm.protocol.rounds.standing import Role
 
 MAX_KNOWN_PEERS = 512
+MAX_STRANGERS = 512
+"""Of so many that are no members it is remembered what they said; the first are forgotten first."""
 
 Exchanged = dict[tuple[PeerId, Digest], float]
 """When a peer was last told this tip, or asked for a newer one than this."""
@@ -20,7 +23,7 @@ class Contacts(Role):
     """The others, as far as messages show them."""
 
     heard: dict[PeerId, float] = field(init=False, default_factory=dict)
-    """When a message of this generation came from them last [H3]."""
+    """When a message of this generation came from them last [H3]. Of members, and MAX_STRANGERS."""
     behind: dict[PeerId, float] = field(init=False, default_factory=dict)
     """When a message came last from them with a lesser tip, unless one with this tip followed."""
     gone: set[PeerId] = field(init=False, default_factory=set)
@@ -51,12 +54,30 @@ class Contacts(Role):
         if is_new_generation:
             self.heard.clear()
 
-    def note_tip(self, peer: PeerId, code: Code) -> None:
-        """Remembers whether a peer that was just heard is behind."""
-        if code < self.tip.code:
+    def note_header(self, peer: PeerId, header: Header) -> None:
+        """Remembers that a peer was heard just now, and whether it is behind."""
+        self.gone.discard(peer)
+        if header.generation == self.tip.generation and peer != self.me:
+            self.heard[peer] = self.now
+            self._forget_strangers(self.heard)
+        if header.code < self.tip.code:
             self.behind[peer] = self.now
+            self._forget_strangers(self.behind)
         else:
             self.behind.pop(peer, None)
+
+    def keep_ready(self, peer: PeerId, ready: Ready) -> None:
+        """Keeps what a peer said for the campaign of this height that may follow."""
+        self.readies[peer] = ready
+        self._forget_strangers(self.readies)
+
+    def _forget_strangers(self, entries: dict[PeerId, Any]) -> None:
+        """Bounds what keys that anybody can make cost in rounds of hours."""
+        excess = len(entries) - len(self.tip.members) - MAX_STRANGERS
+        if excess > 0:
+            strangers = [peer for peer in entries if peer not in self.tip.members]
+            for peer in strangers[:excess]:
+                del entries[peer]
 
     def those_behind(self) -> set[PeerId]:
         """Peers that live, and said lately that their tip is a lesser one."""

@@ -67,7 +67,7 @@ class Convener(Role):
             self.out.refuse(source, "READY", problem)
             return
         if campaign is None:
-            self.contacts.readies[source] = ready
+            self.contacts.keep_ready(source, ready)
             self._redirect(source, ready)
             if source in self.standing.electorate() and ready.ballot.attempt >= 1:
                 self.succession.note_ballot(ready.ballot)
@@ -90,6 +90,7 @@ class Convener(Role):
         """Results of a reducer."""
         campaign = self.succession.campaign
         if campaign and self.averaging.take(campaign, source, reduced):
+            self._exclude_refused(campaign)
             self.advance()
 
     def on_accept(self, source: PeerId, accept: Accept) -> None:
@@ -146,7 +147,7 @@ class Convener(Role):
         What is held up by peers that are gone is not waited for so long.
         """
         age_s = self.now - campaign.stage_at
-        self._exclude(campaign, self.averaging.refused_values(campaign), 0.0)
+        self._exclude_refused(campaign)
         if campaign.stage is not Stage.REDUCE:
             return
         limit_s, grace_s = self.timers.reduce_s * (1 + campaign.extensions), self.timers.grace_s
@@ -159,6 +160,10 @@ class Convener(Role):
             self._exclude(campaign, bad, limit_s)
         elif not self._relieve(campaign):
             campaign.extensions += 1
+
+    def _exclude_refused(self, campaign: Campaign) -> None:
+        """Leaves out whose values were refused, without waiting for anything [C4, U1]."""
+        self._exclude(campaign, self.averaging.refused_values(campaign), 0.0)
 
     def _exclude(self, campaign: Campaign, bad: dict[PeerId, str], limit_s: float) -> None:
         """Begins a new roster without these peers; goes on as before if there are none."""

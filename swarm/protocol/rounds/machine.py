@@ -206,10 +206,7 @@ class RoundMachine:
         self._reformer.tick()
 
     def _receive(self, source: PeerId, header: Header, message: Message) -> None:
-        self._contacts.gone.discard(source)
-        if header.generation == self.tip.generation and source != self.me:
-            self._contacts.heard[source] = self._peer.now  # [H3]
-        self._contacts.note_tip(source, header.code)
+        self._contacts.note_header(source, header)
         if self._life.has_left and not isinstance(message, Hello):
             return
         if self._listener.may_handle(header, message):

@@ -25,6 +25,7 @@ from swarm.protocol.rounds.rosters import assign_reducers, sources_of
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.state import Work
 from swarm.protocol.schemas import MAX_MISSING, MAX_RESULTS
+from swarm.protocol.updates import REFUSALS
 from swarm.protocol.weights import weights
 
 RELIEF_ROUNDS = 4
@@ -105,9 +106,14 @@ class Reducer(Role):
         self.job = None
 
     def note_missing(self, event: Unobtainable) -> None:
-        """An input that a peer did not give."""
-        if self.job and event.digest not in self.blobs.stored:
-            self.job.failed.setdefault(event.digest, {})[event.peer] = event.reason
+        """An input that a peer did not give; a refused one is reported at once [C4, U1]."""
+        job = self.job
+        if job is None or event.digest in self.blobs.stored:
+            return
+        job.failed.setdefault(event.digest, {})[event.peer] = event.reason
+        if event.reason in REFUSALS and event.peer not in job.refused:
+            job.refused.add(event.peer)
+            self._report(job)
 
     def after_blob(self) -> None:
         """Something arrived."""

@@ -24,6 +24,8 @@ class Job:
     results: dict[Unit, ReducedUnit] = field(default_factory=dict)
     failed: dict[Digest, dict[PeerId, str]] = field(default_factory=dict)
     """Inputs that a peer did not give, with the reason."""
+    refused: set[PeerId] = field(default_factory=set)
+    """Peers whose values were reported as refused."""
     is_fetching: bool = False
 
     @property
