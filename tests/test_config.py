@@ -268,6 +268,14 @@ def test_the_same_settings_have_one_fingerprint_however_they_were_written() -> N
     assert json.loads(plain.canonical_json())["run"]["name"] == "demo"
 
 
+def test_a_setting_that_came_later_is_in_the_canonical_form_only_where_it_is_set() -> None:
+    data = json.loads(demo().canonical_json())["data"]
+    assert not {"attention", "mask_repetition"} & set(data)
+    chosen = demo("data.attention=document")
+    assert json.loads(chosen.canonical_json())["data"]["attention"] == "document"
+    assert RunConfig.model_validate_json(chosen.canonical_json()) == chosen
+
+
 def test_integers_and_reals_of_one_value_have_one_fingerprint() -> None:
     assert demo("optimizer.lr=1").fingerprint() == demo("optimizer.lr=1.0").fingerprint()
 

@@ -22,6 +22,9 @@ from swarm.config.section import (
     Weight,
 )
 
+_ABSENT_AT_DEFAULT = (("data", "attention"), ("data", "mask_repetition"))
+"""Settings that the canonical JSON leaves out at their defaults, so that digests stay."""
+
 
 class RunSection(Section):
     """Identity and length of the run."""
@@ -51,6 +54,12 @@ class DataConfig(Section):
     (`--tokenizer DIR`), which travels with the run."""
     sequence_length: Positive
     """Tokens of a training sequence."""
+    attention: Literal["window", "document"] = "window"
+    """window: a token attends to all before it in its sequence. document: to those of its own
+    document alone; no prediction is left out."""
+    mask_repetition: bool = False
+    """Leaves sequences out of the loss in which 1 to 13 tokens stand 32 times in a row, as SPES
+    does."""
     mixture: Annotated[tuple[tuple[RunName, Weight], ...], Field(max_length=64)] = ()
     """Folders in the folder of the text, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
     the bytes from web, until one of them has no more. Empty: the text is not mixed."""
@@ -345,7 +354,11 @@ class RunConfig(Section):
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""
-        return canonical(self.model_dump(mode="json"))
+        values = self.model_dump(mode="json")
+        for section, key in _ABSENT_AT_DEFAULT:
+            if values[section][key] == type(getattr(self, section)).model_fields[key].default:
+                del values[section][key]
+        return canonical(values)
 
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""

@@ -41,7 +41,7 @@ from swarm.network.contents import BlobGone, reader, store_content
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
@@ -328,10 +328,13 @@ def held_out_tokens(
     tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
     if len(tokens) and tokens.max() >= run.model.vocab_size:
         raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
-    used = founding.tokenizer
-    if used:
-        return tokens, used.end_of_text, used.held_out_bytes
-    return tokens, END_OF_TEXT, int((tokens != END_OF_TEXT).sum())
+    used, end = founding.tokenizer, end_of_text(founding)
+    return tokens, end, used.held_out_bytes if used else int((tokens != end).sum())
+
+
+def end_of_text(founding: Founding) -> int:
+    """The token that closes a document of a run."""
+    return founding.tokenizer.end_of_text if founding.tokenizer else END_OF_TEXT
 
 
 def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut:
@@ -340,9 +343,8 @@ def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut
     Raises:
         BadBlob: it has no tokens of this run's vocabulary.
     """
-    tokens, end_of_text, num_bytes = held_out_tokens(manifest, run, store)
-    length = run.data.sequence_length
+    tokens, end, num_bytes = held_out_tokens(manifest, run, store)
     try:
-        return held_out_windows(tokens, end_of_text, length, num_bytes)
+        return held_out_windows(tokens, end, run.data.sequence_length, num_bytes)
     except DataError as error:
         raise BadBlob("held_out_tokens", f"the founder's: {error}") from error

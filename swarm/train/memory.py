@@ -15,6 +15,7 @@ from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
 from swarm.model.cost import parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
+from swarm.model.masking import WASTE
 from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
 from swarm.model.swiglu import PAD_ROWS_BF16
@@ -206,12 +207,18 @@ class _Micro:
         hidden, head = model.hidden_size, model.dim_per_head
         queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
         # Inputs of both norms and of the router in fp32, of attention and of experts.
-        per_token = 4 * 3 * hidden + c * 2 * hidden
+        per_token: float = 4 * 3 * hidden + c * 2 * hidden
         # Projections before their norms; rotated ones; values; the output, also transposed.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
-        per_token += c * (queries + 2 * keys) + c * 2 * queries
+        per_token += c * (queries + 2 * keys) * self.places() + c * 2 * queries
+        # The output of each document by itself, and which token is where.
+        per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows() * 2 * model.moe_intermediate_size
         return self.tokens * per_token + experts + self.routing() + self.scores()
+
+    def places(self) -> float:
+        """Places in attention for each token, at most."""
+        return WASTE if self.run.data.attention == "document" else 1
 
     def rows(self) -> float:
         """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
@@ -225,7 +232,7 @@ class _Micro:
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
         keys = (length + min(length, BLOCK_TOKENS)) / 2
-        return self.compute * self.tokens * keys * self.model.num_attention_heads
+        return self.compute * self.tokens * self.places() * keys * self.model.num_attention_heads
 
     def cast_matrices(self, sizes: Sizes) -> float:
         """Attention matrices in the compute type, which the graph keeps beside their masters."""

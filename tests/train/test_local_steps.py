@@ -22,10 +22,11 @@ class Recorder:
     """Stands where an engine would, notes what it is asked and answers from a list."""
 
     def __init__(self, losses):
-        self.losses, self.asked = iter(losses), []
+        self.losses, self.asked, self.masks = iter(losses), [], []
 
-    def step(self, tokens_BT1, *, lr, guidance):
+    def step(self, tokens_BT1, *, lr, guidance, masks):
         self.asked.append((tokens_BT1, lr, guidance))
+        self.masks.append(masks)
         loss = next(self.losses)
         tokens = ((32, 96), (64, 64))
         return StepStats(loss, loss - 1, 0.0, 0.0, 0.0, 1.0, 64, tokens, skipped=loss != loss)
@@ -37,7 +38,7 @@ DEALT = ((40, 90), (7, 30))
 def run_steps(
     engine, *, run=RUN, step=0, done=0, local_steps=3, stop=lambda: False, on_step=lambda *_: None
 ):
-    with Loader(patterned_shards(), run) as loader:
+    with Loader(patterned_shards(), run, end_of_text=70) as loader:
         return train_local_steps(
             engine,
             loader,
@@ -183,3 +184,15 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
     # ln 260 = 5.56: a model that knows nothing yet.
     assert before == pytest.approx(5.56, abs=0.05)
     assert loss() < 3.0
+
+
+def test_steps_are_masked_as_the_run_says():
+    engine = Recorder([3.0] * 3)
+    run_steps(engine)
+    assert engine.masks == [None] * 3
+    run = tiny_run(data={"attention": "document"})
+    engine = Recorder([3.0] * 3)
+    run_steps(engine, run=run)
+    for (tokens_BT1, *_), masks in zip(engine.asked, engine.masks, strict=True):
+        assert torch.equal(masks.starts_BT, tokens_BT1[:, :-1] == 70)
+        assert masks.starts_BT.any()
