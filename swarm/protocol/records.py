@@ -62,7 +62,7 @@ HEARTBEAT_S = 8.0
 RECORD_TTL_S = 3 * HEARTBEAT_S
 """Presence and run records: a peer that died is gone from every view after this long."""
 EVENT_TTL_S = 900.0
-"""Merge, validation and score records, which are published once per event."""
+"""Merge, validation and score records, which are published per event, not as a sign of life."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
 
 RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
