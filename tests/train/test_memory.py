@@ -10,7 +10,7 @@ from swarm.data.masks import masks_of
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
 from swarm.train.allocations import LiveBytes
 from swarm.train.memory import need_of, sizes_of
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from tests.train.runs import new_engine, new_streaming, tiny_run
 
 BF16 = {"compute": "bf16", "frozen": "bf16"}
@@ -111,7 +111,12 @@ slow = pytest.mark.exhaustive
         (RESIDENT, {}, {}, {}),
         (RESIDENT, {"recompute": "routing"}, BF16, {}),
         (STREAMING, {}, BF16, {}),
-        (STREAMING, {"resident_layers": None, "boundaries": Boundaries.HOST}, {}, {}),
+        (
+            STREAMING,
+            {"resident_layers": None, "activation_checkpoints": ActivationCheckpoints.HOST},
+            {},
+            {},
+        ),
         (RESIDENT, {}, BF16, NO_QK_NORM),
         (RESIDENT, {}, {}, {"attention": "document"}),
         pytest.param(STREAMING, {}, BF16, NO_QK_NORM, marks=slow),
@@ -133,12 +138,12 @@ def test_peaks_are_predicted_within_15_percent(kind, options, train, sizes):
 
 
 def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routing():
-    """With boundaries on the host nothing on the device grows with the layers."""
+    """With activation checkpoints on the host nothing on the device grows with the layers."""
     found = {}
     for layers in (4, 32):
         run = sized({}, layers=layers, hidden=64, length=64)
         with LiveBytes() as live:
-            engine = new_streaming(run, OWNED, boundaries=Boundaries.HOST)
+            engine = new_streaming(run, OWNED, activation_checkpoints=ActivationCheckpoints.HOST)
             engine.step(tokens_of(run), lr=1e-3)
             engine.read(["model.norm.weight"])
             gc.collect()

@@ -31,7 +31,7 @@ from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
-from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.device import EMBEDDING, DeviceSide
 from swarm.train.streaming.gradients import Accumulator
 from swarm.train.streaming.host import GradientOffload, HostOptimizer
@@ -53,7 +53,9 @@ class StreamingEngine:
         self._run, self._options = run, options
         self._store = HostStore(run, options)
         self._device = DeviceSide(run, options, self._store)
-        self._boundaries = BoundaryStore(self._device.bus, options.boundaries)
+        self._checkpoints = ActivationCheckpointStore(
+            self._device.bus, options.activation_checkpoints
+        )
         self._host = HostOptimizer(options.host_threads)
         self._guard = Guard(options.compute)
         self._updates = 0
@@ -86,8 +88,8 @@ class StreamingEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Masters, moments, frozen experts, gradients and boundaries, mapped files included."""
-        return self._store.num_bytes + self._device.host_bytes + self._boundaries.num_bytes
+        """Masters, moments, frozen experts, gradients, activation checkpoints; mapped files too."""
+        return self._store.num_bytes + self._device.host_bytes + self._checkpoints.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
         """See `Engine`."""
@@ -171,7 +173,7 @@ class StreamingEngine:
         """Ends the threads and gives all memory back."""
         self._host.close()
         self._device.release()
-        self._boundaries.close()
+        self._checkpoints.close()
         self._store.close()
 
     # ------------------------------------------------ a step
@@ -234,12 +236,12 @@ class StreamingEngine:
         divisor: int,
         before: Mapping[str, GradientOffload],
     ) -> Pass:
-        self._boundaries.clear()
+        self._checkpoints.clear()
         self._device.prefetch_layer(0)
         return Pass(
             self._run,
             self._device,
-            self._boundaries,
+            self._checkpoints,
             parts,
             guidances=guidances,
             divisor=divisor,

@@ -19,7 +19,7 @@ from swarm.model.moe import Recall, Routing
 from swarm.model.routing import Guidance
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.routed import Routed
-from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator
 from swarm.train.streaming.host import GradientOffload
@@ -38,7 +38,7 @@ class Pass:
         self,
         run: RunConfig,
         device: DeviceSide,
-        boundaries: BoundaryStore,
+        checkpoints: ActivationCheckpointStore,
         micro_batches: Sequence[MicroBatch],
         *,
         divisor: int,
@@ -51,14 +51,14 @@ class Pass:
         Args:
             run: the model and its losses.
             device: the one that computes.
-            boundaries: keeps the inputs of layers.
+            checkpoints: keeps the inputs of layers.
             micro_batches: tokens and masks.
             divisor: micro-batches of the whole step.
             scale: of the loss.
             guidances: of each micro-batch.
             before: gradients that earlier passes of this step have found, by unit.
         """
-        self._run, self._device, self._boundaries = run, device, boundaries
+        self._run, self._device, self._checkpoints = run, device, checkpoints
         self._scale, self.micro_batches = scale, micro_batches
         self._there = [
             each.tokens_BT1.to(device.bus.device, non_blocking=True) for each in micro_batches
@@ -83,7 +83,7 @@ class Pass:
                 device.prefetch_head()
             assert place.layer is not None
             for index, x_BTD in enumerate(x):
-                self._boundaries.put((layer, index), x_BTD)
+                self._checkpoints.put((layer, index), x_BTD)
                 x[index], routing = place.layer(x_BTD, *self._how(layer, index, positions))
                 self._routings[layer].append(_leaves(routing))
             device.give_back(place)
@@ -138,7 +138,7 @@ class Pass:
         Returns:
             Its gradients, added up.
         """
-        device, boundaries = self._device, self._boundaries
+        device, checkpoints = self._device, self._checkpoints
         place = device.take_layer(layer)
         if layer > 0:
             device.prefetch_layer(layer - 1)
@@ -146,8 +146,8 @@ class Pass:
         gradients = device.next_accumulator(layer, self._before.get(f"layer.{layer}"))
         names = [f"model.layers.{layer}.{name}" for name in place.parameters]
         for index, dx_BTD in enumerate(dx):
-            x_BTD = boundaries.take((layer, index)).detach().requires_grad_()
-            boundaries.prefetch(self._taken_next(layer, index))
+            x_BTD = checkpoints.take((layer, index)).detach().requires_grad_()
+            checkpoints.prefetch(self._taken_next(layer, index))
             y_BTD, routing = place.layer(x_BTD, *self._how(layer, index, positions))
             roots = [(y_BTD, dx_BTD), *_with_gradients(routing, self._routings[layer][index])]
             dx[index], *found = torch.autograd.grad(
