@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from peers.option_values import require_folder
 from peers.options import OPTIONS, Program, option, version_option
@@ -25,8 +26,8 @@ from swarm.data.shard_writer import HEADER, SHARD_TOKENS, Source, write_shards
 from swarm.data.shards import Prepared, Shards, open_prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
-from swarm.data.tokenizer_file import FILE, FileTokenizer, open_tokenizer
-from swarm.data.training import decode, train_tokenizer
+from swarm.data.tokenizer_file import FILE, open_tokenizer
+from swarm.data.training import train_tokenizer
 from swarm.errors import DataError
 from swarm.progress import reading
 from swarm.run_files import read_text
@@ -250,21 +251,15 @@ def _training_documents(corpus: Corpus) -> Iterator[bytes]:
 def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
     size = 0
-    found = held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)
-    for document in dict.fromkeys(found):
-        is_ready = isinstance(source, ReadyTokens)
-        text = _text_of(document, tokenizer) if is_ready else document
+    found = list(dict.fromkeys(held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)))
+    if isinstance(source, ReadyTokens):
+        texts = tokenizer.decoded([np.frombuffer(document, dtype="<u4") for document in found])
+        found = [text.decode(errors="replace").encode() for text in texts]
+    for text in found:
         size += len(text)
         if size > MAX_HELD_OUT_TEXT:
             return
         yield text
-
-
-def _text_of(document: bytes, tokenizer: Tokenizer) -> bytes:
-    ids = memoryview(document).cast("I").tolist()
-    if isinstance(tokenizer, FileTokenizer):
-        return decode(tokenizer, ids)
-    return bytes(token for token in ids if token < 256).decode(errors="replace").encode()
 
 
 def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
