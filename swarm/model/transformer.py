@@ -21,7 +21,7 @@ from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
 from swarm.model.moe import ExpertBank, Recall, Router, Routing, SparseMLP
-from swarm.model.routing import Guidance, bias_update
+from swarm.model.routing import RoutingControls, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
@@ -46,15 +46,15 @@ class DecoderLayer(nn.Module):
         x_BTD: Tensor,
         positions: Positions,
         recall: Recall | None = None,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns the next residual stream, fp32 [B, T, D], and the router's decision.
 
         With `recall` the routing is kept there the first time and taken from there afterwards.
-        `guidance` is that of the layer in a training step.
+        `controls` are those of the layer in a training step.
         """
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), positions)
-        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, guidance)
+        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, controls)
         return x_BTD + mixed_BTD, routing
 
 
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         input_ids_BT: Tensor,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
         for index, layer in enumerate(self.layers):
-            x_BTD, routing = self._run(layer, x_BTD, positions, guidance and guidance.part(index))
+            x_BTD, routing = self._run(layer, x_BTD, positions, controls and controls.part(index))
             routings.append(routing)
         return self.norm(x_BTD), routings
 
@@ -99,11 +99,11 @@ class Decoder(nn.Module):
         layer: nn.Module,
         x_BTD: Tensor,
         positions: Positions,
-        guidance: Guidance | None,
+        controls: RoutingControls | None,
     ) -> tuple[Tensor, Routing]:
         out: tuple[Tensor, Routing]
         if self.recompute == "none" or not torch.is_grad_enabled():
-            out = layer(x_BTD, positions, None, guidance)
+            out = layer(x_BTD, positions, None, controls)
         else:
             recall = Recall() if self.recompute == "routing" else None
             # Noise comes from a seed, so there is no state of a generator to keep.
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
                 x_BTD,
                 positions,
                 recall,
-                guidance,
+                controls,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         self,
         tokens_BT1: Tensor,
         loss: LossConfig,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         masked: Masked = UNMASKED,
     ) -> Losses:
         """Losses of one micro-batch.
@@ -229,17 +229,17 @@ class Transformer(nn.Module):
         Args:
             tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
             loss: weights of the terms.
-            guidance: of a training step; None in evaluation.
+            controls: of a training step; None in evaluation.
             masked: what is not attended to and not predicted; the router's terms are means over
                 all tokens in any case, since it has sent all of them somewhere.
         """
-        hidden_BTD, routings = self.model(tokens_BT1[:, :-1], guidance, masked.documents)
+        hidden_BTD, routings = self.model(tokens_BT1[:, :-1], controls, masked.documents)
         hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
         hidden_ND = hidden_ND.to(self.compute)
         output = output_losses(
             hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
         )
-        weight_E = guidance.count_weights(self.owned, routings[0].logits_NE) if guidance else None
+        weight_E = controls.count_weights(self.owned, routings[0].logits_NE) if controls else None
         return combine(output, routings, loss, weight_E)
 
     def balance(self, tokens_LE: Tensor, rate: float) -> None:

@@ -21,7 +21,7 @@ from swarm.experts import (
     expert_shapes,
     shared_shapes,
 )
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.guard import UNSCALED, LossScale
 
 StandIn = Callable[[str], Tensor]
@@ -138,12 +138,12 @@ class Engine(Protocol):
         tokens_BT1: Tensor,
         *,
         lr: float,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
 
-        `guidance` leads the routing; each micro-batch has its `part`. With `masks` cross-entropy
+        `controls` lead the routing; each micro-batch has its `part`. With `masks` cross-entropy
         and output z-loss are means over what is scored in the batch; the router's terms stay means
         over all tokens.
 

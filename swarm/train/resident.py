@@ -22,7 +22,7 @@ from swarm.experts import (
     selection_biases,
 )
 from swarm.model.masking import Masked
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm
@@ -82,11 +82,11 @@ class ResidentEngine:
         tokens_BT1: Tensor,
         *,
         lr: float,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
         """See `Engine`."""
-        means, routed = self._accumulate(tokens_BT1, guidance or Guidance(), masks)
+        means, routed = self._accumulate(tokens_BT1, controls or RoutingControls(), masks)
         optimizer, scale = self._optimizer, self._guard.scale.value
         gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
         each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
@@ -116,7 +116,7 @@ class ResidentEngine:
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`."""
         try:
-            self._accumulate(tokens_BT1, Guidance())
+            self._accumulate(tokens_BT1, RoutingControls())
         finally:
             self._optimizer.free_gradients()
 
@@ -232,7 +232,7 @@ class ResidentEngine:
         """See `Engine`; there is nothing beside."""
 
     def _accumulate(
-        self, tokens_BT1: Tensor, guidance: Guidance, masks: Masks | None = None
+        self, tokens_BT1: Tensor, controls: RoutingControls, masks: Masks | None = None
     ) -> tuple[dict[str, Any], Routed]:
         """Forms the gradient of the mean loss over micro-batches.
 
@@ -246,7 +246,7 @@ class ResidentEngine:
             losses = self._model.losses(
                 micro_BT1.to(self._device, non_blocking=True),
                 self._run.loss,
-                guidance.part(index),
+                controls.part(index),
                 masked,
             )
             (losses.total / len(parts) * self._guard.scale.value).backward()

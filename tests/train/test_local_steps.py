@@ -12,7 +12,7 @@ from swarm.errors import TrainingDiverged
 from swarm.train import local_steps
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import Task, train_local_steps
-from swarm.train.schedule import guidance_at, learning_rate
+from swarm.train.schedule import learning_rate, routing_controls_at
 from tests.train.runs import LENGTH, all_names, new_engine, patterned_shards, same, tiny_run
 
 RUN = tiny_run()
@@ -24,8 +24,8 @@ class Recorder:
     def __init__(self, losses):
         self.losses, self.asked, self.masks = iter(losses), [], []
 
-    def step(self, tokens_BT1, *, lr, guidance, masks):
-        self.asked.append((tokens_BT1, lr, guidance))
+    def step(self, tokens_BT1, *, lr, controls, masks):
+        self.asked.append((tokens_BT1, lr, controls))
         self.masks.append(masks)
         loss = next(self.losses)
         tokens = ((32, 96), (64, 64))
@@ -54,11 +54,11 @@ def test_batches_are_those_dealt_and_learning_rates_those_of_the_runs_cumulative
     engine, told = Recorder([5.0, 4.0, 3.0]), []
     stats = run_steps(engine, step=7, on_step=lambda step, _: told.append(step))
     with Loader(patterned_shards(), RUN) as loader:
-        for local_step, (tokens_BT1, lr, guidance) in enumerate(engine.asked):
+        for local_step, (tokens_BT1, lr, controls) in enumerate(engine.asked):
             assert torch.equal(tokens_BT1, loader.read(DEALT, local_step, 4 * LENGTH))
             assert lr == learning_rate(7 + local_step, RUN)
             sample, last = 40 + 4 * local_step, local_step == 2
-            assert guidance == guidance_at(7 + local_step, RUN, "me", sample, probe=last)
+            assert controls == routing_controls_at(7 + local_step, RUN, "me", sample, probe=last)
     assert told == [7, 8, 9]
     assert (stats.steps, stats.tokens, stats.skipped, stats.completed) == (3, 192, 0, True)
     assert (stats.loss, stats.cross_entropy) == (4.0, 3.0)
@@ -71,7 +71,7 @@ def test_in_a_round_of_an_agreed_time_all_steps_have_the_learning_rate_of_the_ti
     engine = Recorder([5.0, 4.0, 3.0])
     run_steps(engine, run=run, step=7)
     assert {lr for _, lr, _ in engine.asked} == {learning_rate(7, run)}
-    assert len({guidance.noise_seed for _, _, guidance in engine.asked}) == 3
+    assert len({controls.noise_seed for _, _, controls in engine.asked}) == 3
 
 
 def test_steps_go_on_where_earlier_ones_on_the_same_deal_ended():

@@ -24,7 +24,7 @@ from swarm.data.masks import Masks
 from swarm.experts import Slice
 from swarm.model.attention import Positions, rotary_tables
 from swarm.model.losses import output_losses
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import Update
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
@@ -183,7 +183,7 @@ class StreamingEngine:
         tokens_BT1: Tensor,
         *,
         lr: float,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
         """See `Engine`."""
@@ -191,13 +191,13 @@ class StreamingEngine:
         rows, there = self._run.train.micro_batch_sequences, self._device.bus.device
         parts = micro_batches(tokens_BT1, masks, rows, there)
         update = Update(self._run.optimizer, lr, self._updates + 1)
-        guidances = [(guidance or Guidance()).part(k) for k in range(len(parts))]
+        each = [(controls or RoutingControls()).part(k) for k in range(len(parts))]
         together = self._options.pass_micro_batches or len(parts)
         passes: list[Pass] = []
         gone: dict[str, GradientOffload] = {}
         for first in range(0, len(parts), together):
             part = slice(first, first + together)
-            one = self._begin(parts[part], guidances[part], len(parts), gone)
+            one = self._begin(parts[part], each[part], len(parts), gone)
             last = first + together >= len(parts)
             gone = self._go(one, update if last and self._early else None)
             passes.append(one)
@@ -225,14 +225,16 @@ class StreamingEngine:
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`; the gradients leave for the host, which does nothing with them."""
-        gone = self._go(self._begin([MicroBatch(tokens_BT1)], [Guidance().part(0)], 1, {}), None)
+        gone = self._go(
+            self._begin([MicroBatch(tokens_BT1)], [RoutingControls().part(0)], 1, {}), None
+        )
         for offload in gone.values():
             offload.arrived.wait()
 
     def _begin(
         self,
         parts: Sequence[MicroBatch],
-        guidances: Sequence[Guidance],
+        controls: Sequence[RoutingControls],
         divisor: int,
         before: Mapping[str, GradientOffload],
     ) -> Pass:
@@ -243,7 +245,7 @@ class StreamingEngine:
             self._device,
             self._checkpoints,
             parts,
-            guidances=guidances,
+            controls=controls,
             divisor=divisor,
             scale=self._guard.scale.value,
             before=before,

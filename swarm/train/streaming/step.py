@@ -16,7 +16,7 @@ from swarm.config import RunConfig
 from swarm.model.attention import Positions
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.moe import Recall, Routing
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.routed import Routed
 from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
@@ -43,7 +43,7 @@ class Pass:
         *,
         divisor: int,
         scale: float,
-        guidances: Sequence[Guidance],
+        controls: Sequence[RoutingControls],
         before: Mapping[str, GradientOffload],
     ) -> None:
         """Prepares a pass.
@@ -55,7 +55,7 @@ class Pass:
             micro_batches: tokens and masks.
             divisor: micro-batches of the whole step.
             scale: of the loss.
-            guidances: of each micro-batch.
+            controls: of each micro-batch.
             before: gradients that earlier passes of this step have found, by unit.
         """
         self._run, self._device, self._checkpoints = run, device, checkpoints
@@ -63,7 +63,7 @@ class Pass:
         self._there = [
             each.tokens_BT1.to(device.bus.device, non_blocking=True) for each in micro_batches
         ]
-        self._divisor, self._guidances = divisor, guidances
+        self._divisor, self._controls = divisor, controls
         self._layers = run.model.num_hidden_layers
         self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
         self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
@@ -91,10 +91,10 @@ class Pass:
 
     def _how(
         self, layer: int, index: int, positions: Positions
-    ) -> tuple[Positions, Recall, Guidance]:
-        """Positions, recall and guidance of a layer for one micro-batch."""
+    ) -> tuple[Positions, Recall, RoutingControls]:
+        """Positions, recall and controls of a layer for one micro-batch."""
         own = positions._replace(documents=self.micro_batches[index].masked.documents)
-        return own, self._recalls[layer][index], self._guidances[index].part(layer)
+        return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
         """The gradient at the last layer's output of each micro-batch; the head's are added up."""
@@ -110,7 +110,7 @@ class Pass:
         hidden_ND, z_weight = hidden_ND.to(device.compute), self._run.loss.output_z_weight
         output = output_losses(hidden_ND, head_VD, labels_N, z_weight, masked.mean_over)
         routings = [layer[index] for layer in self._routings]
-        weight_E = self._guidances[index].count_weights(device.owned, routings[0].logits_NE)
+        weight_E = self._controls[index].count_weights(device.owned, routings[0].logits_NE)
         losses = combine(output, routings, self._run.loss, weight_E)
         total = losses.total / self._divisor * self._scale
         leaves = [leaf for routing in routings for leaf in _floats(routing)]
