@@ -112,6 +112,12 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
     help="Leaves documents out in which 1 to 13 tokens stand 32 times in a row.",
 )
 @option(
+    "--pack",
+    metavar="LENGTH",
+    type=click.IntRange(min=2),
+    help='Puts whole documents into sequences of so many tokens, for data.attention = "document".',
+)
+@option(
     "--input-end-of-text",
     type=click.IntRange(min=0),
     help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
@@ -132,6 +138,7 @@ def tokenise(
     shard_tokens: int,
     keep_copies: bool,
     drop_repetition: bool,
+    pack: int | None,
     input_end_of_text: int | None,
 ) -> None:
     """Makes shards of a text, which swarm-peer takes as --corpus.
@@ -159,6 +166,7 @@ def tokenise(
         shard_tokens=shard_tokens,
         drop_copies=not keep_copies,
         drop_repetition=drop_repetition,
+        pack=pack,
         held_out=_held_out(source, used),
     )
     _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
@@ -267,6 +275,7 @@ def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
         "text": prepared.name,
         "mixture": [list(share) for share in prepared.mixture],
         "tokenizer": prepared.tokenizer,
+        **({"packed_into": prepared.pack} if prepared.pack else {}),
         "shards": len(shards.arrays),
         "tokens": shards.num_tokens,
         **asdict(shards.contents),

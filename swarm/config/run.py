@@ -56,7 +56,7 @@ class DataConfig(Section):
     """Tokens of a training sequence."""
     attention: Literal["window", "document"] = "window"
     """window: a token attends to all before it in its sequence. document: to those of its own
-    document alone; no prediction is left out."""
+    document alone."""
     mask_repetition: bool = False
     """Leaves sequences out of the loss in which 1 to 13 tokens stand 32 times in a row, as SPES
     does."""

@@ -35,7 +35,7 @@ def micro_batches(
         return [MicroBatch(part) for part in parts]
     starts = [None] * len(parts) if masks.starts_BT is None else masks.starts_BT.split(rows)
     scored_BT, mean_over = masks.scored_BT, None
-    if scored_BT is None or scored_BT.all():
+    if scored_BT is None:
         scored = [None] * len(parts)
     else:
         scored = [part.to(device) for part in scored_BT.split(rows)]
