@@ -85,7 +85,7 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
 
 
 def _encode(values: Tensor, codec: Codec) -> memoryview:
-    return _bytes_of(torch.empty(len(values), dtype=DTYPES[codec]).copy_(values))
+    return bytes_of(torch.empty(len(values), dtype=DTYPES[codec]).copy_(values))
 
 
 def cut_from(read: Callable[[str], Tensor]) -> Callable[[Slice], Tensor]:
@@ -120,7 +120,7 @@ def read_part(layout: UnitLayout, part: Slice, read: Read) -> Tensor:
     for offset, piece in _places(layout):
         if piece.name == part.name and piece.start <= part.start and part.stop <= piece.stop:
             begin = (offset + part.start - piece.start) * size
-            return _values_in(read(begin, (part.stop - part.start) * size), layout.codec)
+            return values_in(read(begin, (part.stop - part.start) * size), layout.codec)
     raise KeyError(f"{part} is not in {layout.unit}")
 
 
@@ -152,7 +152,7 @@ def encode_unit(layout: UnitLayout, tensors: Mapping[str, Tensor]) -> memoryview
     for offset, piece in _places(layout):
         flat = tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop]
         values[offset : offset + len(flat)].copy_(flat)
-    return _bytes_of(values)
+    return bytes_of(values)
 
 
 def allocate(layouts: Iterable[UnitLayout], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -195,14 +195,17 @@ def check_finite(layout: UnitLayout, content: Content) -> None:
             `out_of_range` (a magnitude above `MAX_MAGNITUDE`).
     """
     for start, chunk in _values_of(layout, content):
-        low, high = (bound.item() for bound in torch.aminmax(chunk))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            where = f"elements {start} to {start + len(chunk)}"
-            raise BadBlob("non_finite", f"{layout.unit}: not a finite number among {where}")
-        if max(-low, high) > MAX_MAGNITUDE:
-            raise BadBlob(
-                "out_of_range", f"{layout.unit}: a value of magnitude {max(-low, high):.3g}"
-            )
+        check_chunk(layout, start, chunk)
+
+
+def check_chunk(layout: UnitLayout, start: int, chunk: Tensor) -> None:
+    """Refuses values that begin at element `start` of a unit, as `check_finite` does."""
+    low, high = (bound.item() for bound in torch.aminmax(chunk))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        where = f"elements {start} to {start + len(chunk)}"
+        raise BadBlob("non_finite", f"{layout.unit}: not a finite number among {where}")
+    if max(-low, high) > MAX_MAGNITUDE:
+        raise BadBlob("out_of_range", f"{layout.unit}: a value of magnitude {max(-low, high):.3g}")
 
 
 def check_update(
@@ -242,7 +245,7 @@ def _beyond(
     size, done = DTYPES[layout.codec].itemsize, 0
     for piece in content:
         for start, chunk in _chunks(piece, layout.codec):
-            before = _values_in(base(done + start * size, len(chunk) * size), layout.codec).float()
+            before = values_in(base(done + start * size, len(chunk) * size), layout.codec).float()
             moved = (chunk.float() - before).abs_()
             beyond = moved - before.abs() * relative  # `before` may be the store's own memory
             worst = int(beyond.argmax())
@@ -310,7 +313,7 @@ def mean_of(
         for start in range(0, num_bytes, chunk_bytes):
             length = min(chunk_bytes, num_bytes - start)
             yield _encode(
-                mean_chunk([_values_in(read(start, length), codec) for read in reads], weights),
+                mean_chunk([values_in(read(start, length), codec) for read in reads], weights),
                 codec,
             )
 
@@ -352,12 +355,12 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
 
 def _chunks(blob: Buffer, codec: Codec) -> Iterator[tuple[int, Tensor]]:
     """(first element, values) of each chunk, not to be written to."""
-    values = _values_in(blob, codec)
+    values = values_in(blob, codec)
     for start in range(0, len(values), CHUNK_ELEMENTS):
         yield start, values[start : start + CHUNK_ELEMENTS]
 
 
-def _values_in(blob: Buffer, codec: Codec) -> Tensor:
+def values_in(blob: Buffer, codec: Codec) -> Tensor:
     """The values in a blob, without copying; not to be written to.
 
     By way of DLPack, since torch warns about read-only memory otherwise.
@@ -365,7 +368,7 @@ def _values_in(blob: Buffer, codec: Codec) -> Tensor:
     return from_dlpack(np.frombuffer(blob, dtype=np.uint8)).view(DTYPES[codec])
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
     """The memory of a tensor, read-only.
 
     Tensors are the cheapest fresh memory: a bytearray is zeroed first (measured: six times the

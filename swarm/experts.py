@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swarm.config import Codec, ModelConfig
+from swarm.config import Codec, Coding, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
@@ -36,13 +36,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """What the bytes of a unit's blob are: these slices one after the other, no header."""
+    """What the bytes of a unit's blob are: these slices one after the other, no header.
+
+    Attributes:
+        coding: how the unit's value is moved in a round; "none": it is replaced.
+    """
 
     unit: str
     codec: Codec
     slices: tuple[Slice, ...]
     num_elements: int
     num_bytes: int
+    coding: Coding = "none"
 
 
 def expert_tensor(layer: int, expert: int, projection: str) -> str:

@@ -197,7 +197,7 @@ def test_a_weighted_mean_is_the_sum_in_order_of_shares(codec: Codec) -> None:
     layout = whole(codec)
     blobs = [codecs.encode_unit(layout, tensors(seed)) for seed in range(3)]
     weights = [1, 2, 13]
-    values = [codecs._values_in(blob, codec).float().numpy() for blob in blobs]
+    values = [codecs.values_in(blob, codec).float().numpy() for blob in blobs]
     wanted = numpy.zeros_like(values[0])
     for weight, value in zip(weights, values, strict=True):
         wanted = wanted + numpy.float32(weight / 16) * value

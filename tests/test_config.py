@@ -83,7 +83,7 @@ def test_the_demo_merges_before_it_ends() -> None:
         ("run.round=3", "unknown key run.round; did you mean run.rounds?"),
         ("modle.hidden_size=1", "unknown key modle; did you mean model?"),
         ("round.lr=1", "did you mean optimizer.lr?"),
-        ("wire.shared_codec=fp32", "did you mean wire.shared?"),
+        ("wire.shard=fp32", "did you mean wire.shared?"),
         ("zzz.q=1", "valid keys: run, model, data"),
         ("run.qqqqqqqq=1", "valid keys: run.name, run.seed, run.rounds, run.peers"),
         ("run.rounds=many", "run.rounds = 'many': input should be a valid integer"),
@@ -274,6 +274,15 @@ def test_a_setting_that_came_later_is_in_the_canonical_form_only_where_it_is_set
     chosen = demo("data.attention=document")
     assert json.loads(chosen.canonical_json())["data"]["attention"] == "document"
     assert RunConfig.model_validate_json(chosen.canonical_json()) == chosen
+
+
+def test_settings_that_came_later_are_not_part_of_a_fingerprint_at_their_defaults() -> None:
+    plain = demo()
+    assert demo('wire.shared_coding="none"').fingerprint() == plain.fingerprint()
+    assert b"shared_coding" not in plain.canonical_json()
+    coded = demo('wire.experts_coding="b1"')
+    assert b'"experts_coding":"b1"' in coded.canonical_json()
+    assert RunConfig.model_validate_json(coded.canonical_json()) == coded
 
 
 def test_integers_and_reals_of_one_value_have_one_fingerprint() -> None:

@@ -31,7 +31,7 @@ BASE = frozenset(
     {"swarm.canonical", "swarm.config", "swarm.errors", "swarm.experts", "swarm.version"}
 )
 DURABLE = frozenset({"swarm.durable"})
-PROTOCOL = BASE | {"swarm.protocol"}
+PROTOCOL = BASE | {"swarm.codings", "swarm.protocol"}
 MAY_IMPORT = {
     "swarm.canonical": frozenset[str](),
     "swarm.config": BASE,
@@ -41,13 +41,15 @@ MAY_IMPORT = {
     "swarm.experts": BASE,
     "swarm.run_files": BASE,
     "swarm.version": frozenset[str](),
-    "swarm.protocol": BASE,
+    "swarm.protocol": BASE | {"swarm.codings"},
     "swarm.codecs": BASE,
+    "swarm.codings": BASE,
+    "swarm.deltas": BASE | {"swarm.codecs", "swarm.codings"},
     "swarm.model": BASE | DURABLE,
     "swarm.data": BASE | DURABLE | {"swarm.progress"},
     "swarm.evaluation": PROTOCOL | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},
-    "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs"},
+    "swarm.network": PROTOCOL | DURABLE | {"swarm.codecs", "swarm.deltas"},
     "swarm.monitor": PROTOCOL,
     "swarm.emulation": PROTOCOL,
 }

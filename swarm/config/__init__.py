@@ -33,11 +33,12 @@ from swarm.config.run import (
     TrainConfig,
     WireConfig,
 )
-from swarm.config.section import Codec, RunName
+from swarm.config.section import Codec, Coding, RunName
 
 __all__ = [
     "COMMAND_LINE",
     "Codec",
+    "Coding",
     "ComputeSection",
     "CorpusSection",
     "DataConfig",

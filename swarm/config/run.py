@@ -12,6 +12,7 @@ from swarm.config.bounds import MAX_ROUND_TOKENS, size_problem
 from swarm.config.model import ModelConfig
 from swarm.config.section import (
     Codec,
+    Coding,
     NonNegative,
     Positive,
     PositiveReal,
@@ -22,7 +23,12 @@ from swarm.config.section import (
     Weight,
 )
 
-_ABSENT_AT_DEFAULT = (("data", "attention"), ("data", "mask_repetition"))
+_ABSENT_AT_DEFAULT = (
+    ("data", "attention"),
+    ("data", "mask_repetition"),
+    ("wire", "shared_coding"),
+    ("wire", "experts_coding"),
+)
 """Settings that the canonical JSON leaves out at their defaults, so that digests stay."""
 
 
@@ -187,6 +193,12 @@ class WireConfig(Section):
     """Type of shared tensors; norms and routers are fp32 in any case."""
     experts: Codec = "bf16"
     """Type of experts; their owner keeps an fp32 master."""
+    shared_coding: Coding = "none"
+    """How a round's move of the shared tensors travels; norms and routers are sent whole in any
+    case. none: their values are sent. bf16, int8, int4, b2 (2 bits an element) and b1 (1 bit):
+    what rounding left out is sent in later rounds. top8, top16, top32: the largest of 256."""
+    experts_coding: Coding = "none"
+    """As `shared_coding`, of experts."""
     part_bytes: Annotated[int, Field(ge=4096, le=2**32)] = 16 * 2**20
     """Largest size of one part of the shared tensors."""
 

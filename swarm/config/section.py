@@ -16,6 +16,8 @@ Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 """Up to 115 days."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Codec = Literal["fp32", "bf16"]
+Coding = Literal["none", "bf16", "int8", "int4", "b2", "b1", "top8", "top16", "top32"]
+"""How an agreed value's move travels: `swarm.codings`."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """It begins a run id, and so the name of a folder on everybody's disk."""
 

@@ -1,8 +1,9 @@
 """Which elements of which tensors a unit's bytes are; follows from the run configuration alone.
 
 One unit per expert index (all layers), its tensors concatenated in the order of their names. The
-shared tensors are concatenated in the order of their names too, apart for each codec, and cut into
-parts of nearly equal size, inside tensors where the cut falls there. Bytes are little-endian.
+shared tensors are concatenated in the order of their names too, apart for each codec and coding,
+and cut into parts of nearly equal size, inside tensors where the cut falls there. Bytes are
+little-endian.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from swarm.config import Codec, RunConfig
+from swarm.config import Codec, Coding, RunConfig
 from swarm.experts import (
     Shape,
     Slice,
@@ -23,7 +24,15 @@ from swarm.experts import (
     shared_unit,
 )
 
-__all__ = ["ELEMENT_BYTES", "Layout", "Slice", "UnitLayout", "layout_of", "shared_codec"]
+__all__ = [
+    "ELEMENT_BYTES",
+    "Layout",
+    "Slice",
+    "UnitLayout",
+    "layout_of",
+    "shared_codec",
+    "shared_coding",
+]
 
 ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one element; also the order in which the shared tensors' codecs come."""
@@ -57,27 +66,44 @@ def layout_of(run: RunConfig) -> Layout:
     shared = shared_shapes(run.model)
     shapes = dict(shared)
     units: list[UnitLayout] = []
-    for codec in ELEMENT_BYTES:
-        sizes = {n: math.prod(s) for n, s in shared.items() if shared_codec(n, run) == codec}
+    kinds = {(shared_codec(name, run), shared_coding(name, run)) for name in shared}
+    for codec, coding in sorted(
+        kinds, key=lambda kind: (-ELEMENT_BYTES[kind[0]], kind[1] != "none")
+    ):
+        sizes = {
+            name: math.prod(shape)
+            for name, shape in shared.items()
+            if (shared_codec(name, run), shared_coding(name, run)) == (codec, coding)
+        }
         for slices in _cut(sizes, run.wire.part_bytes // ELEMENT_BYTES[codec]):
-            units.append(_unit(shared_unit(len(units)), codec, slices))
+            units.append(_unit(shared_unit(len(units)), codec, coding, slices))
     for expert in range(run.model.num_experts):
         of_expert = expert_shapes(run.model, expert)
         shapes |= of_expert
         whole = tuple(Slice(name, 0, math.prod(shape)) for name, shape in of_expert.items())
-        units.append(_unit(expert_unit(expert), run.wire.experts, whole))
+        kind = run.wire.experts, run.wire.experts_coding
+        units.append(_unit(expert_unit(expert), *kind, whole))
     return Layout(tuple(units), shapes)
 
 
 def shared_codec(name: str, run: RunConfig) -> Codec:
     """How a shared tensor travels: norms and routers, small and sensitive, always as fp32."""
-    exact = name.endswith("norm.weight") or ".mlp.gate." in name
-    return "fp32" if exact else run.wire.shared
+    return "fp32" if _is_exact(name) else run.wire.shared
 
 
-def _unit(name: str, codec: Codec, slices: tuple[Slice, ...]) -> UnitLayout:
+def shared_coding(name: str, run: RunConfig) -> Coding:
+    """How a shared tensor's move is coded: that of norms and routers never is."""
+    return "none" if _is_exact(name) else run.wire.shared_coding
+
+
+def _is_exact(name: str) -> bool:
+    return name.endswith("norm.weight") or ".mlp.gate." in name
+
+
+def _unit(name: str, codec: Codec, coding: Coding, slices: tuple[Slice, ...]) -> UnitLayout:
     num_elements = sum(piece.stop - piece.start for piece in slices)
-    return UnitLayout(name, codec, slices, num_elements, num_elements * ELEMENT_BYTES[codec])
+    num_bytes = num_elements * ELEMENT_BYTES[codec]
+    return UnitLayout(name, codec, slices, num_elements, num_bytes, coding)
 
 
 def _cut(sizes: Mapping[str, int], max_elements: int) -> Iterator[tuple[Slice, ...]]:

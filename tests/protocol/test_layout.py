@@ -121,6 +121,23 @@ def test_a_norm_and_its_neighbours_are_cut_where_this_table_says() -> None:
     assert layout.units[3].slices[0].name == "lm_head.weight"
 
 
+@pytest.mark.parametrize("shared", ["fp32", "bf16"])
+def test_norms_and_routers_are_in_parts_of_their_own_where_others_are_coded(shared: str) -> None:
+    wire = {"shared": shared, "shared_coding": "b2", "experts_coding": "b1", "part_bytes": 4096}
+    layout = layout_of(run_of(**wire))
+    for unit in layout.units:
+        exact = {p.name.endswith("norm.weight") or ".mlp.gate." in p.name for p in unit.slices}
+        is_expert = expert_of_unit(unit.unit) is not None
+        assert len(exact) == 1
+        assert unit.coding == ("b1" if is_expert else "none" if exact == {True} else "b2")
+        assert unit.codec == ("bf16" if is_expert else "fp32" if exact == {True} else shared)
+    # Only what is in which part differs from a run without codings, and only with fp32.
+    plain = layout_of(run_of(shared=shared, part_bytes=4096))
+    if shared == "bf16":
+        assert [unit.slices for unit in plain.units] == [unit.slices for unit in layout.units]
+    assert plain.num_bytes == layout.num_bytes
+
+
 def test_a_selection_bias_travels_exactly_among_the_shared_tensors() -> None:
     run = run_of(shared="bf16")
     assert not any("e_score" in name or "noise" in name for name in layout_of(run).shapes)

@@ -1,0 +1,41 @@
+"""The codings of deltas: what they are called, and how many bytes they take. No tensors here.
+
+A *delta* says how far a unit's agreed value moves: v' = v + dec(delta). Its elements are taken in
+the order of the unit's layout, in blocks of `BLOCK`; the last block is filled up with zeros.
+`GROUP` blocks, or those that are left, begin with one bf16 scale for each of them, little-endian,
+and their codes follow, as `swarm.deltas.blocks` says. With "bf16" each element is a bf16 number,
+without blocks; with "none" there is no delta, and the value itself is sent. There is no header, so
+the size follows from the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarm.config import Coding
+from swarm.experts import UnitLayout
+
+BLOCK = 256
+"""Elements that share a scale."""
+GROUP = 256
+"""Blocks whose scales stand together."""
+SCALE_BYTES = 2
+CODE_BYTES: Mapping[Coding, int] = {
+    "int8": BLOCK,
+    "int4": BLOCK // 2,
+    "b2": BLOCK // 4,
+    "b1": BLOCK // 8,
+    "top8": 8 + 2,
+    "top16": 16 + 4,
+    "top32": 32 + 8,
+}
+"""Bytes of a block's codes, of the codings that have blocks."""
+
+
+def coded_bytes(layout: UnitLayout) -> int:
+    """Bytes that a unit's new value takes on the wire: of its delta, with "none" of the value."""
+    if layout.coding == "none":
+        return layout.num_bytes
+    if layout.coding == "bf16":
+        return 2 * layout.num_elements
+    return -(-layout.num_elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[layout.coding])

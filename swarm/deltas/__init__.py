@@ -1,0 +1,1 @@
+"""How a unit's move becomes few bytes, and how everybody makes the same value of them."""

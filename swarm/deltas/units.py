@@ -1,0 +1,222 @@
+"""Deltas of whole units: made, read, applied and averaged a group of 65,536 elements at a time.
+
+Only `apply_delta` computes what all peers must have alike. An encoder may use any kernel: a delta
+that is named is stored, and never made again. Memory: some copies of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm.codecs import (
+    DTYPES,
+    MAX_MAGNITUDE,
+    Buffer,
+    Content,
+    Read,
+    bytes_of,
+    check_chunk,
+    mean_chunk,
+    values_in,
+)
+from swarm.codings import BLOCK, CODE_BYTES, GROUP, SCALE_BYTES, coded_bytes
+from swarm.config import Coding
+from swarm.deltas.arithmetic import canonical, moved
+from swarm.deltas.blocks import decode_blocks, encode_blocks
+from swarm.errors import BadBlob
+from swarm.experts import Slice, UnitLayout
+
+GROUP_ELEMENTS = BLOCK * GROUP
+
+ReadElements = Callable[[int, int], Tensor]
+"""A unit's elements from start to stop, counted through its slices: flat, any floating dtype."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta that lies elsewhere.
+
+    Attributes:
+        num_bytes: its size, which may be wrong.
+        read: its bytes.
+    """
+
+    num_bytes: int
+    read: Read
+
+
+def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
+    """The delta that comes nearest to these differences; for its error see `swarm.deltas.blocks`.
+
+    bf16 is off by at most 2^-8 of an element, or 2^-100.
+
+    Args:
+        layout: of the unit; its coding is not "none".
+        values: what the agreed value should move by; not written to. `elements_of` makes it of
+            something that gives slices.
+
+    Raises:
+        BadBlob: while it is read; reason `non_finite`, if a difference is not a finite number.
+    """
+
+    def pieces() -> Iterator[Buffer]:
+        for start, stop in _groups(layout):
+            yield from _encode(values(start, stop).detach(), layout.coding)
+
+    return Content(coded_bytes(layout), pieces)
+
+
+def _encode(values: Tensor, coding: Coding) -> Iterator[Buffer]:
+    values = values.to("cpu", torch.float32)
+    if coding == "bf16":
+        if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
+            raise BadBlob("non_finite", "a difference that is to be coded is not a finite number")
+        limited = canonical(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
+        yield bytes_of(limited.to(torch.bfloat16))
+        return
+    if len(values) % BLOCK:
+        values = torch.cat([values, torch.zeros(-len(values) % BLOCK)])
+    scales, codes = encode_blocks(values.view(-1, BLOCK), coding)
+    yield bytes_of(scales)
+    yield bytes_of(codes.view(-1))
+
+
+def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
+    """What gives the elements p of a delta, fp32, a whole group at a time; to be written to.
+
+    Raises:
+        BadBlob: here `size`; while it is read what `decode_blocks` refuses, with bf16
+            `not_canonical` (-0, smaller than 2^-100, above 2^64 or not finite).
+    """
+    expected = coded_bytes(layout)
+    if delta.num_bytes != expected:
+        raise BadBlob("size", f"{layout.unit}: a delta of {delta.num_bytes} bytes, not {expected}")
+
+    def elements(start: int, stop: int) -> Tensor:
+        if layout.coding == "bf16":
+            return _decode_bf16(values_in(delta.read(2 * start, 2 * (stop - start)), "bf16"))
+        blocks = -(-(stop - start) // BLOCK)
+        block_bytes = SCALE_BYTES + CODE_BYTES[layout.coding]
+        raw = values_in(delta.read(start // BLOCK * block_bytes, blocks * block_bytes), "bf16")
+        scales, codes = raw[:blocks], raw[blocks:].view(torch.uint8)
+        return decode_blocks(scales, codes.view(blocks, -1), stop - start, layout.coding)
+
+    return elements
+
+
+def _decode_bf16(values: Tensor) -> Tensor:
+    wide = values.float()
+    low, high = (bound.item() for bound in torch.aminmax(wide))
+    within = low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE  # false of a NaN
+    # Bits are compared: a zero that is negative equals one that is not.
+    if not within or not torch.equal(wide.view(torch.int32), canonical(wide).view(torch.int32)):
+        raise BadBlob("not_canonical", "a delta has an element that no encoder of bf16 makes")
+    return wide
+
+
+def delta_parts(layout: UnitLayout, delta: Delta) -> Iterator[tuple[Slice, Tensor]]:
+    """All elements p of a delta in runs within one tensor: which they are, and fp32 values.
+
+    Raises:
+        BadBlob: as `decode_delta`.
+    """
+    elements = decode_delta(layout, delta)
+    for start, stop in _groups(layout):
+        values = elements(start, stop)
+        for part, offset in _parts(layout, start, stop):
+            yield part, values[offset : offset + part.stop - part.start]
+
+
+def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
+    """The value v' = v + dec(delta) of a unit: the same bits on every processor.
+
+    Args:
+        layout: of the unit.
+        base: of v, a value of the layout.
+        delta: what moves it.
+
+    Raises:
+        BadBlob: here and while it is read, as `decode_delta`; and as `codecs.check_finite` of what
+            comes out.
+    """
+    by, size = decode_delta(layout, delta), DTYPES[layout.codec].itemsize
+
+    def pieces() -> Iterator[Buffer]:
+        for start, stop in _groups(layout):
+            before = values_in(base(start * size, (stop - start) * size), layout.codec)
+            after = moved(before, by(start, stop), layout.codec)
+            check_chunk(layout, start, after)
+            yield bytes_of(after)
+
+    return Content(layout.num_bytes, pieces)
+
+
+def mean_of_deltas(
+    layout: UnitLayout,
+    deltas: Sequence[Delta],
+    carried: ReadElements | None = None,
+    weights: Sequence[int] | None = None,
+) -> ReadElements:
+    """What a reducer encodes: t = the mean of dec(delta) in this order, plus what it carries.
+
+    Args:
+        layout: of the unit.
+        deltas: of the contributors.
+        carried: g, what earlier means of this reducer left over; None is 0.
+        weights: as `codecs.mean_chunk`.
+
+    Raises:
+        BadBlob: here and while it is read, as `decode_delta`.
+    """
+    decoded = [decode_delta(layout, delta) for delta in deltas]
+
+    def elements(start: int, stop: int) -> Tensor:
+        mean = mean_chunk([each(start, stop) for each in decoded], weights)
+        return mean if carried is None else mean + carried(start, stop)
+
+    return elements
+
+
+def left_over(layout: UnitLayout, wanted: ReadElements, delta: Delta) -> Content:
+    """What a delta misses: wanted - dec(delta), 4 bytes an element in the layout's order."""
+    sent = decode_delta(layout, delta)
+
+    def pieces() -> Iterator[Buffer]:
+        for start, stop in _groups(layout):
+            yield bytes_of(wanted(start, stop) - sent(start, stop))
+
+    return Content(4 * layout.num_elements, pieces)
+
+
+def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElements:
+    """What gives elements across tensors, of something that gives runs within one."""
+
+    def elements(start: int, stop: int) -> Tensor:
+        parts = [read(part).detach() for part, _ in _parts(layout, start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat([part.float() for part in parts])
+
+    return elements
+
+
+def _groups(layout: UnitLayout) -> Iterator[tuple[int, int]]:
+    for start in range(0, layout.num_elements, GROUP_ELEMENTS):
+        yield start, min(start + GROUP_ELEMENTS, layout.num_elements)
+
+
+def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, int]]:
+    """The runs that the elements from start to stop lie in, and where in them each begins."""
+    begin = 0
+    for piece in layout.slices:
+        end = begin + piece.stop - piece.start
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            yield (
+                Slice(piece.name, piece.start + first - begin, piece.start + last - begin),
+                (first - start),
+            )
+        begin = end

@@ -1,0 +1,195 @@
+"""Deltas of units: sizes, what is exact, what closes the loop, what is refused."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.codecs import values_in
+from swarm.codings import BLOCK, coded_bytes
+from swarm.deltas.arithmetic import canonical
+from swarm.deltas.units import (
+    GROUP_ELEMENTS,
+    decode_delta,
+    delta_parts,
+    elements_of,
+    encode_delta,
+    left_over,
+    mean_of_deltas,
+)
+from swarm.errors import BadBlob
+from tests.deltas.units import CODINGS, applied, base_of, delta_of, encoded, gaussian, unit
+
+BYTES_A_BLOCK = {"int8": 258, "int4": 130, "b2": 66, "b1": 34, "top8": 12, "top16": 22, "top32": 42}
+
+
+@pytest.mark.parametrize(("coding", "a_block"), BYTES_A_BLOCK.items())
+def test_the_size_follows_from_the_layout(coding, a_block):
+    for blocks in (1, 255, 256, 257, 1000):
+        layout = unit(coding, "fp32", BLOCK * blocks - 5)
+        assert coded_bytes(layout) == blocks * a_block
+    assert coded_bytes(unit("bf16", "fp32", 77)) == 154
+    assert coded_bytes(unit("none", "fp32", 77)) == 308
+    assert coded_bytes(unit("none", "bf16", 77)) == 154
+
+
+def test_scales_of_a_group_stand_before_its_codes():
+    values = torch.cat([torch.full((GROUP_ELEMENTS,), 127.0), torch.full((300,), -254.0)])
+    blob = encoded(unit("int8", "fp32", len(values)), values)
+    one, two = struct.pack("<f", 1.0)[2:], struct.pack("<f", 2.0)[2:]
+    group, last = blob[: 256 * 258], blob[256 * 258 :]
+    assert group == one * 256 + bytes([127]) * GROUP_ELEMENTS
+    assert last == two * 2 + bytes([256 - 127]) * 300 + bytes(212)
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_parts_of_a_delta_are_the_tensors_that_it_was_made_of(coding):
+    sizes = (5, GROUP_ELEMENTS - 3, 700)
+    layout = unit(coding, "bf16", *sizes)
+    tensors = {name: gaussian(size + 9, seed=size) for name, size in zip("abc", sizes, strict=True)}
+    read = elements_of(layout, lambda part: tensors[part.name][part.start : part.stop])
+    blob = encode_delta(layout, read).whole()
+    whole = torch.cat(
+        [tensors[name][3 : 3 + size] for name, size in zip("abc", sizes, strict=True)]
+    )
+    assert blob == encoded(layout, whole)
+    parts = list(delta_parts(layout, delta_of(blob)))
+    assert [(part.name, part.start, part.stop) for part, _ in parts] == [
+        ("a", 3, 8),
+        ("b", 3, GROUP_ELEMENTS - 2),
+        ("b", GROUP_ELEMENTS - 2, GROUP_ELEMENTS),
+        ("c", 3, 703),
+    ]
+    values = torch.cat([values for _, values in parts])
+    after = torch.frombuffer(
+        bytearray(applied(layout, base_of(layout, torch.zeros(len(whole))), blob)),
+        dtype=torch.bfloat16,
+    )
+    assert torch.equal(canonical(values).bfloat16(), after)
+
+
+def test_a_value_moves_by_the_sum_and_is_rounded_once():
+    layout = unit("int8", "bf16", 3)
+    blob = encoded(layout, torch.tensor([127.0, 1.0, 0.0]))
+    base = base_of(layout, torch.tensor([1.0, 256.0, -0.0]))
+    after = values_in(applied(layout, base, blob), "bf16")
+    # 257 lies between 256 and 258: a tie, to even. Negative zero becomes zero.
+    assert after.tolist() == [128.0, 256.0, 0.0]
+    assert not torch.signbit(after[2])
+
+
+def test_sums_below_the_smallest_canonical_value_are_zero():
+    layout = unit("bf16", "fp32", 3)
+    blob = encoded(layout, torch.tensor([2.0**-100, -(2.0**-100), 2.0**-101]))
+    base = base_of(layout, torch.tensor([2.0**-100 * (1 + 2**-20), 0.0, 2.0**-100]))
+    after = values_in(applied(layout, base, blob), "fp32")
+    assert after.tolist() == [2.0**-99 * (1 + 2**-21), -(2.0**-100), 2.0**-100]
+    down = encoded(layout, torch.full((3,), -(2.0**-100)))
+    after = values_in(applied(layout, base, down), "fp32")
+    assert after.tolist() == [0.0, -(2.0**-100), 0.0]
+    assert not torch.signbit(after[[0, 2]]).any()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_what_rounding_leaves_out_is_sent_later(coding, codec):
+    # One writer: d = master - v, v' = v + dec(d). The error does not grow with the rounds.
+    layout = unit(coding, codec, 900)
+    master = gaussian(900, seed=1, scale=0.1)
+    blob = base_of(layout, master)
+    errors = []
+    for number in range(24):
+        master = master + gaussian(900, seed=2 + number, scale=1e-2) if number < 12 else master
+        before = values_in(blob, codec).float()
+        blob = applied(layout, blob, encoded(layout, master - before))
+        errors.append((master - values_in(blob, codec).float()).norm().item())
+    # Without new progress the error falls to what the agreed type rounds, or nearly.
+    rounding = (master - master.to(values_in(blob, codec).dtype).float()).norm().item()
+    assert errors[-1] < 0.6 * max(errors[:12]) or errors[-1] < 1.1 * rounding
+    assert max(errors) < 12 * (1e-2 * 30)
+
+
+def test_a_reducer_sends_what_it_carries():
+    layout = unit("b1", "fp32", 1000)
+    offers = [gaussian(1000, seed=seed) for seed in range(3)]
+    deltas = [delta_of(encoded(layout, offer)) for offer in offers]
+    decodings = [decode_delta(layout, delta)(0, 1000) for delta in deltas]
+    wanted = mean_of_deltas(layout, deltas)
+    assert torch.equal(wanted(0, 1000), (decodings[0] + decodings[1] + decodings[2]) / 3)
+    blob = encode_delta(layout, wanted).whole()
+    carried = values_in(left_over(layout, wanted, delta_of(blob)).whole(), "fp32")
+    sent = decode_delta(layout, delta_of(blob))(0, 1000)
+    assert torch.equal(carried, wanted(0, 1000) - sent)
+    again = mean_of_deltas(layout, deltas, lambda start, stop: carried[start:stop])
+    assert torch.equal(again(0, 1000), wanted(0, 1000) + carried)
+    weighted = mean_of_deltas(layout, deltas, weights=[2, 1, 1])(0, 1000)
+    expected = decodings[0] / 2 + decodings[1] / 4 + decodings[2] / 4
+    assert torch.allclose(weighted, expected, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), size=st.integers(1, 1200), coding=st.sampled_from(CODINGS))
+def test_any_bytes_of_the_right_size_are_applied_or_refused(seed, size, coding):
+    layout = unit(coding, "bf16", size)
+    generator = torch.Generator().manual_seed(seed)
+    blob = torch.randint(0, 256, (coded_bytes(layout),), generator=generator, dtype=torch.uint8)
+    base = base_of(layout, gaussian(size, seed))
+    try:
+        after = applied(layout, base, blob.numpy().tobytes())
+    except BadBlob as refusal:
+        assert refusal.reason in {"scale", "code", "index", "not_canonical", "out_of_range"}
+    else:
+        assert values_in(after, "bf16").isfinite().all()
+
+
+# ------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_delta_of_another_size_is_refused(coding, more):
+    layout = unit(coding, "fp32", 600)
+    blob = bytes(coded_bytes(layout) + more)
+    with pytest.raises(BadBlob) as refusal:
+        applied(layout, bytes(2400), blob)
+    assert refusal.value.reason == "size"
+
+
+@pytest.mark.parametrize(
+    "bits", [0x8000, 1, ((127 - 100) << 7) - 1, ((127 + 64) << 7) + 1, 0x7F80, 0xFFC0]
+)
+def test_a_bf16_delta_has_canonical_elements_only(bits):
+    layout = unit("bf16", "fp32", 2)
+    with pytest.raises(BadBlob) as refusal:
+        applied(layout, bytes(8), struct.pack("<HH", 0x3F80, bits))
+    assert refusal.value.reason == "not_canonical"
+
+
+def test_a_value_beyond_the_limit_is_refused_where_it_comes_out():
+    layout = unit("bf16", "fp32", 2)
+    limit = struct.pack("<f", 2.0**64)[2:]
+    base = base_of(layout, torch.tensor([0.0, 2.0**62]))
+    with pytest.raises(BadBlob) as refusal:
+        applied(layout, base, limit * 2)
+    assert refusal.value.reason == "out_of_range"
+    assert applied(layout, bytes(8), limit * 2) == struct.pack("<ff", 2.0**64, 2.0**64)
+
+
+def test_a_base_that_is_not_finite_is_refused():
+    layout = unit("b2", "bf16", 40)
+    values = gaussian(40)
+    values[30] = float("nan")
+    with pytest.raises(BadBlob) as refusal:
+        applied(layout, base_of(layout, values), encoded(layout, gaussian(40)))
+    assert refusal.value.reason == "non_finite"
+
+
+def test_a_difference_that_is_not_finite_is_refused():
+    for coding in CODINGS:
+        values = gaussian(300)
+        values[299] = float("inf")
+        with pytest.raises(BadBlob) as refusal:
+            encoded(unit(coding, "fp32", 300), values)
+        assert refusal.value.reason == "non_finite"
