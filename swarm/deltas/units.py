@@ -1,4 +1,4 @@
-"""Deltas of whole units: made, read, applied and averaged a group of 65,536 elements at a time.
+"""Deltas of whole units: made, read, judged and applied a group of 65,536 elements at a time.
 
 Only `apply_delta` computes what all peers must have alike. An encoder may use any kernel: a delta
 that is named is stored, and never made again. Memory: some copies of a group.
@@ -7,7 +7,7 @@ that is named is stored, and never made again. Memory: some copies of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from swarm.codecs import (
     Read,
     bytes_of,
     check_chunk,
-    mean_chunk,
     values_in,
 )
 from swarm.codings import BLOCK, CODE_BYTES, GROUP, SCALE_BYTES, coded_bytes
@@ -65,7 +64,7 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
     """
 
     def pieces() -> Iterator[Buffer]:
-        for start, stop in _groups(layout):
+        for start, stop in groups(layout):
             yield from _encode(values(start, stop).detach(), layout.coding)
 
     return Content(coded_bytes(layout), pieces)
@@ -119,14 +118,9 @@ def _decode_bf16(values: Tensor) -> Tensor:
     return wide
 
 
-def delta_parts(layout: UnitLayout, delta: Delta) -> Iterator[tuple[Slice, Tensor]]:
-    """All elements p of a delta in runs within one tensor: which they are, and fp32 values.
-
-    Raises:
-        BadBlob: as `decode_delta`.
-    """
-    elements = decode_delta(layout, delta)
-    for start, stop in _groups(layout):
+def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice, Tensor]]:
+    """All elements of a unit in runs within one tensor: which they are, and their values."""
+    for start, stop in groups(layout):
         values = elements(start, stop)
         for part, offset in _parts(layout, start, stop):
             yield part, values[offset : offset + part.stop - part.start]
@@ -144,53 +138,63 @@ def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
         BadBlob: here and while it is read, as `decode_delta`; and as `codecs.check_finite` of what
             comes out.
     """
-    by, size = decode_delta(layout, delta), DTYPES[layout.codec].itemsize
+    before, by = agreed_elements(layout, base), decode_delta(layout, delta)
 
     def pieces() -> Iterator[Buffer]:
-        for start, stop in _groups(layout):
-            before = values_in(base(start * size, (stop - start) * size), layout.codec)
-            after = moved(before, by(start, stop), layout.codec)
+        for start, stop in groups(layout):
+            after = moved(before(start, stop), by(start, stop), layout.codec)
             check_chunk(layout, start, after)
             yield bytes_of(after)
 
     return Content(layout.num_bytes, pieces)
 
 
-def mean_of_deltas(
+def check_delta(
     layout: UnitLayout,
-    deltas: Sequence[Delta],
-    carried: ReadElements | None = None,
-    weights: Sequence[int] | None = None,
-) -> ReadElements:
-    """What a reducer encodes: t = the mean of dec(delta) in this order, plus what it carries.
+    delta: Delta,
+    base: Read | None = None,
+    *,
+    absolute: float = math.inf,
+    relative: float = 0.0,
+) -> None:
+    """Refuses a delta that no honest peer would send. One pass; holds a group.
+
+    Each operation is rounded by itself, so all machines judge alike.
 
     Args:
         layout: of the unit.
-        deltas: of the contributors.
-        carried: g, what earlier means of this reducer left over; None is 0.
-        weights: as `codecs.mean_chunk`.
+        delta: to be judged.
+        base: of the value that it moves; None: how far it does is not judged.
+        absolute: how far it may move an element, plus
+        relative: so much of the base's magnitude.
 
     Raises:
-        BadBlob: here and while it is read, as `decode_delta`.
+        BadBlob: as `decode_delta`, or `implausible_update` with the largest move.
     """
-    decoded = [decode_delta(layout, delta) for delta in deltas]
+    by = decode_delta(layout, delta)
+    before = agreed_elements(layout, base) if base else None
+    for start, stop in groups(layout):
+        moves = by(start, stop).abs_()
+        if before is None:
+            continue
+        beyond = moves - before(start, stop).float().abs() * relative
+        worst = int(beyond.argmax())
+        if not beyond[worst].item() <= absolute:
+            raise BadBlob(
+                "implausible_update",
+                f"{layout.unit}: local steps cannot have moved an element by "
+                f"{moves[worst].item():.3g} (limit {absolute:.3g})",
+            )
+
+
+def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:
+    """The elements of an agreed value, in the codec's type; not to be written to."""
+    size = DTYPES[layout.codec].itemsize
 
     def elements(start: int, stop: int) -> Tensor:
-        mean = mean_chunk([each(start, stop) for each in decoded], weights)
-        return mean if carried is None else mean + carried(start, stop)
+        return values_in(read(start * size, (stop - start) * size), layout.codec)
 
     return elements
-
-
-def left_over(layout: UnitLayout, wanted: ReadElements, delta: Delta) -> Content:
-    """What a delta misses: wanted - dec(delta), 4 bytes an element in the layout's order."""
-    sent = decode_delta(layout, delta)
-
-    def pieces() -> Iterator[Buffer]:
-        for start, stop in _groups(layout):
-            yield bytes_of(wanted(start, stop) - sent(start, stop))
-
-    return Content(4 * layout.num_elements, pieces)
 
 
 def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElements:
@@ -203,7 +207,8 @@ def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElem
     return elements
 
 
-def _groups(layout: UnitLayout) -> Iterator[tuple[int, int]]:
+def groups(layout: UnitLayout) -> Iterator[tuple[int, int]]:
+    """First element of each group of a unit, and where the next one begins."""
     for start in range(0, layout.num_elements, GROUP_ELEMENTS):
         yield start, min(start + GROUP_ELEMENTS, layout.num_elements)
 

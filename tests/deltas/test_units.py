@@ -10,17 +10,27 @@ from hypothesis import strategies as st
 from swarm.codecs import values_in
 from swarm.codings import BLOCK, coded_bytes
 from swarm.deltas.arithmetic import canonical
+from swarm.deltas.means import left_over, left_over_elements, mean_of_deltas
 from swarm.deltas.units import (
     GROUP_ELEMENTS,
+    agreed_elements,
+    check_delta,
     decode_delta,
-    delta_parts,
     elements_of,
     encode_delta,
-    left_over,
-    mean_of_deltas,
+    in_parts,
 )
 from swarm.errors import BadBlob
-from tests.deltas.units import CODINGS, applied, base_of, delta_of, encoded, gaussian, unit
+from tests.deltas.units import (
+    CODINGS,
+    applied,
+    base_of,
+    delta_of,
+    encoded,
+    gaussian,
+    reading,
+    unit,
+)
 
 BYTES_A_BLOCK = {"int8": 258, "int4": 130, "b2": 66, "b1": 34, "top8": 12, "top16": 22, "top32": 42}
 
@@ -55,7 +65,7 @@ def test_parts_of_a_delta_are_the_tensors_that_it_was_made_of(coding):
         [tensors[name][3 : 3 + size] for name, size in zip("abc", sizes, strict=True)]
     )
     assert blob == encoded(layout, whole)
-    parts = list(delta_parts(layout, delta_of(blob)))
+    parts = list(in_parts(layout, decode_delta(layout, delta_of(blob))))
     assert [(part.name, part.start, part.stop) for part, _ in parts] == [
         ("a", 3, 8),
         ("b", 3, GROUP_ELEMENTS - 2),
@@ -119,10 +129,13 @@ def test_a_reducer_sends_what_it_carries():
     wanted = mean_of_deltas(layout, deltas)
     assert torch.equal(wanted(0, 1000), (decodings[0] + decodings[1] + decodings[2]) / 3)
     blob = encode_delta(layout, wanted).whole()
-    carried = values_in(left_over(layout, wanted, delta_of(blob)).whole(), "fp32")
-    sent = decode_delta(layout, delta_of(blob))(0, 1000)
-    assert torch.equal(carried, wanted(0, 1000) - sent)
-    again = mean_of_deltas(layout, deltas, lambda start, stop: carried[start:stop])
+    base = base_of(layout, gaussian(1000, seed=9))
+    values = [agreed_elements(layout, reading(v)) for v in (base, applied(layout, base, blob))]
+    kept = left_over(layout, wanted, *values).whole()
+    carried = left_over_elements(reading(kept))(0, 1000)
+    moves = values[1](0, 1000) - values[0](0, 1000)
+    assert torch.equal(carried, wanted(0, 1000) - moves)
+    again = mean_of_deltas(layout, deltas, left_over_elements(reading(kept)))
     assert torch.equal(again(0, 1000), wanted(0, 1000) + carried)
     weighted = mean_of_deltas(layout, deltas, weights=[2, 1, 1])(0, 1000)
     expected = decodings[0] / 2 + decodings[1] / 4 + decodings[2] / 4
@@ -193,3 +206,18 @@ def test_a_difference_that_is_not_finite_is_refused():
         with pytest.raises(BadBlob) as refusal:
             encoded(unit(coding, "fp32", 300), values)
         assert refusal.value.reason == "non_finite"
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_delta_that_moves_further_than_its_steps_can_is_refused(coding):
+    layout = unit(coding, "bf16", 70_000)
+    values = torch.full((70_000,), 1e-3)
+    delta = delta_of(encoded(layout, values))
+    largest = decode_delta(layout, delta)(0, 65_536).abs().max().item()
+    base = reading(base_of(layout, torch.full((70_000,), 0.5)))
+    check_delta(layout, delta)
+    check_delta(layout, delta, base, absolute=largest)
+    check_delta(layout, delta, base, absolute=largest / 2, relative=largest)
+    with pytest.raises(BadBlob) as refusal:
+        check_delta(layout, delta, base, absolute=largest / 2, relative=largest / 2)
+    assert refusal.value.reason == "implausible_update"
