@@ -36,6 +36,11 @@ def coded_bytes(layout: UnitLayout) -> int:
     """Bytes that a unit's new value takes on the wire: of its delta, with "none" of the value."""
     if layout.coding == "none":
         return layout.num_bytes
-    if layout.coding == "bf16":
-        return 2 * layout.num_elements
-    return -(-layout.num_elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[layout.coding])
+    return elements_bytes(layout.num_elements, layout.coding)
+
+
+def elements_bytes(num_elements: int, coding: Coding) -> int:
+    """Bytes of a delta's first elements: of whole groups, or all that there are."""
+    if coding == "bf16":
+        return 2 * num_elements
+    return -(-num_elements // BLOCK) * (SCALE_BYTES + CODE_BYTES[coding])

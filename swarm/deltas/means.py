@@ -3,57 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarm.codecs import Buffer, Content, Read, bytes_of, mean_chunk, values_in
-from swarm.deltas.units import Delta, ReadElements, decode_delta, groups
+from swarm.codecs import Buffer, Read, bytes_of, mean_chunk, values_in
+from swarm.codings import elements_bytes
+from swarm.deltas.units import (
+    Delta,
+    ReadElements,
+    agreed_elements,
+    decode_delta,
+    decode_group,
+    encode_group,
+    groups,
+    moved_group,
+)
 from swarm.experts import UnitLayout
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One group of what a reducer makes.
+
+    Attributes:
+        delta: B, bytes of the delta that comes nearest to t, the mean and what was carried.
+        value: v' = v + dec(B), bytes of the value.
+        left: g = t - (v' - v), fp32: what the move lacks. Against the value, not against the delta
+            alone, so that what rounding to the agreed type took is in it.
+    """
+
+    delta: Buffer
+    value: Buffer
+    left: Buffer
+
+
+def reduced(
+    layout: UnitLayout,
+    base: Read,
+    deltas: Sequence[Delta],
+    carried: Read | None = None,
+    weights: Sequence[int] | None = None,
+) -> Iterator[Reduced]:
+    """The mean of deltas, group by group; B of a single one, with nothing carried, is that one.
+
+    Args:
+        layout: of the unit.
+        base: of v.
+        deltas: of the contributors, in this order.
+        carried: of g, what the mean before left over; None: nothing.
+        weights: as `codecs.mean_chunk`.
+
+    Raises:
+        BadBlob: as `decode_delta`, and `codecs.check_finite` of the value.
+    """
+    wanted, before = mean_of_deltas(layout, deltas, carried, weights), agreed_elements(layout, base)
+    given = deltas[0].read if len(deltas) == 1 and carried is None else None
+    for start, stop in groups(layout):
+        t = wanted(start, stop)
+        if given:
+            offset = elements_bytes(start, layout.coding)
+            delta = given(offset, elements_bytes(stop, layout.coding) - offset)
+        else:
+            delta = encode_group(t, layout.coding)
+        v = before(start, stop)
+        after = moved_group(layout, start, v, decode_group(delta, stop - start, layout.coding))
+        yield Reduced(delta, bytes_of(after), bytes_of(t.sub_(after.float() - v.float())))
 
 
 def mean_of_deltas(
     layout: UnitLayout,
     deltas: Sequence[Delta],
-    carried: ReadElements | None = None,
+    carried: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> ReadElements:
-    """What a reducer encodes: t = the mean of dec(delta) in this order, plus what it carries; fp32.
-
-    Args:
-        layout: of the unit.
-        deltas: of the contributors.
-        carried: g, what earlier means of this reducer left over; None is 0.
-        weights: as `codecs.mean_chunk`.
-
-    Raises:
-        BadBlob: here and while it is read, as `decode_delta`.
-    """
+    """What a reducer encodes: t = the mean of dec(delta) in this order, plus g; fp32."""
     decoded = [decode_delta(layout, delta) for delta in deltas]
 
     def elements(start: int, stop: int) -> Tensor:
         mean = mean_chunk([each(start, stop) for each in decoded], weights)
-        return mean if carried is None else mean.add_(carried(start, stop))
+        if carried is None:
+            return mean
+        return mean.add_(values_in(carried(4 * start, 4 * (stop - start)), "fp32"))
 
     return elements
-
-
-def left_over(
-    layout: UnitLayout, wanted: ReadElements, before: ReadElements, after: ReadElements
-) -> Content:
-    """What a move of the agreed value lacks: g = t - (v' - v), fp32, for `left_over_elements`.
-
-    Against the value and not against the delta alone, so that what rounding the value to its agreed
-    type took is in it.
-    """
-
-    def pieces() -> Iterator[Buffer]:
-        for start, stop in groups(layout):
-            moved = after(start, stop).float() - before(start, stop).float()
-            yield bytes_of(wanted(start, stop) - moved)
-
-    return Content(4 * layout.num_elements, pieces)
-
-
-def left_over_elements(read: Read) -> ReadElements:
-    """The elements of what `left_over` made; not to be written to."""
-    return lambda start, stop: values_in(read(4 * start, 4 * (stop - start)), "fp32")

@@ -23,7 +23,7 @@ from swarm.codecs import (
     check_chunk,
     values_in,
 )
-from swarm.codings import BLOCK, CODE_BYTES, GROUP, SCALE_BYTES, coded_bytes
+from swarm.codings import BLOCK, GROUP, coded_bytes, elements_bytes
 from swarm.config import Coding
 from swarm.deltas.arithmetic import canonical, moved
 from swarm.deltas.blocks import decode_blocks, encode_blocks
@@ -65,47 +65,56 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
 
     def pieces() -> Iterator[Buffer]:
         for start, stop in groups(layout):
-            yield from _encode(values(start, stop).detach(), layout.coding)
+            yield encode_group(values(start, stop), layout.coding)
 
     return Content(coded_bytes(layout), pieces)
 
 
-def _encode(values: Tensor, coding: Coding) -> Iterator[Buffer]:
-    values = values.to("cpu", torch.float32)
+def encode_group(values: Tensor, coding: Coding) -> Buffer:
+    """The bytes of one group of a delta, as `encode_delta`; the values are not written to."""
+    values = values.detach().to("cpu", torch.float32)
     if coding == "bf16":
         if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
             raise BadBlob("non_finite", "a difference that is to be coded is not a finite number")
         limited = canonical(values).clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
-        yield bytes_of(limited.to(torch.bfloat16))
-        return
+        return bytes_of(limited.to(torch.bfloat16))
     if len(values) % BLOCK:
         values = torch.cat([values, torch.zeros(-len(values) % BLOCK)])
     scales, codes = encode_blocks(values.view(-1, BLOCK), coding)
-    yield bytes_of(scales)
-    yield bytes_of(codes.view(-1))
+    return bytes_of(torch.cat([scales.view(torch.uint8), codes.view(-1)]))
 
 
 def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
     """What gives the elements p of a delta, fp32, a whole group at a time; to be written to.
 
     Raises:
-        BadBlob: here `size`; while it is read what `decode_blocks` refuses, with bf16
-            `not_canonical` (-0, smaller than 2^-100, above 2^64 or not finite).
+        BadBlob: here `size`; while it is read as `decode_group`.
     """
     expected = coded_bytes(layout)
     if delta.num_bytes != expected:
         raise BadBlob("size", f"{layout.unit}: a delta of {delta.num_bytes} bytes, not {expected}")
 
     def elements(start: int, stop: int) -> Tensor:
-        if layout.coding == "bf16":
-            return _decode_bf16(values_in(delta.read(2 * start, 2 * (stop - start)), "bf16"))
-        blocks = -(-(stop - start) // BLOCK)
-        block_bytes = SCALE_BYTES + CODE_BYTES[layout.coding]
-        raw = values_in(delta.read(start // BLOCK * block_bytes, blocks * block_bytes), "bf16")
-        scales, codes = raw[:blocks], raw[blocks:].view(torch.uint8)
-        return decode_blocks(scales, codes.view(blocks, -1), stop - start, layout.coding)
+        offset = elements_bytes(start, layout.coding)
+        size = elements_bytes(stop, layout.coding) - offset
+        return decode_group(delta.read(offset, size), stop - start, layout.coding)
 
     return elements
+
+
+def decode_group(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
+    """The elements p in the bytes of one group: fp32 [num_elements], to be written to.
+
+    Raises:
+        BadBlob: what `decode_blocks` refuses, with bf16 `not_canonical` (-0, smaller than 2^-100,
+            above 2^64 or not finite).
+    """
+    values = values_in(raw, "bf16")
+    if coding == "bf16":
+        return _decode_bf16(values)
+    blocks = -(-num_elements // BLOCK)
+    scales, codes = values[:blocks], values[blocks:].view(torch.uint8)
+    return decode_blocks(scales, codes.view(blocks, -1), num_elements, coding)
 
 
 def _decode_bf16(values: Tensor) -> Tensor:
@@ -142,11 +151,16 @@ def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
 
     def pieces() -> Iterator[Buffer]:
         for start, stop in groups(layout):
-            after = moved(before(start, stop), by(start, stop), layout.codec)
-            check_chunk(layout, start, after)
-            yield bytes_of(after)
+            yield bytes_of(moved_group(layout, start, before(start, stop), by(start, stop)))
 
     return Content(layout.num_bytes, pieces)
+
+
+def moved_group(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
+    """One group of a moved value, as `apply_delta`, from element `start` on; `by` is used up."""
+    after = moved(before, by, layout.codec)
+    check_chunk(layout, start, after)
+    return after
 
 
 def check_delta(

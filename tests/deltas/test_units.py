@@ -1,19 +1,19 @@
 """Deltas of units: sizes, what is exact, what closes the loop, what is refused."""
 
 import struct
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.codecs import values_in
+from swarm.codecs import bytes_of, values_in
 from swarm.codings import BLOCK, coded_bytes
 from swarm.deltas.arithmetic import canonical
-from swarm.deltas.means import left_over, left_over_elements, mean_of_deltas
+from swarm.deltas.means import Reduced, mean_of_deltas, reduced
 from swarm.deltas.units import (
     GROUP_ELEMENTS,
-    agreed_elements,
     check_delta,
     decode_delta,
     elements_of,
@@ -121,25 +121,64 @@ def test_what_rounding_leaves_out_is_sent_later(coding, codec):
     assert max(errors) < 12 * (1e-2 * 30)
 
 
-def test_a_reducer_sends_what_it_carries():
+def whole(groups: Iterable[Reduced]) -> tuple[bytes, bytes, torch.Tensor]:
+    """B, v' and g of a unit."""
+    groups = list(groups)
+    left = b"".join(group.left for group in groups)
+    delta, value = (b"".join(getattr(g, name) for g in groups) for name in ("delta", "value"))
+    return delta, value, values_in(left, "fp32")
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_reducer_keeps_what_its_mean_lacks_and_sends_it_next_time(coding, codec):
+    size = GROUP_ELEMENTS + 1000
+    layout = unit(coding, codec, 400, size - 400)
+    deltas = [delta_of(encoded(layout, gaussian(size, seed=seed))) for seed in range(3)]
+    base = base_of(layout, gaussian(size, seed=9))
+    blob, value, left = whole(reduced(layout, reading(base), deltas))
+    assert value == applied(layout, base, blob)
+    values = [values_in(each, codec).float() for each in (base, value)]
+    wanted = torch.cat([values for _, values in in_parts(layout, mean_of_deltas(layout, deltas))])
+    assert torch.equal(left, wanted - (values[1] - values[0]))
+    again = mean_of_deltas(layout, deltas, reading(bytes_of(left)))
+    assert torch.equal(torch.cat([v for _, v in in_parts(layout, again)]), wanted + left)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("coding", ["int4", "b2", "b1", "top8"])
+def test_nothing_of_any_mean_is_lost(coding, codec):
+    layout = unit(coding, codec, 600)
+    first = value = base_of(layout, gaussian(600, seed=9))
+    left, total = None, torch.zeros(600)
+    for number in range(12):
+        moves = [gaussian(600, seed=2 * number + each, scale=1e-3) for each in range(2)]
+        deltas = [delta_of(encoded(layout, each)) for each in moves]
+        total += mean_of_deltas(layout, deltas)(0, 600)
+        carried = None if left is None else reading(bytes_of(left))
+        _, value, left = whole(reduced(layout, reading(value), deltas, carried))
+    came = values_in(value, codec).float() - values_in(first, codec).float()
+    assert torch.allclose(came + left, total, atol=1e-6)
+
+
+def test_a_mean_is_the_sum_in_order_by_the_number_or_by_weights():
     layout = unit("b1", "fp32", 1000)
-    offers = [gaussian(1000, seed=seed) for seed in range(3)]
-    deltas = [delta_of(encoded(layout, offer)) for offer in offers]
-    decodings = [decode_delta(layout, delta)(0, 1000) for delta in deltas]
-    wanted = mean_of_deltas(layout, deltas)
-    assert torch.equal(wanted(0, 1000), (decodings[0] + decodings[1] + decodings[2]) / 3)
-    blob = encode_delta(layout, wanted).whole()
-    base = base_of(layout, gaussian(1000, seed=9))
-    values = [agreed_elements(layout, reading(v)) for v in (base, applied(layout, base, blob))]
-    kept = left_over(layout, wanted, *values).whole()
-    carried = left_over_elements(reading(kept))(0, 1000)
-    moves = values[1](0, 1000) - values[0](0, 1000)
-    assert torch.equal(carried, wanted(0, 1000) - moves)
-    again = mean_of_deltas(layout, deltas, left_over_elements(reading(kept)))
-    assert torch.equal(again(0, 1000), wanted(0, 1000) + carried)
+    deltas = [delta_of(encoded(layout, gaussian(1000, seed=seed))) for seed in range(3)]
+    one, two, three = (decode_delta(layout, delta)(0, 1000) for delta in deltas)
+    assert torch.equal(mean_of_deltas(layout, deltas)(0, 1000), (one + two + three) / 3)
     weighted = mean_of_deltas(layout, deltas, weights=[2, 1, 1])(0, 1000)
-    expected = decodings[0] / 2 + decodings[1] / 4 + decodings[2] / 4
-    assert torch.allclose(weighted, expected, atol=1e-6)
+    assert torch.allclose(weighted, one / 2 + two / 4 + three / 4, atol=1e-6)
+
+
+def test_the_mean_of_one_delta_is_that_delta():
+    layout = unit("b2", "bf16", 3000)
+    blob = encoded(layout, gaussian(3000))
+    base = base_of(layout, gaussian(3000, seed=1))
+    delta, value, left = whole(reduced(layout, reading(base), [delta_of(blob)]))
+    assert delta == blob and value == applied(layout, base, blob)
+    assert left.abs().max() > 0  # what rounding to bf16 took
+    carried = reading(bytes_of(left))
+    assert whole(reduced(layout, reading(base), [delta_of(blob)], carried))[0] != blob
 
 
 @settings(max_examples=25, deadline=None)
