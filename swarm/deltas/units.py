@@ -49,6 +49,23 @@ class Delta:
     read: Read
 
 
+def in_order(content: Content) -> Delta:
+    """A delta that is read once, from its beginning to its end, as all functions here do."""
+    pieces, held = iter(content), memoryview(b"")
+
+    def read(_: int, length: int) -> Buffer:
+        nonlocal held
+        parts = []
+        while length:
+            if not held:
+                held = memoryview(next(pieces)).cast("B")
+            parts.append(held[:length])
+            held, length = held[length:], length - len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    return Delta(content.num_bytes, read)
+
+
 def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
     """The delta that comes nearest to these differences; for its error see `swarm.deltas.blocks`.
 

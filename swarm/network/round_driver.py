@@ -17,11 +17,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from swarm.codecs import Content, mean_of
+from swarm.codecs import Content
 from swarm.config import RoundConfig
 from swarm.errors import NetworkDown, NoRoute, OutOfMemory, StateError
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import reader, write
+from swarm.network.contents import write
 from swarm.network.draft import Draft
 from swarm.network.heads import Heads
 from swarm.network.inbound import Inbound
@@ -29,6 +29,7 @@ from swarm.network.node import Node, Unreachable
 from swarm.network.outbound import Outbound
 from swarm.network.patience import patiently_async, raise_typed
 from swarm.network.record_file import RecordFile
+from swarm.network.reducing import LeftOver, Merger, Reducing
 from swarm.network.steady_clock import passed_s
 from swarm.network.tasks import Tasks
 from swarm.network.transfers import Transfers
@@ -52,6 +53,7 @@ from swarm.protocol.events import (
     Offered,
     Persist,
     Reason,
+    Rebuild,
     Reduce,
     RewriteChain,
     Send,
@@ -66,7 +68,7 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.messages import Offer, ReducedUnit
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.training import Applied
@@ -77,9 +79,6 @@ POST_DEADLINE_S = 5.0
 EXPECT_EVERY_S = 0.5
 SAID_ALOUD = (Topic.TAKEOVER, Topic.FORK, Topic.ADMISSION)
 """Rare, and what a person wants to read of a round that took long."""
-
-Merger = Callable[[Manifest], Mapping[Unit, Content]]
-"""The merged experts of a due tip, computed from its agreed values as they are asked for."""
 
 
 class RoundDriver:
@@ -103,6 +102,8 @@ class RoundDriver:
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self.transfers = Transfers(node, store, layout, self._inbox.put_nowait)
         self.downloads = self.transfers.downloads
+        self.left_over = LeftOver(store, machine.tip, machine.rules.silent_limit)
+        self.reducing = Reducing(store, layout, self.open_value, self._has)
         self.inbound = Inbound(
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
             foothold=machine.foothold, judge=machine.foresee,
@@ -154,7 +155,10 @@ class RoundDriver:
 
     def open_value(self, num_bytes: int) -> Draft:
         """The same for a value that is written piece by piece; the machine hears of its end."""
-        return self.store.draft(num_bytes, lambda digest: self._send_in(Stored(digest)))
+        return self.store.draft(num_bytes, self._has)
+
+    def _has(self, digest: Digest) -> None:
+        self._send_in(Stored(digest))
 
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
@@ -312,28 +316,22 @@ class RoundDriver:
             self._inbox.put_nowait(Synced(manifest.digest))
 
     async def _reduce(self, effect: Reduce) -> None:
-        self._work.spawn(self._reduce_unit(effect))
+        self._work.spawn(self._reduce_unit(effect, self.left_over.of(effect), self.tip))
 
-    async def _reduce_unit(self, effect: Reduce) -> None:
-        result = await self._patiently("mean", self._store_mean, effect)
-        if result:
-            self._inbox.put_nowait(UnitReduced(effect.roster_id, effect.unit, result))
+    async def _reduce_unit(self, effect: Reduce, carried: Digest | None, tip: Manifest) -> None:
+        mean = await self._patiently("mean", self.reducing.mean, effect, carried)
+        if mean:
+            self.left_over.found(tip, effect.unit, mean)
+            self._inbox.put_nowait(UnitReduced(effect.roster_id, effect.unit, mean.result))
 
-    def _store_mean(self, effect: Reduce) -> ReducedUnit | None:
-        digests, layout = [d for _, d in effect.inputs], self.layout.by_unit[effect.unit]
-        self.store.pin(digests)
-        try:
-            if not all(self.store.has(digest) for digest in digests):
-                return None  # it was collected meanwhile
-            if len(digests) == 1:  # the mean of one value is that value
-                self.store.pin(digests)
-                self._send_in(Stored(digests[0]))
-                return ReducedUnit(digests[0], layout.num_bytes)
-            reads = [reader(self.store, digest) for digest in digests]
-            value = mean_of(reads, layout.num_bytes, layout.codec, effect.weights)
-            return ReducedUnit(*self.store_value(value))
-        finally:
-            self.store.unpin(digests)
+    async def _rebuild(self, effect: Rebuild) -> None:
+        self._work.spawn(self._rebuild_value(effect))
+
+    async def _rebuild_value(self, effect: Rebuild) -> None:
+        if problem := await self._patiently("value", self.reducing.rebuild, effect):
+            logger.warning("%s is fetched whole: %s", effect.unit, problem)
+            self.refused["other_bits"] += 1
+            self._lost(effect.digest, problem)
 
     async def _compute_merge(self, effect: ComputeMerge) -> None:
         self._work.spawn(self._merge(effect.tip))
@@ -348,6 +346,7 @@ class RoundDriver:
 
     async def _apply(self, effect: Apply) -> None:
         self._adapt_timers()
+        self.left_over.applied(effect.manifest)
         with self._tip_changed:
             applied = Applied(effect.manifest, time.monotonic(), self.last_reason, self._parent)
             self._applied = [*self._applied[-7:], applied]
@@ -386,6 +385,7 @@ class RoundDriver:
         Fetch: _fetch,
         CancelFetch: _cancel_fetch,
         Sync: _sync,
+        Rebuild: _rebuild,
         Reduce: _reduce,
         ComputeMerge: _compute_merge,
         Apply: _apply,

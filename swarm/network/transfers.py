@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from swarm.codecs import Content, check_finite, check_update
+from swarm.deltas.units import check_delta, in_order
 from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import content_of, reader
@@ -116,11 +117,16 @@ class Transfers:
         layout, bound = self._layout.by_unit.get(want.unit), want.bound
         if layout is None:
             raise BadBlob("unknown_unit", f"no unit is called {want.unit}")
+        if bound and not self._store.has(bound.base):
+            raise BadBlob("no_base", f"{want.unit}: what it was trained from is not here")
+        if want.is_delta:
+            limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
+            base = reader(self._store, bound.base) if bound else None
+            check_delta(layout, in_order(content), base, **limits)
+            return
         check_finite(layout, content)
         if bound is None:
             return
-        if not self._store.has(bound.base):
-            raise BadBlob("no_base", f"{want.unit}: what it was trained from is not here")
         base = reader(self._store, bound.base)
         check_update(layout, content, base, absolute=bound.absolute, relative=bound.relative)
 

@@ -97,8 +97,13 @@ class ExpertMoments:
         return f"{said}; no time for {rest / 1e9:.1f} GB more, a longer --leave-timeout has it"
 
     def _layout(self, expert: int) -> UnitLayout:
-        """Of its blob; masters go along where the wire rounds them."""
-        with_master = self.model.run.wire.experts != "fp32"
+        """Of its blob; masters go along where the wire rounds them.
+
+        Where experts move by deltas, a master is as far from the agreed value as one coding is off,
+        and whose it is nobody could tell: that one error is lost with the owner.
+        """
+        wire = self.model.run.wire
+        with_master = wire.experts != "fp32" and wire.experts_coding == "none"
         return moments_layout(self.model.agreed.layout, expert, with_master=with_master)
 
     def _give(self, expert: int, number: int, peers: tuple[PeerId, ...]) -> None:

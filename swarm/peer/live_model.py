@@ -32,12 +32,14 @@ from swarm.codecs import (
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut, held_out_windows
 from swarm.data.tokenise import END_OF_TEXT
+from swarm.deltas.units import Delta
 from swarm.errors import BadBlob, DataError
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, reader, store_content
+from swarm.peer.live_deltas import difference, follow
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
@@ -47,6 +49,9 @@ from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_FOLLOWING = (Action.CORRECTED, Action.CARRIED)
+"""Local progress goes on from where it is, and the agreed value moves beneath it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class Agreed:
     def read(self, digest: Digest) -> Read:
         """What reads bytes of an agreed value; it raises BlobGone when they are here no longer."""
         return reader(self.store, digest)
+
+    def delta(self, digest: Digest) -> Delta:
+        """A delta in the store; reading it raises like `read`."""
+        return Delta(self.store.size(digest) or 0, self.read(digest))
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:
@@ -121,12 +130,19 @@ class LiveModel:
         self.held: dict[Unit, Digest] = {}
         """Of each unit that is not trained here, or was just adopted: the value in the engine."""
         self._offered: tuple[Digest, ...] = ()
+        self._rests_on = frozenset[Digest]()
+        """Values that the next deltas are counted from."""
+        self.is_coded = any(unit.coding != "none" for unit in agreed.layout.units)
 
     # ------------------------------------------------ engine -> blobs
 
     def value_of(self, unit: Unit) -> Content:
         """The encoded value of a unit that is trained here."""
         return encoded(self.agreed.layout.by_unit[unit], self.engine.read_part)
+
+    def difference(self, unit: Unit, base: Digest) -> Content:
+        """What a unit that is trained here has over the agreed value, as a delta of that."""
+        return difference(self.engine, self.agreed.layout.by_unit[unit], self.agreed.read(base))
 
     def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
         """The value, which raises BadBlob while it is read if it is beyond the bound [U1]."""
@@ -140,7 +156,7 @@ class LiveModel:
             self.engine.write_part(part, values)
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
-        """Keeps offered values of experts until `drop_offered`: adopting a mean may need them."""
+        """Keeps what was offered until `drop_offered`: adopting a mean may need it."""
         fresh = tuple(digests)
         self.agreed.store.pin(fresh)
         self._offered += fresh
@@ -152,8 +168,14 @@ class LiveModel:
 
     # ------------------------------------------------ blobs -> engine
 
-    def adopt(self, manifest: Manifest, decision: Adoption) -> None:
+    def adopt(self, manifest: Manifest, decision: Adoption, before: Manifest | None = None) -> None:
         """Moves the engine to an agreed state, as was decided for each piece of local progress.
+
+        Args:
+            manifest: the agreed state.
+            decision: by `swarm.protocol.adoption`.
+            before: the manifest that the engine is at, if known; without it nothing goes on from
+                where it is by a delta.
 
         Raises:
             BlobGone: the manifest is no longer the newest; the engine is as it was.
@@ -162,15 +184,62 @@ class LiveModel:
         with self.agreed.held(_digests(manifest)):
             self.engine.own(mine)
             for expert, choice in decision.experts.items():
-                self._adopt_expert(manifest, expert, choice)
-            self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
+                self._adopt_expert(manifest, expert, choice, before)
+            if decision.shared in _FOLLOWING:
+                for unit in self._shared_units:
+                    self._follow(manifest, unit, before, decision.shared_from.get(unit))
+            is_done = decision.shared in (Action.KEEP, *_FOLLOWING)
+            self._write_others(manifest, set(mine), keep_shared=is_done)
+            self._rest_on(manifest, decision.bases.values())
         self.bases = decision.bases
 
-    def _adopt_expert(self, manifest: Manifest, expert: int, choice: ExpertDecision) -> None:
+    @property
+    def _shared_units(self) -> list[Unit]:
+        units = (layout.unit for layout in self.agreed.layout.units)
+        return [unit for unit in units if expert_of_unit(unit) is None]
+
+    def _rest_on(self, manifest: Manifest, bases: Iterable[Digest]) -> None:
+        """Keeps the values that deltas are counted from, those of the shared tensors among them."""
+        shared = (manifest.entries[unit].digest for unit in self._shared_units)
+        rests_on = frozenset([*shared, *bases]) if self.is_coded else frozenset[Digest]()
+        self.agreed.store.pin(rests_on)
+        self.agreed.store.unpin(self._rests_on)
+        self._rests_on = rests_on
+
+    def _follow(
+        self, manifest: Manifest, unit: Unit, before: Manifest | None, offered: Digest | None
+    ) -> None:
+        """Moves a unit that is trained here as the agreed value moved, less what it brought [W8].
+
+        What it brought is the delta that it offered, or where values are offered what that one has
+        over the value before.
+        """
+        layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
+        base = manifest.entries[unit].base or (before.entries[unit].digest if before else None)
+        if layout.coding == "none" and offered:
+            base, offered = offered, None
+        if base is None:
+            self.begin_anew(manifest, unit)
+            return
+        try:
+            with self.agreed.held([base, *filter(None, [offered])]):
+                counted = self.agreed.delta(offered) if offered else None
+                follow(
+                    self.engine, layout, self.agreed.read(base), self.agreed.read(after), counted
+                )
+        except BlobGone as error:
+            logger.info("%s restarts from its agreed value: %s", unit, error)
+            self.begin_anew(manifest, unit)
+
+    def _adopt_expert(
+        self, manifest: Manifest, expert: int, choice: ExpertDecision, before: Manifest | None
+    ) -> None:
         unit = expert_unit(expert)
         self.held.pop(unit, None)
         logger.debug("%s: %s", choice.action.value, choice.reason)
-        if choice.action in (Action.REBASE, Action.AVERAGED):
+        if choice.action in _FOLLOWING:
+            self._follow(manifest, unit, before, choice.rebase_from)
+        elif choice.action in (Action.REBASE, Action.AVERAGED):
             assert choice.rebase_from is not None
             try:
                 with self.agreed.held([choice.rebase_from]):
@@ -192,6 +261,7 @@ class LiveModel:
         self.held = {}
         with self.agreed.held(_digests(tip)):
             self._write_others(tip, set(self.engine.owned), keep_shared=True)
+            self._rest_on(tip, self.bases.values())
 
     def _write_others(self, manifest: Manifest, mine: set[int], *, keep_shared: bool) -> None:
         for unit, entry in manifest.entries.items():
@@ -204,9 +274,8 @@ class LiveModel:
             else:
                 self._write(manifest, unit)
             self.held[unit] = entry.digest
-        for layout in () if keep_shared else self.agreed.layout.units:
-            if expert_of_unit(layout.unit) is None:
-                self.begin_anew(manifest, layout.unit)
+        for unit in () if keep_shared else self._shared_units:
+            self.begin_anew(manifest, unit)
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
         """A matrix at a time: frozen ones may be stored with scales of whole rows."""

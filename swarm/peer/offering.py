@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from swarm.codecs import Content
+from swarm.deltas.units import apply_delta, check_delta
 from swarm.errors import BadBlob
 from swarm.network.contents import BlobGone
 from swarm.peer.live_model import LiveModel
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Digest, Manifest, Unit
+from swarm.protocol.messages import OfferedUnit
 from swarm.protocol.rounds.plausible import update_bound
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,64 @@ class Offering:
 
     def __init__(self, model: LiveModel, rounds: Rounds, status: PeerStatus) -> None:
         self.model, self.rounds, self.status = model, rounds, status
+        self._named: dict[Unit, OfferedUnit] = {}
+        """Deltas of the live values as they are: a delta that has a name is not made again."""
+
+    def changed(self) -> None:
+        """Says that live values have changed."""
+        self._named.clear()
+
+    def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
+        """What is offered of a unit, whose blobs are in the store.
+
+        Args:
+            tip: on which it is offered.
+            unit: that is trained here.
+            base: the agreed value that it was trained from.
+            tokens: of the local steps since the tip.
+        """
+        layout = self.model.agreed.layout.by_unit[unit]
+        if layout.coding == "none":
+            digest, num_bytes = self.store(tip, unit, self.model.value_of(unit), tokens)
+            return OfferedUnit(digest, num_bytes, base)
+        named = self._named.get(unit)
+        if not (named and named.base == base and self._has(named)):
+            named = self._named[unit] = self._moved(tip, unit, base, tokens)
+        return named
+
+    def _has(self, named: OfferedUnit) -> bool:
+        store = self.model.agreed.store
+        return all(store.has(digest) for digest in (named.digest, named.delta) if digest)
+
+    def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
+        """The delta of a unit [W5]; the value that it makes too, where that may become agreed."""
+        agreed, layout = self.model.agreed, self.model.agreed.layout.by_unit[unit]
+        with agreed.held([base]):
+            try:
+                delta, num_bytes = self._plausible_delta(tip, unit, base, tokens)
+            except BadBlob as error:
+                logger.error("not offered, begins anew from the agreed value: %s", error)
+                self.status.refused(unit, str(error))
+                self.model.begin_anew(tip, unit)
+                delta, num_bytes = self.rounds.store_value(self.model.difference(unit, base))
+            if not self.rounds.rules.is_verbatim(unit):
+                return OfferedUnit(delta, num_bytes, base)
+            value = apply_delta(layout, agreed.read(base), agreed.delta(delta))
+            return OfferedUnit(*self.rounds.store_value(value), base, delta)
+
+    def _plausible_delta(
+        self, tip: Manifest, unit: Unit, base: Digest, tokens: int
+    ) -> tuple[Digest, int]:
+        agreed, me = self.model.agreed, self.model.me
+        digest, num_bytes = self.rounds.store_value(self.model.difference(unit, base))
+        bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
+        if bound:
+            layout, limits = agreed.layout.by_unit[unit], (bound.absolute, bound.relative)
+            before = agreed.read(base)
+            check_delta(
+                layout, agreed.delta(digest), before, absolute=limits[0], relative=limits[1]
+            )
+        return digest, num_bytes
 
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
         """Digest and size of a unit's value in the store, after local steps on `tip`.

@@ -170,6 +170,7 @@ class Trainer(TrainingShell):
             on_step=on_step,
         )
         self.status.end_steps(stats)
+        self.offering.changed()
         if before is None:
             return stats
         return replace(
@@ -196,10 +197,11 @@ class Trainer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         units = {}
         for unit, base in bases.items():
-            store = partial(self.offering.store, tip, unit, self.model.value_of(unit), tokens)
-            digest, num_bytes = patiently(store, "offered value", self._pause)
-            units[unit] = OfferedUnit(digest, num_bytes, base)
-        self.model.keep_offered(v.digest for u, v in units.items() if expert_of_unit(u) is not None)
+            offered = partial(self.offering.offered, tip, unit, base, tokens)
+            units[unit] = patiently(offered, "offered value", self._pause)
+        for unit, each in units.items():
+            if self.model.is_coded or expert_of_unit(unit) is not None:
+                self.model.keep_offered([each.digest, *([each.delta] if each.delta else [])])
         return units
 
     async def save(
@@ -265,7 +267,9 @@ class Trainer(TrainingShell):
             if not at_start:
                 self.moments.before_adopt(before, manifest)
             with self.status.phases.within("adopting"):
-                self.model.adopt(manifest, decision)
+                self.model.adopt(manifest, decision, before)
+            if not decision.keeps_all:
+                self.offering.changed()
 
         if not self._is_reached(manifest, adopt):
             return False

@@ -83,6 +83,12 @@ class Adoption:
         return {expert: choice.base for expert, choice in experts if choice.base is not None}
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether everything stays as it is."""
+        choices = (self.shared, *(each.action for each in self.experts.values()))
+        return all(action is Action.KEEP for action in choices)
+
+    @property
     def kept(self) -> frozenset[int]:
         """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
         restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)

@@ -2,13 +2,14 @@
 
 import struct
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.codecs import bytes_of, values_in
+from swarm.codecs import Content, bytes_of, values_in
 from swarm.codings import BLOCK, coded_bytes
 from swarm.deltas.arithmetic import canonical
 from swarm.deltas.means import Reduced, mean_of_deltas, reduced
@@ -18,6 +19,7 @@ from swarm.deltas.units import (
     decode_delta,
     elements_of,
     encode_delta,
+    in_order,
     in_parts,
 )
 from swarm.errors import BadBlob
@@ -255,6 +257,12 @@ def test_a_delta_that_moves_further_than_its_steps_can_is_refused(coding):
     largest = decode_delta(layout, delta)(0, 65_536).abs().max().item()
     base = reading(base_of(layout, torch.full((70_000,), 0.5)))
     check_delta(layout, delta)
+    blob = encoded(layout, values)
+    for size in (1, 1000, 65_536, len(blob)):
+        pieces = [blob[i : i + size] for i in range(0, len(blob), size)]
+        check_delta(
+            layout, in_order(Content(len(blob), partial(iter, pieces))), base, absolute=largest
+        )
     check_delta(layout, delta, base, absolute=largest)
     check_delta(layout, delta, base, absolute=largest / 2, relative=largest)
     with pytest.raises(BadBlob) as refusal:

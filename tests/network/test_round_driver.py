@@ -131,7 +131,7 @@ class FakeMachine:
         self.record = Record(TIP, None, None)
         self.chain = Chain.of(self.record)
         self.timers = Timers(tick_s=0.05)
-        self.rules = SimpleNamespace(run="run-1")
+        self.rules = SimpleNamespace(run="run-1", silent_limit=3)
         self.first: list[Effect] = []
         self.answers: dict[type[Event], Callable[[Any], Sequence[Effect]]] = {}
         self.events: list[Event] = []

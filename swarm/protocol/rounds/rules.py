@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+from swarm.codings import coded_bytes
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Manifest, Member, PeerId, Unit
+from swarm.protocol.manifest import UNCODED, Manifest, Member, PeerId, Unit
 from swarm.protocol.updates import StepBound
 from swarm.protocol.voting import Electorate, with_voters
 
@@ -80,6 +81,8 @@ class Rules:
             merging=run.merging,
             unit_bytes={unit.unit: unit.num_bytes for unit in layout.units},
             unit_codec={unit.unit: unit.codec for unit in layout.units},
+            unit_coding={u.unit: u.coding for u in layout.units if u.coding != UNCODED},
+            delta_bytes={u.unit: coded_bytes(u) for u in layout.units if u.coding != UNCODED},
             experts_every=run.round.experts_every,
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
             batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,

@@ -1,0 +1,285 @@
+"""Live values beside agreed ones that move by deltas: nothing is lost, nothing comes twice."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.codecs import values_in
+from swarm.config import RunConfig
+from swarm.experts import Slice, expert_of_unit
+from swarm.network.blobs import BlobStore
+from swarm.network.contents import store_content
+from swarm.network.reducing import LeftOver, Reducing
+from swarm.peer.live_model import Agreed, LiveModel
+from swarm.peer.offering import Offering
+from swarm.peer.rounds import Rounds
+from swarm.peer.status import PeerStatus
+from swarm.protocol.adoption import Action, Adoption, Carried, adopt, due_units
+from swarm.protocol.events import Reduce
+from swarm.protocol.layout import layout_of
+from swarm.protocol.manifest import Digest, Entry, Kind, Manifest, Unit
+from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.rounds import Rules
+from swarm.train.resident import ResidentEngine
+from tests.peer.adopting import founded_in
+from tests.train.runs import tiny_run
+
+PEERS = ("me", "you")
+CODED = {"shared_coding": "b2", "experts_coding": "b1", "part_bytes": 4096}
+
+
+class Swarm:
+    """Two peers with one store, whose rounds are made by hand."""
+
+    def __init__(self, run: RunConfig, owners: int = 1) -> None:
+        self.run, self.layout, self.store = run, layout_of(run), BlobStore()
+        rules = replace(Rules.of("run", run, self.layout), owners_per_expert=owners)
+        self.rules = replace(rules, step_bound=None)
+        tip = founded_in(self.store, run, PEERS)
+        both = dict.fromkeys(tip.owners, PEERS) if owners == 2 else tip.owners
+        self.tip = replace(tip, owners=both)
+        rounds = SimpleNamespace(rules=self.rules, store_value=self._store_value)
+        agreed = Agreed(self.store, self.layout)
+        self.lives = {peer: LiveModel(peer, run, ResidentEngine(run), agreed) for peer in PEERS}
+        self.offerings = {
+            peer: Offering(live, cast(Rounds, rounds), cast(PeerStatus, None))
+            for peer, live in self.lives.items()
+        }
+        self.carried: dict[str, Carried] = dict.fromkeys(PEERS, frozenset())
+
+        def unpin(digest: Digest) -> None:
+            self.store.unpin([digest])
+
+        draft = partial(self.store.draft, on_finish=unpin)
+        self.reducing = Reducing(self.store, self.layout, draft, unpin)
+        self.left_over = LeftOver(self.store, self.tip, 3)
+        for peer in PEERS:
+            self._adopt(peer, self.tip, "", [])
+
+    def _store_value(self, value: Any) -> tuple[Digest, int]:
+        return store_content(self.store, value), value.num_bytes
+
+    def _adopt(
+        self, peer: str, manifest: Manifest, previous: Digest, offers: Sequence[Offer]
+    ) -> Adoption:
+        live = self.lives[peer]
+        decision = adopt(
+            peer,
+            manifest,
+            previous=previous,
+            bases=live.bases,
+            offers=offers,
+            carried=self.carried[peer],
+        )
+        live.adopt(manifest, decision, self.tip)
+        self.carried[peer] = decision.carried_after(self.carried[peer])
+        if not decision.keeps_all:
+            self.offerings[peer].changed()
+        return decision
+
+    def train(self, peer: str, moves: Mapping[Unit, Tensor]) -> None:
+        """Adds something to each of the units that a peer trains."""
+        for unit, part, values in self.parts(peer):
+            start, stop = values
+            engine = self.lives[peer].engine
+            engine.write_part(part, engine.read_part(part) + moves[unit][start:stop])
+        self.offerings[peer].changed()
+
+    def parts(self, peer: str) -> Iterator[tuple[Unit, Slice, tuple[int, int]]]:
+        """The slices of the units that a peer trains, and where they lie in these."""
+        for unit in due_units(peer, self.tip, 1):
+            start = 0
+            for piece in self.layout.by_unit[unit].slices:
+                stop = start + piece.stop - piece.start
+                yield unit, piece, (start, stop)
+                start = stop
+
+    def live(self, peer: str, unit: Unit) -> Tensor:
+        """The live value of a unit, flat."""
+        engine = self.lives[peer].engine
+        pieces = self.layout.by_unit[unit].slices
+        return torch.cat([engine.read_part(piece).clone() for piece in pieces])
+
+    def agreed(self, unit: Unit) -> Tensor:
+        blob = self.store.get(self.tip.entries[unit].digest)
+        return values_in(blob or b"", self.layout.by_unit[unit].codec).float()
+
+    def left(self, unit: Unit) -> Tensor:
+        """What means left over, as long as they are due."""
+        base = self.tip.entries[unit].digest
+        digest = self.left_over.of(Reduce("", unit, (), None, base))
+        if digest is None:
+            return torch.zeros(self.layout.by_unit[unit].num_elements)
+        return values_in(self.store.get(digest) or b"", "fp32")
+
+    def round(self, counted: Sequence[str] = PEERS) -> dict[str, Adoption]:
+        """Everybody offers, some are counted, all adopt; what nobody keeps is collected."""
+        offers: dict[str, Offer] = {}
+        for peer, live in self.lives.items():
+            units = {}
+            for unit in due_units(peer, self.tip, 1):
+                expert = expert_of_unit(unit)
+                base = self.tip.entries[unit].digest if expert is None else live.bases[expert]
+                units[unit] = self.offerings[peer].offered(self.tip, unit, base, 64)
+                assert self.offerings[peer].offered(self.tip, unit, base, 64) == units[unit]
+            offers[peer] = Offer(self.tip.digest, 1, 64, units)
+            blobs = [d for each in units.values() for d in (each.digest, each.delta) if d]
+            live.keep_offered(blobs)
+        entries, sources = dict(self.tip.entries), {}
+        for unit, entry in self.tip.entries.items():
+            offered = {p: o.units[unit] for p, o in offers.items() if unit in o.units}
+            values = tuple((p, each.digest) for p, each in offered.items() if p in counted)
+            if values:
+                entries[unit] = self._moved(unit, entry, values, offered)
+                sources[unit] = values
+        number = self.tip.round + 1
+        work = dict.fromkeys(counted, 64)
+        after = replace(
+            self.tip,
+            height=number,
+            round=number,
+            kind=Kind.QUORUM,
+            parent=self.tip.digest,
+            entries=entries,
+            sources=sources,
+            work=work,
+        )
+        self.left_over.applied(after)
+        self.store.collect({entry.digest for entry in after.entries.values()})
+        decisions = {p: self._adopt(p, after, self.tip.digest, [offers[p]]) for p in PEERS}
+        for live in self.lives.values():
+            live.drop_offered()
+        self.tip = after
+        return decisions
+
+    def _moved(
+        self,
+        unit: Unit,
+        entry: Entry,
+        values: tuple[tuple[str, Digest], ...],
+        offered: Mapping[str, OfferedUnit],
+    ) -> Entry:
+        coding = self.layout.by_unit[unit].coding
+        changes: dict[str, Any] = {"version": self.tip.round + 1, "coding": coding}
+        if coding != "none":
+            changes["base"] = entry.digest
+        if unit in self.rules.averaged_deltas or len(values) > 1:
+            base = entry.digest if unit in self.rules.averaged_deltas else None
+            effect = Reduce("", unit, values, None, base)
+            mean = self.reducing.mean(effect, self.left_over.of(effect))
+            assert mean
+            self.left_over.found(self.tip, unit, mean)
+            made, delta = mean.result.digest, mean.result.delta
+        else:
+            made, delta = values[0][1], offered[values[0][0]].delta
+        return replace(entry, digest=made, delta=delta, **changes)
+
+
+def moves(swarm: Swarm, seed: int, scale: float = 1e-3) -> dict[Unit, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        each.unit: torch.randn(each.num_elements, generator=generator) * scale
+        for each in swarm.layout.units
+    }
+
+
+@pytest.mark.parametrize("experts", ["fp32", "bf16"])
+def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> None:
+    swarm = Swarm(tiny_run(wire={**CODED, "experts": experts}))
+    units = [each.unit for each in swarm.layout.units]
+    trained = {(p, u): swarm.live(p, u) for p in PEERS for u in due_units(p, swarm.tip, 1)}
+    sums = {unit: swarm.agreed(unit) for unit in units if expert_of_unit(unit) is None}
+    for number in range(6):
+        for index, peer in enumerate(PEERS):
+            steps = moves(swarm, 2 * number + index)
+            swarm.train(peer, steps)
+            for unit in units:
+                if (peer, unit) in trained:
+                    trained[peer, unit] += steps[unit]
+                if unit in sums:
+                    sums[unit] += steps[unit] / 2
+        decisions = swarm.round()
+        assert {each.shared for each in decisions.values()} == {Action.CORRECTED}
+    for unit, total in sums.items():
+        lives = [swarm.live(peer, unit) for peer in PEERS]
+        assert torch.allclose((lives[0] + lives[1]) / 2 + swarm.left(unit), total, atol=2e-6)
+        if swarm.layout.by_unit[unit].coding == "none":
+            assert torch.equal(lives[0], swarm.agreed(unit))
+    for (peer, unit), value in trained.items():
+        if expert_of_unit(unit) is not None:  # a single writer's master is never touched
+            assert torch.equal(swarm.live(peer, unit), value)
+        left = swarm.live(peer, unit) - swarm.agreed(unit)
+        rounded_off = 2**-8 * value.abs().max() if experts == "bf16" else 0.0
+        assert left.abs().max() < 12e-3 + rounded_off, "what is not sent does not grow"
+
+
+def test_a_peer_that_is_left_out_keeps_its_steps_for_the_next_round() -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    unit = next(u.unit for u in swarm.layout.units if u.coding == "b2")
+    for number, peer in enumerate(PEERS):
+        swarm.train(peer, moves(swarm, number))
+    ahead = swarm.live("you", unit) - swarm.agreed(unit)
+    decisions = swarm.round(counted=["me"])
+    assert decisions["me"].shared is Action.CORRECTED
+    assert decisions["you"].shared is Action.CARRIED
+    assert torch.allclose(swarm.live("you", unit) - swarm.agreed(unit), ahead, atol=1e-6)
+    exact = next(
+        u.unit for u in swarm.layout.units if u.coding == "none" and expert_of_unit(u.unit) is None
+    )
+    assert not torch.equal(swarm.live("you", exact), swarm.agreed(exact))
+    assert torch.equal(swarm.live("me", exact), swarm.agreed(exact))
+    decisions = swarm.round(counted=["me"])
+    assert decisions["you"].shared is Action.RESTART, "not twice in a row"
+    assert torch.equal(swarm.live("you", unit), swarm.agreed(unit))
+
+
+def test_two_owners_of_an_expert_close_the_loop_as_shared_tensors_do() -> None:
+    swarm = Swarm(tiny_run(wire={**CODED, "experts": "bf16", "experts_coding": "b2"}), owners=2)
+    unit = "expert.1"
+    total = swarm.agreed(unit)
+    for number in range(6):
+        for index, peer in enumerate(PEERS):
+            # Far below what bf16 can tell from nothing, next to these values.
+            steps = moves(swarm, 2 * number + index, scale=1e-5)
+            swarm.train(peer, steps)
+            total += steps[unit] / 2
+        decisions = swarm.round()
+        assert decisions["me"].experts[1].action is Action.CORRECTED
+    lives = [swarm.live(peer, unit) for peer in PEERS]
+    assert torch.allclose((lives[0] + lives[1]) / 2 + swarm.left(unit), total, atol=1e-7)
+
+
+def test_what_a_delta_counts_from_is_not_collected_before_it_was_adopted() -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    values = {entry.digest for entry in swarm.tip.entries.values()}
+    swarm.store.collect(set())
+    assert values - set(swarm.store.digests()) == set()
+    for number in range(3):
+        for peer in PEERS:
+            swarm.train(peer, moves(swarm, number))
+        swarm.round()
+    assert not values & set(swarm.store.digests()), "and not kept for ever"
+
+
+def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    swarm.train("me", moves(swarm, 1))
+    for live in swarm.lives.values():
+        live.keep_offered = lambda digests: None  # type: ignore[method-assign]
+    swarm.round()
+    for unit in due_units("me", swarm.tip, 1):
+        if expert_of_unit(unit) is None:
+            assert torch.equal(swarm.live("me", unit), swarm.agreed(unit))
+
+
+def test_a_run_without_codings_pins_nothing() -> None:
+    swarm = Swarm(tiny_run())
+    swarm.train("me", moves(swarm, 1))
+    swarm.store.collect(set())
+    assert len(swarm.store) == 0
