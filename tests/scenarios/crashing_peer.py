@@ -56,8 +56,10 @@ def arm(crash: Crash) -> None:
         elif is_new_tip:
             crash.at("applied", record.tip)
 
-    def crashing_adopt(self: LiveModel, manifest: Manifest, decision: Adoption) -> None:
-        adopt(self, manifest, decision)
+    def crashing_adopt(
+        self: LiveModel, manifest: Manifest, decision: Adoption, before: Manifest | None = None
+    ) -> None:
+        adopt(self, manifest, decision, before)
         crash.at("swapped", manifest)
 
     RecordFile.write = crashing_write  # type: ignore[method-assign]

@@ -1,0 +1,78 @@
+"""Real peers whose values move by a bit or two an element: one state everywhere, kills included."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.codings import coded_bytes
+from swarm.emulation.local_swarm import LocalSwarm, summary
+from swarm.protocol.layout import layout_of
+from tests.scenarios.swarms import finish, read_record, read_run, write_run
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+CODED = [
+    'wire.shared_coding="b2"',
+    'wire.experts_coding="b1"',
+    'wire.experts="bf16"',
+    "run.peers=2",
+    "round.roster_after_s=300.0",
+    "round.reform_after_s=600.0",
+]
+"""Peers that start one after another on a busy machine must all be waited for."""
+
+
+def check(swarm: LocalSwarm, run_file: Path, rounds: int) -> None:
+    """Everybody has the same tip, which moved as the run says, and no step was lost."""
+    verdict, layout = summary(swarm), layout_of(read_run(run_file))
+    assert (verdict["rounds"], verdict["tokens_lost"]) == (rounds, 0)
+    assert set(verdict["digests_per_height"]) == {1}
+    records = [read_record(peer) for peer in swarm.peers]
+    assert len({record.tip.digest for record in records}) == 1
+    tip, parent = records[0].tip, records[0].parent
+    assert parent
+    for unit in layout.units:
+        entry = tip.entries[unit.unit]
+        assert entry.coding == unit.coding
+        assert entry.base == (parent.entries[unit.unit].digest if entry.delta else None)
+        assert (entry.delta is None) == (unit.coding == "none")
+    moved = sum(coded_bytes(unit) for unit in layout.units)
+    assert moved < layout.num_bytes / 8
+    ended = [event for peer in swarm.peers for event in peer.events() if event["event"] == "ended"]
+    assert ended and not any(event["refused"].get("other_bits") for event in ended)
+
+
+def test_three_rounds_of_two_peers_end_in_one_state(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, [*CODED, "merging.alpha=0.0"])
+    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+        swarm.start()
+        finish(swarm, 300)
+        check(swarm, run_file, 3)
+
+
+def test_peers_that_are_killed_in_turn_lose_nothing_and_agree(tmp_path: Path) -> None:
+    """Between accept, record and swap of a round; a merge comes after the second."""
+    run_file = write_run(tmp_path, [*CODED, "run.rounds=5"])
+    with LocalSwarm(
+        tmp_path / "swarm",
+        run_file,
+        2,
+        options=["--crash", "accepted@1"],
+        program="tests.scenarios.crashing_peer",
+    ) as swarm:
+        swarm.start()
+        for crash in ("applied@2m", "applying@3", "swapped@4", ""):
+            swarm.wait_until(
+                lambda swarm: any(not peer.alive for peer in swarm.peers),
+                what="a crash",
+                timeout_s=200,
+            )
+            swarm.options = ["--crash", crash] if crash else []
+            swarm.program = "tests.scenarios.crashing_peer" if crash else "peers.peer"
+            for peer in swarm.peers:
+                peer.kill()
+            for peer in swarm.peers:
+                peer.program = swarm.program
+                swarm.restart(peer, [])
+        finish(swarm, 300)
+        check(swarm, run_file, 5)
