@@ -16,12 +16,14 @@ logger = logging.getLogger(__name__)
 def sync_manifest(store: BlobStore, manifest: Manifest) -> None:
     """Makes a manifest and everything that it names durable.
 
+    Its deltas, too, where they are here: who took values in their place has none.
+
     Raises:
         MissingBlobs: some are not in the store.
         StateError: the disk failed.
     """
     store.put(manifest.encoded, manifest.blob)
-    store.sync(manifest.blobs)
+    store.sync({*manifest.blobs, *filter(store.has, manifest.deltas)})
 
 
 def missing_of(error: StateError) -> tuple[Digest, ...]:

@@ -10,6 +10,7 @@ import torch
 from swarm.codecs import values_in
 from swarm.network.blobs import BlobStore
 from swarm.network.reducing import LeftOver, Mean, Reducing
+from swarm.network.upkeep import sync_manifest
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Rebuild, Reduce
 from swarm.protocol.layout import Layout
@@ -114,6 +115,23 @@ def test_a_delta_that_is_no_delta_is_a_problem_and_no_failure(bench: Bench) -> N
     assert problem and "5 bytes" in problem
     bench.store.collect(set())
     assert len(bench.store) == 0
+
+
+@pytest.mark.parametrize("has_deltas", [True, False])
+def test_a_manifest_is_durable_with_its_deltas_or_without(
+    bench: Bench, tmp_path: Path, has_deltas: bool
+) -> None:
+    """Who voted for it has the deltas; who took its values in their place need not."""
+    blobs = {word: bench.store.put(word) for word in (b"c", b"v")}
+    founding = replace(TIP.founding, config=blobs[b"c"], validation=blobs[b"v"])
+    delta = bench.store.put(b"delta") if has_deltas else digest_of(b"delta")
+    entry = Entry(bench.base, len(BASE), 1, "A", "bf16", "b" * 64, delta, "b2")
+    sources = {NAME: (("A", delta),)}
+    manifest = replace(TIP, founding=founding, entries={NAME: entry}, sources=sources)
+    sync_manifest(bench.store, manifest)
+    again = BlobStore(tmp_path)
+    assert again.has(manifest.blob) and again.has(bench.base)
+    assert again.has(delta) == has_deltas
 
 
 # ------------------------------------------------ what is left over
