@@ -18,8 +18,7 @@ from swarm.evaluation.tasks import TaskFailed, require_tasks, run_task, shots_of
 from swarm.export.facts import ExportFacts
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.observer import Observer
-from swarm.peer.held_out_text import held_out_text
-from swarm.peer.live_model import held_out_tokens
+from swarm.peer.held_out_text import held_out_text, held_out_tokens
 from swarm.peer.state_directory import IDENTITY_FILE
 from swarm.progress import duration
 from swarm.protocol.printable import printable

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swarm.data.held_out import HeldOut
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
-from swarm.peer.live_model import held_out_of
+from swarm.peer.held_out_text import held_out_of
 from swarm.peer.state_directory import RunDirectory
 
 TOLERANCE = 1e-3

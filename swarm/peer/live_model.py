@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from swarm.codecs import (
@@ -30,10 +28,8 @@ from swarm.codecs import (
     read_tensors,
 )
 from swarm.config import RunConfig
-from swarm.data.held_out import HeldOut, held_out_windows
-from swarm.data.tokenise import END_OF_TEXT
+from swarm.data.held_out import HeldOut
 from swarm.deltas.units import Delta
-from swarm.errors import BadBlob, DataError
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
@@ -43,7 +39,7 @@ from swarm.peer.live_deltas import difference, follow
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
@@ -381,39 +377,3 @@ def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store:
 
 def _digests(manifest: Manifest) -> list[Digest]:
     return [entry.digest for entry in manifest.entries.values()]
-
-
-def held_out_tokens(
-    manifest: Manifest, run: RunConfig, store: BlobStore
-) -> tuple[NDArray[np.int64], int, int]:
-    """Tokens of the founder's held-out documents, the one that closes each, and their bytes.
-
-    Raises:
-        BadBlob: they are not of this run's vocabulary.
-    """
-    founding = manifest.founding
-    blob = store.get(founding.validation)
-    assert blob is not None, "the held-out tokens are part of every fetched state"
-    tokens = np.frombuffer(bytes(blob), dtype="<u4").astype(np.int64)
-    if len(tokens) and tokens.max() >= run.model.vocab_size:
-        raise BadBlob("held_out_tokens", "the founder's held-out tokens are not of the vocabulary")
-    used, end = founding.tokenizer, end_of_text(founding)
-    return tokens, end, used.held_out_bytes if used else int((tokens != end).sum())
-
-
-def end_of_text(founding: Founding) -> int:
-    """The token that closes a document of a run."""
-    return founding.tokenizer.end_of_text if founding.tokenizer else END_OF_TEXT
-
-
-def held_out_of(manifest: Manifest, run: RunConfig, store: BlobStore) -> HeldOut:
-    """The founder's held-out text.
-
-    Raises:
-        BadBlob: it has no tokens of this run's vocabulary.
-    """
-    tokens, end, num_bytes = held_out_tokens(manifest, run, store)
-    try:
-        return held_out_windows(tokens, end, run.data.sequence_length, num_bytes)
-    except DataError as error:
-        raise BadBlob("held_out_tokens", f"the founder's: {error}") from error

@@ -25,10 +25,11 @@ from swarm.peer.agreed_model import named_tensors
 from swarm.peer.entering import Started, Starter
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.founding import found
+from swarm.peer.held_out_text import end_of_text, held_out_of
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
 from swarm.peer.leaving import Stop, leave
-from swarm.peer.live_model import Agreed, LiveModel, end_of_text, held_out_of, merge_blobs
+from swarm.peer.live_model import Agreed, LiveModel, merge_blobs
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher, announcement

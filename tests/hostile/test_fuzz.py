@@ -19,9 +19,12 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hypothesis import HealthCheck, Phase, given, settings
 
+from swarm.codecs import check_finite
+from swarm.codings import coded_bytes
 from swarm.config import PeerConfig, RunConfig, parse_config
 from swarm.data.tokenizer_file import FileTokenizer
 from swarm.data.training import train_tokenizer
+from swarm.deltas.units import apply_delta, check_delta
 from swarm.errors import ConfigError, HostileInput, InvitationError, RunMismatch, TokenizerError
 from swarm.network.bounded_msgpack import BoundedSerializer, is_bytes, structure_problem
 from swarm.network.bulk import ASK_BYTES, HEAD_BYTES, Ask, Head
@@ -79,6 +82,8 @@ from swarm.protocol.wire import (
     encode,
     holders_of,
 )
+from tests.deltas.units import CODINGS, base_of, delta_of, gaussian, reading, unit
+from tests.deltas.units import encoded as encoded_delta
 from tests.hostile.fuzzing import Decoder, spoilt
 from tests.protocol.test_evidence import RULES as SHOWN_RULES
 from tests.protocol.test_evidence import TRUE as SHOWN
@@ -105,12 +110,25 @@ BLOBS = {
 }
 
 
+DELTA_UNITS = tuple(unit(coding, "bf16", 700) for coding in CODINGS)
+DELTAS = tuple(encoded_delta(layout, gaussian(700, scale=1e-2)) for layout in DELTA_UNITS)
+
+
 @cache
 def identity() -> Identity:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         return load_or_create_identity(Path(folder) / "key")
+
+
+def judge_delta(encoded: bytes) -> None:
+    """In each coding; what is accepted makes a value that is accepted too."""
+    for layout in DELTA_UNITS:
+        if coded_bytes(layout) == len(encoded):
+            delta, base = delta_of(encoded), base_of(layout, gaussian(layout.num_elements))
+            check_delta(layout, delta, reading(base), absolute=1.0, relative=1.0)
+            check_finite(layout, apply_delta(layout, reading(base), delta))
 
 
 def judge_manifest(encoded: bytes) -> None:
@@ -298,6 +316,7 @@ DECODERS: dict[str, Decoder] = {
     "subkey": Decoder(
         judge_subkey, (), (MSGPackSerializer.dumps(identity().public_key), b"\xc4\x20" + bytes(32))
     ),
+    "delta": Decoder(judge_delta, HOSTILE, DELTAS),
     "msgpack": Decoder(
         judge_msgpack,
         HOSTILE,
