@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from swarm.codecs import Content
+from swarm.codings import coded_bytes
 from swarm.deltas.units import apply_delta, check_delta
 from swarm.errors import BadBlob
 from swarm.network.contents import BlobGone
@@ -14,6 +15,7 @@ from swarm.peer.status import PeerStatus
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import OfferedUnit
 from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.training import SavedWork
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,24 @@ class Offering:
     def changed(self) -> None:
         """Says that live values have changed."""
         self._named.clear()
+
+    def resume(self, tip: Manifest, saved: SavedWork) -> None:
+        """Knows again what was offered of live values that were loaded, if it is on this tip."""
+        layouts = self.model.agreed.layout.by_unit
+        for unit, digest in saved.offered.items():
+            layout, delta = layouts[unit], saved.deltas.get(unit)
+            if layout.coding != "none":
+                num_bytes = layout.num_bytes if delta else coded_bytes(layout)
+                base = tip.entries[unit].digest
+                self._named[unit] = OfferedUnit(digest, num_bytes, base, delta)
+                self.model.keep_offered(filter(None, [digest, delta]))
+
+    def sync(self) -> None:
+        """Makes what was offered as deltas durable: it may be counted while this peer is gone."""
+        named = self._named.values()
+        blobs = [digest for each in named for digest in (each.digest, each.delta) if digest]
+        if blobs:
+            self.model.agreed.store.sync(blobs)
 
     def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
         """What is offered of a unit, whose blobs are in the store.

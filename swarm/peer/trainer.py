@@ -117,6 +117,7 @@ class Trainer(TrainingShell):
             return None
         logger.info("resume %s", loaded.reason)
         self.model.bases = dict(work.expert_bases)
+        self.offering.resume(tip, work)
         restore_rng(loaded.state.rng, torch.device("cpu"))
         return work
 
@@ -201,7 +202,8 @@ class Trainer(TrainingShell):
             units[unit] = patiently(offered, "offered value", self._pause)
         for unit, each in units.items():
             if self.model.is_coded or expert_of_unit(unit) is not None:
-                self.model.keep_offered([each.digest, *([each.delta] if each.delta else [])])
+                self.model.keep_offered(filter(None, [each.digest, each.delta]))
+        patiently(self.offering.sync, "offered deltas", self._pause)
         return units
 
     async def save(
@@ -212,7 +214,11 @@ class Trainer(TrainingShell):
         path = self.directory.private_path
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)
-            stored = replace(work, offered={unit: value.digest for unit, value in units.items()})
+            stored = replace(
+                work,
+                offered={unit: value.digest for unit, value in units.items()},
+                deltas={unit: value.delta for unit, value in units.items() if value.delta},
+            )
             private = PrivateState(engine=engine, rng=rng, **asdict(stored))
             self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)

@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Self
@@ -72,6 +72,7 @@ class PrivateState:
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
         carried: what the round before left out already, see `swarm.protocol.adoption`.
+        deltas: unit -> digest of the delta that makes its offered value, where there is one.
     """
 
     engine: EngineState
@@ -86,6 +87,7 @@ class PrivateState:
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
     carried: frozenset[int | None] = frozenset()
+    deltas: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -287,10 +289,12 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
     """The end of the file, behind the tensors, without the digest."""
     engine = state.engine
     meta = {
-        field.name: getattr(state, field.name)
-        for field in dataclasses.fields(state)
-        if field.name not in ("engine", "rng", "carried")
+        each.name: getattr(state, each.name)
+        for each in dataclasses.fields(state)
+        if each.name not in ("engine", "rng", "carried", "deltas")
     }
+    if state.deltas:
+        meta["deltas"] = dict(state.deltas)
     if state.carried:
         meta["carried"] = sorted(state.carried, key=str)
     meta["offered"] = dict(state.offered)

@@ -316,3 +316,11 @@ def test_what_is_carried_is_saved_where_there_is_any(path):
     carried = replace(plain, carried=frozenset([3, None]))
     save_private(path, carried)
     assert load_private(path).carried == {3, None}
+
+
+def test_deltas_of_offered_values_are_saved_where_there_are_any(path):
+    plain = small_state()
+    save_private(path, plain)
+    assert b"deltas" not in path.read_bytes()
+    save_private(path, replace(plain, deltas={"expert.3": "d" * 64}))
+    assert load_private(path).deltas == {"expert.3": "d" * 64}

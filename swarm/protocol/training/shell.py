@@ -10,7 +10,7 @@ that takes time is awaited: a real shell blocks its thread, a simulated one lets
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from swarm.protocol.adoption import Adoption, Carried
@@ -69,6 +69,8 @@ class SavedWork:
     """Empty in what is to be saved: its values are not stored yet."""
     carried: Carried = frozenset()
     """What the round before left out, see `adopt`."""
+    deltas: Mapping[Unit, Digest] = field(default_factory=dict)
+    """Those that make the offered values of verbatim units [W5]; empty as `offered`."""
 
     @property
     def completed(self) -> bool:
