@@ -26,6 +26,7 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Digest, Entry, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import Rules
+from swarm.protocol.training import SavedWork
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import founded_in
 from tests.train.runs import tiny_run
@@ -276,6 +277,34 @@ def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -
     for unit in due_units("me", swarm.tip, 1):
         if expert_of_unit(unit) is None:
             assert torch.equal(swarm.live("me", unit), swarm.agreed(unit))
+
+
+def test_after_a_restart_the_very_blobs_are_offered_that_were_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    swarm.train("me", moves(swarm, 1))
+    live, tip = swarm.lives["me"], swarm.tip
+    coded = [u for u in due_units("me", tip, 1) if swarm.layout.by_unit[u].coding != "none"]
+    bases = {unit: tip.entries[unit].digest for unit in coded}
+    first = {u: swarm.offerings["me"].offered(tip, u, bases[u], 64) for u in coded}
+    saved = SavedWork(
+        run_id="run",
+        base_tip=tip.digest,
+        round=1,
+        steps=1,
+        tokens=64,
+        seconds=1.0,
+        data_position=0,
+        expert_bases=live.bases,
+        offered={unit: each.digest for unit, each in first.items()},
+        deltas={unit: each.delta for unit, each in first.items() if each.delta},
+    )
+    monkeypatch.setattr(LiveModel, "difference", None)  # no delta may be made again
+    again = Offering(live, swarm.offerings["me"].rounds, cast(PeerStatus, None))
+    again.resume(tip, saved)
+    swarm.store.collect({entry.digest for entry in tip.entries.values()})
+    assert {u: again.offered(tip, u, bases[u], 64) for u in coded} == first
 
 
 def test_a_run_without_codings_pins_nothing() -> None:
