@@ -6,7 +6,8 @@ they have at most 15 significant bits, so they are exact in fp32, whether or not
 the product with the addition that follows. The sum of two such numbers is a multiple of 2^-123, so
 never subnormal, and processors that flush subnormals to zero agree with the others. What rounds is
 one fp32 addition, and one rounding to bf16 where that is the agreed type: both are IEEE's, ties to
-even.
+even. A value that no delta has moved yet need not be canonical: what it has below 2^-126 is less
+than half a unit in the last place of any p but 0, and next to that it becomes +0.
 """
 
 from __future__ import annotations

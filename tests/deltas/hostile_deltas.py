@@ -35,9 +35,12 @@ def _within(random: np.random.Generator, low: int, high: int, size: int) -> Bits
 
 @cache
 def base_bits(codec: Codec) -> bytes:
-    """Canonical values, of all signs and magnitudes."""
+    """Values of all signs and magnitudes; a few are not canonical: subnormal, or a zero below 0."""
     random = np.random.Generator(np.random.PCG64(1))
     high = _within(random, -100, 39, SIZE).astype(np.uint32)
+    odd = random.random(SIZE) < 0.03
+    high[odd] = random.integers(0, 27 << 7, int(odd.sum()))
+    high[random.random(SIZE) < 0.01] = 0x8000
     high |= (random.integers(0, 2, SIZE) << 15).astype(np.uint32) * (high != 0)
     if codec == "bf16":
         return high.astype("<u2").tobytes()
@@ -52,7 +55,8 @@ def delta_bits(coding: Coding) -> bytes:
         # A third takes its base away exactly.
         bits = np.frombuffer(base_bits("bf16"), "<u2") ^ 0x8000
         other = _within(random, -100, 39, SIZE)
-        bits = np.where((random.random(SIZE) < 0.3) & (bits != 0x8000), bits, other)
+        is_canonical = (bits & 0x7FFF) >= 27 << 7
+        bits = np.where((random.random(SIZE) < 0.3) & is_canonical, bits, other)
         return bits.astype("<u2").tobytes()
     pieces, blocks = [], -(-SIZE // BLOCK)
     for first in range(0, blocks, GROUP):

@@ -19,22 +19,22 @@ from tests.deltas.units import CODINGS, applied, delta_of, unit
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = {
-    "bf16 fp32": "726b9a729da41020",
-    "bf16 bf16": "5c0230de78633c96",
-    "int8 fp32": "133198a00cb27ca5",
-    "int8 bf16": "bd2d6c4f84faeefb",
-    "int4 fp32": "d6dc14f2318c0797",
-    "int4 bf16": "18da45d6a21d7223",
-    "b2 fp32": "6ac2e05a3144c863",
-    "b2 bf16": "08fd71aa601a6357",
-    "b1 fp32": "8ce0e9817cccb923",
-    "b1 bf16": "7bceb8fe00871e98",
-    "top8 fp32": "8f0eee301c749cb7",
-    "top8 bf16": "8367c0ba307b227f",
-    "top16 fp32": "b78b2e621abb4f38",
-    "top16 bf16": "46e08c404aa1360e",
-    "top32 fp32": "60f8ad32ee70dc87",
-    "top32 bf16": "6d9a3824b004af04",
+    "bf16 fp32": "66fdf84d10f08e69",
+    "bf16 bf16": "3794bff339ec4741",
+    "int8 fp32": "578373b9ebb8c25f",
+    "int8 bf16": "95a54845ad9b9f2a",
+    "int4 fp32": "a2e23525356739e6",
+    "int4 bf16": "a44cf27fb4fbde89",
+    "b2 fp32": "aea4e8ed7f67c4d4",
+    "b2 bf16": "73b15357f0ba34af",
+    "b1 fp32": "aca92c937af29ad2",
+    "b1 bf16": "f3f0e8990c0fe1dd",
+    "top8 fp32": "7dc4bc3f22bdcfb1",
+    "top8 bf16": "bc175de1f0c5d3e1",
+    "top16 fp32": "9cdc622aa952359f",
+    "top16 bf16": "a1656349e62bf866",
+    "top32 fp32": "f0db6fb892fe1ce7",
+    "top32 bf16": "31c88d8fa6f7f941",
 }
 """The first 64 bits of each digest."""
 
