@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "swarm.codecs": BASE,
     "swarm.codings": BASE,
     "swarm.deltas": BASE | {"swarm.codecs", "swarm.codings"},
-    "swarm.model": BASE | DURABLE,
+    "swarm.model": BASE | DURABLE | {"swarm.codings"},
     "swarm.data": BASE | DURABLE | {"swarm.progress"},
     "swarm.evaluation": PROTOCOL | DURABLE | {"swarm.model", "swarm.data"},
     "swarm.train": BASE | DURABLE | {"swarm.model", "swarm.data"},

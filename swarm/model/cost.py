@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarm.codings import elements_bytes
 from swarm.config import Codec, ModelConfig, RunConfig
 from swarm.experts import expert_shapes, shared_shapes
 
@@ -97,24 +98,50 @@ def expert_wire_bytes(run: RunConfig) -> int:
 def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     """Blob bytes that a peer sends, mean over peers and rounds: (2 S (N-1) + X (N+R-2)) / N.
 
-    S are the bytes of the shared tensors: every peer sends each part to its reducer, which sends
-    the mean to everybody, 2 (N-1) times in all. X are the bytes of the experts: R-1 owners send
-    theirs to the one that averages, which sends the result to the N-1 others. Bytes received
-    are the same. X counts once in `round.experts_every` rounds. Control messages, joiners and
-    repeats are not in it.
+    S are the bytes of the shared tensors, or of their deltas: every peer sends each part to its
+    reducer, which sends the mean to everybody, 2 (N-1) times in all. X are those of the experts:
+    R-1 owners send theirs to the one that averages, which sends the result to the N-1 others. Bytes
+    received are the same. X counts once in `round.experts_every` rounds. Control messages, joiners
+    and repeats are not in it.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
-    shared = 2 * shared_wire_bytes(run) * (num_peers - 1)
-    experts = expert_wire_bytes(run) * (num_peers + owners - 2) / run.round.experts_every
+    shared = 2 * _moved_shared_bytes(run) * (num_peers - 1)
+    experts = _moved_expert_bytes(run) * (num_peers + owners - 2) / run.round.experts_every
     return (shared + max(experts, 0)) / num_peers
+
+
+def _moved_shared_bytes(run: RunConfig) -> int:
+    """What the shared tensors of a round take: of those with a coding, the bytes of their deltas.
+
+    As if they were one part: each further one fills up a block.
+    """
+    if run.wire.shared_coding == "none":
+        return shared_wire_bytes(run)
+    uncoded = sum(
+        math.prod(shape)
+        for name, shape in shared_shapes(run.model).items()
+        if name.endswith("norm.weight") or ".mlp.gate." in name
+    )
+    coded = parameters(run.model).shared - uncoded
+    return uncoded * ELEMENT_BYTES["fp32"] + elements_bytes(coded, run.wire.shared_coding)
+
+
+def _moved_expert_bytes(run: RunConfig) -> int:
+    """Likewise of all experts."""
+    if run.wire.experts_coding == "none":
+        return expert_wire_bytes(run)
+    each = elements_bytes(parameters(run.model).per_expert, run.wire.experts_coding)
+    return each * run.model.num_experts
 
 
 def handover_bytes(run: RunConfig, num_peers: int) -> int:
     """Bytes that a peer that leaves hands over: the moments of its experts, in fp32.
 
-    With masters where the wire rounds experts: 12 bytes per parameter instead of 8.
+    With masters where the wire rounds experts and has no deltas of them: 12 bytes per parameter
+    instead of 8.
     """
-    each = MOMENTS_BYTES if run.wire.experts == "fp32" else PRIVATE_BYTES
+    has_no_masters = run.wire.experts == "fp32" or run.wire.experts_coding != "none"
+    each = MOMENTS_BYTES if has_no_masters else PRIVATE_BYTES
     return each * parameters(run.model).per_expert * owned_per_peer(run, num_peers)
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from swarm.config import RunConfig, validate_config
+from swarm.codings import coded_bytes
+from swarm.config import Coding, RunConfig, validate_config
+from swarm.experts import expert_of_unit
 from swarm.model.cost import (
     ELEMENT_BYTES,
     bytes_sent_per_peer_per_round,
@@ -19,6 +21,7 @@ from swarm.model.cost import (
     step_flops_per_token,
     trained_per_peer,
 )
+from swarm.protocol.layout import layout_of
 from tests.model.samples import tiny_run
 
 
@@ -121,6 +124,24 @@ def test_spes_in_fp32_sends_43_9_percent_less_than_averaging_everything() -> Non
     assert saved == pytest.approx(0.439, abs=5e-4)
     # DiLoCo's all-reduce of the whole model, 44.0 GB in the table.
     assert bytes_sent_per_peer_per_round(everything, 4) / 1e9 == pytest.approx(44.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shared", "experts", "gigabytes"),
+    [("int8", "int8", 6.22), ("int4", "int4", 3.14), ("b2", "b2", 1.60), ("b1", "b1", 0.83)],
+)
+def test_deltas_take_the_bytes_of_their_codings(
+    shared: Coding, experts: Coding, gigabytes: float
+) -> None:
+    coded = {"shared_coding": shared, "experts_coding": experts}
+    run = spes("7b")
+    run = run.model_copy(update={"wire": run.wire.model_copy(update=coded)})
+    sent = bytes_sent_per_peer_per_round(run, 4) / 1e9
+    assert sent == pytest.approx(gigabytes, abs=0.006)
+    layout = layout_of(run)
+    parts = [(expert_of_unit(unit.unit), coded_bytes(unit)) for unit in layout.units]
+    moved = [sum(size for e, size in parts if (e is None) == is_shared) for is_shared in (1, 0)]
+    assert sent * 1e9 == pytest.approx((2 * 3 * moved[0] + 3 * moved[1]) / 4, rel=1e-4)
 
 
 def test_bytes_are_counted_from_what_each_peer_sends() -> None:
