@@ -91,7 +91,6 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        held_out = held_out_of(started.record.tip, run, started.store)
         self._engine = engine_for(run, host.config.compute, started.directory.path)
         self.status.engine_of = lambda: describe(self._engine.options, run)
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
@@ -101,7 +100,7 @@ class Peer:
             self._loader,
             self._rounds,
             started.directory,
-            held_out=held_out,
+            held_out=held_out_of(started.record.tip, run, started.store),
             status=self.status,
             moments=self._moments,
             stop=self._stop,
