@@ -10,6 +10,14 @@ rounded off, without which updates below half a unit in the last place would be 
 and of a late offer, which is trained on, the steps since, which no offer had. With fp32 on the wire
 the offer of a finished round lacks nothing, so its owner restarts from the mean, in its bits.
 
+Where deltas are averaged [W5, W8], a value x that is trained never jumps to the agreed one: it
+becomes x + (v' - v) - c, where c is what it has brought into the mean itself. So x - v' is always
+just what the swarm has not got from it yet: what the coding of its delta lost, later steps, and
+the steps of a round that left it out. The next delta is x - v', so nothing is lost and nothing
+comes twice, without anything stored besides x. This needs the very blob that was counted: a peer
+that does not know it begins anew from v', and so does one that a second round in a row left out.
+A delta that is taken verbatim needs no rule of its own: its writer's master stays [S2].
+
 After a restart the same function decides, with the bases and the offer that the private state
 was saved with [P6].
 """
@@ -17,12 +25,15 @@ was saved with [P6].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer
+
+Carried = frozenset[int | None]
+"""Experts; None stands for the shared tensors."""
 
 
 class Action(Enum):
@@ -32,6 +43,8 @@ class Action(Enum):
     PUBLISHED = "published"  # my offered value is the agreed one: master stays, base := its digest
     REBASE = "rebase"  # a merge: master := merged + (master - value of `rebase_from`)
     AVERAGED = "averaged"  # my offered value is in the mean: as REBASE, from that value
+    CORRECTED = "corrected"  # my delta `rebase_from` is in the mean: as CARRIED, less that delta
+    CARRIED = "carried"  # a round went on without me: master += agreed value - the one before
     RESTART = "restart"  # master := agreed value; the moments stay, they are local
     DROP = "drop"  # no longer mine: master and moments go
     TAKE_UP = "take_up"  # newly mine: master := agreed value, zero moments
@@ -46,8 +59,8 @@ class ExpertDecision:
     """Base digest of the progress from now on; None after a drop."""
     reason: str
     rebase_from: Digest | None = None
-    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED:
-    my offered value, a blob that I keep until I have adopted."""
+    """For REBASE: the agreed value to subtract, a blob of the previous tip. For AVERAGED and
+    CORRECTED: what I offered, a blob that I keep until I have adopted."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +68,13 @@ class Adoption:
     """What to do with all local progress."""
 
     shared: Action
-    """KEEP (go on where you are; a finished offer may be offered again) or RESTART."""
+    """KEEP (go on where you are; a finished offer may be offered again) or RESTART; with deltas
+    CORRECTED or CARRIED [W8]."""
     shared_reason: str
     experts: Mapping[int, ExpertDecision]
     """Of every expert that was or is mine, in order."""
+    shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
+    """If the shared tensors are CORRECTED: what I offered of each part."""
 
     @property
     def bases(self) -> dict[int, Digest]:
@@ -69,8 +85,19 @@ class Adoption:
     @property
     def kept(self) -> frozenset[int]:
         """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
-        moved = (Action.KEEP, Action.PUBLISHED, Action.REBASE, Action.AVERAGED)
-        return frozenset(e for e, choice in self.experts.items() if choice.action in moved)
+        restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
+        return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
+
+    def carried_after(self, before: Carried) -> Carried:
+        """What goes on from a round that left it out, and is not to be left out again [W8]."""
+        choices: dict[int | None, Action] = {None: self.shared}
+        choices |= {expert: each.action for expert, each in self.experts.items()}
+        return frozenset(
+            what
+            for what, action in choices.items()
+            if action is Action.CARRIED
+            or (what in before and action in (Action.KEEP, Action.REBASE))
+        )
 
 
 def adopt(
@@ -80,6 +107,7 @@ def adopt(
     previous: Digest,
     bases: Mapping[int, Digest],
     offers: Sequence[Offer],
+    carried: Carried = frozenset(),
 ) -> Adoption:
     """Decides on every piece of local progress.
 
@@ -90,11 +118,15 @@ def adopt(
         bases: base digest of each expert with local progress.
         offers: what this peer offered since then: late progress, the finished round. Training
             since then stays in the master.
+        carried: what the round before left out already.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.
     """
     shared, shared_reason = _decide_shared(me, manifest, previous)
+    known: Mapping[Unit, Digest] = {}
+    if shared is Action.RESTART and manifest.parent == previous and _moves_shared(manifest):
+        shared, shared_reason, known = _decide_coded_shared(me, manifest, offers, carried)
     mine = {expert for expert, owners in manifest.owners.items() if me in owners}
     decisions = {}
     for expert in sorted(mine | bases.keys()):
@@ -103,8 +135,15 @@ def adopt(
                 Action.DROP, None, f"expert {expert} belongs to others now"
             )
         else:
-            decisions[expert] = _decide_expert(me, expert, manifest, bases.get(expert), offers)
-    return Adoption(shared, shared_reason, decisions)
+            decision = _decide_expert(me, expert, manifest, bases.get(expert), offers)
+            base = bases.get(expert)
+            if base is not None and decision.action is Action.RESTART:
+                again = expert in carried
+                decision = (
+                    _decide_moved(me, expert, manifest, base, offers, again=again) or decision
+                )
+            decisions[expert] = decision
+    return Adoption(shared, shared_reason, decisions, known)
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
@@ -174,7 +213,7 @@ def _decide_expert(
         return ExpertDecision(
             Action.PUBLISHED, entry.digest, f"my value of expert {expert} is the agreed one"
         )
-    if entry.base is not None and entry.base in {base, *offered}:
+    if entry.base is not None and entry.delta is None and entry.base in {base, *offered}:
         return ExpertDecision(
             Action.REBASE,
             entry.digest,
@@ -182,7 +221,7 @@ def _decide_expert(
             rebase_from=entry.base,
         )
     averaged = offered.get(dict(manifest.sources.get(unit, ())).get(me, ""))
-    if averaged and (entry.codec != "fp32" or averaged.steps == 0):
+    if averaged and entry.delta is None and (entry.codec != "fp32" or averaged.steps == 0):
         return ExpertDecision(
             Action.AVERAGED,
             entry.digest,
@@ -194,3 +233,57 @@ def _decide_expert(
         entry.digest,
         f"expert {expert} has moved on in round {entry.version} from what I trained from",
     )
+
+
+def _moves_shared(manifest: Manifest) -> bool:
+    """Whether a training round moved shared tensors by deltas."""
+    moved = (unit for unit in manifest.deltas.values() if expert_of_unit(unit) is None)
+    return manifest.kind is Kind.QUORUM and any(moved)
+
+
+def _decide_coded_shared(
+    me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: Carried
+) -> tuple[Action, str, Mapping[Unit, Digest]]:
+    """As `_decide_shared` of a round on the previous tip; with my counted blobs [W8]."""
+    counted = {
+        unit: dict(values)[me]
+        for unit, values in manifest.sources.items()
+        if expert_of_unit(unit) is None and me in dict(values)
+    }
+    if not counted:
+        if None in carried:
+            return Action.RESTART, "a second round in a row went on without my values", {}
+        return Action.CARRIED, f"round {manifest.round} went on without my values; they go on", {}
+    for offer in offers:
+        if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):
+            return Action.CORRECTED, "my deltas are in the mean; the rest goes on", counted
+    return Action.RESTART, "deltas are in the mean that I do not know any more", {}
+
+
+def _decide_moved(
+    me: PeerId,
+    expert: int,
+    manifest: Manifest,
+    base: Digest,
+    offers: Sequence[Offer],
+    *,
+    again: bool,
+) -> ExpertDecision | None:
+    """What becomes of an expert whose base this very round moved by a mean of deltas [W8].
+
+    None: another rule decides. A delta that was taken verbatim has one writer: work beside it is
+    from another line of owners.
+    """
+    unit = expert_unit(expert)
+    entry, sources = manifest.entries[unit], dict(manifest.sources.get(unit, ()))
+    is_mean = entry.delta is not None and bool(sources) and entry.digest not in sources.values()
+    if not is_mean or entry.base != base:
+        return None
+    mine = sources.get(me)
+    if mine is None:
+        why = f"round {manifest.round} moved expert {expert} without my steps; they go on"
+        return None if again else ExpertDecision(Action.CARRIED, entry.digest, why)
+    if not any(unit in offer.units and offer.units[unit].digest == mine for offer in offers):
+        return None
+    why = f"my delta of expert {expert} is in the mean; the rest goes on"
+    return ExpertDecision(Action.CORRECTED, entry.digest, why, rebase_from=mine)

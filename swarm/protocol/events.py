@@ -194,6 +194,8 @@ class BlobWanted:
     sources: tuple[PeerId, ...]
     bound: UpdateBound | None = None
     """How far it may be from what it was trained from [U1]; None: it is no update to be judged."""
+    is_delta: bool = False
+    """Whether it is a delta; else it is a value."""
 
 
 @dataclass(frozen=True)
@@ -236,20 +238,42 @@ class CancelFetch:
 
 @dataclass(frozen=True)
 class Sync:
-    """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`."""
+    """Make all blobs of the manifest durable, then report `Synced`, or `SyncFailed`.
+
+    These are the values of all units, and those of its `deltas` that are here.
+    """
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
+class Rebuild:
+    """Make a value of the one before and a delta, which are both here; store it.
+
+    Report `Stored`, or `Unobtainable` with this peer's own name if it has another digest [W6].
+    """
+
+    unit: Unit
+    base: Digest
+    delta: Digest
+    digest: Digest
+    """What the value is called."""
+
+
+@dataclass(frozen=True)
 class Reduce:
-    """Average these values in the given order, store the result, report `UnitReduced`."""
+    """Average these values in the given order, store the result, report `UnitReduced`.
+
+    With a `base` these are deltas: add what earlier means left over (`protocol.remainders`), make
+    the mean a delta, and of that and the base the value. Both are durable before the report [W5].
+    """
 
     roster_id: Digest
     unit: Unit
     inputs: tuple[tuple[PeerId, Digest], ...]
     weights: tuple[int, ...] | None = None
     """What each of them weighs; None: all the same [W1]."""
+    base: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +334,7 @@ Effect = (
     | Fetch
     | CancelFetch
     | Sync
+    | Rebuild
     | Reduce
     | ComputeMerge
     | Apply

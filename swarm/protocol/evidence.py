@@ -11,13 +11,13 @@ from pydantic import Field
 from swarm.canonical import canonical
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.messages import Declaration, Declared, Evidence, ReducedUnit, Report
+from swarm.protocol.messages import Declaration, Declared, Evidence, Report, with_delta
 from swarm.protocol.schemas import (
-    BlobSchema,
     Capacity,
     DigestText,
     Peers,
     PeerText,
+    ResultSchema,
     Schema,
     Seconds,
     SignatureText,
@@ -50,15 +50,12 @@ class ReportSchema(Schema):
     """Signed results."""
 
     reducer: PeerText
-    results: dict[UnitText, BlobSchema]
+    results: dict[UnitText, ResultSchema]
     signature: SignatureText
 
     def value(self) -> Report:
         """As the protocol knows it."""
-        results = {
-            unit: ReducedUnit(mean.digest, mean.num_bytes)
-            for unit, mean in sorted(self.results.items())
-        }
+        results = {unit: mean.value() for unit, mean in sorted(self.results.items())}
         return Report(self.reducer, results, b64decode(self.signature))
 
 
@@ -81,7 +78,9 @@ def encode_evidence(evidence: Evidence) -> bytes:
             "reports": [
                 {
                     "reducer": report.reducer,
-                    "results": {unit: vars(mean) for unit, mean in report.results.items()},
+                    "results": {
+                        unit: with_delta(vars(mean)) for unit, mean in report.results.items()
+                    },
                     "signature": signature_text(report.signature),
                 }
                 for report in evidence.reports

@@ -38,6 +38,7 @@ def foreign_manifest(encoded: bytes) -> Manifest:
         (IS_SIGNATURE, manifest.wishes.values()),
         (IS_DIGEST, manifest.invitations),
         (IS_UNIT, [*manifest.entries, *manifest.sources]),
+        (IS_NAME, {entry.coding for entry in manifest.entries.values()}),
         (IS_NAME, [manifest.run] if manifest.run else []),
     )
     if wrong is not None:

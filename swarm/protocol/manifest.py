@@ -42,6 +42,8 @@ Lineage = tuple[tuple[int, tuple[int, str]], ...]
 Code = tuple[tuple[int, tuple[int, str] | tuple[()]], ...]
 
 FOUNDING_GENERATION = "0"
+UNCODED = "none"
+"""The coding of units whose values travel; all other codings are of deltas."""
 MAX_MANIFEST_BYTES = 8 * 2**20
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """Canonical JSON holds no other numbers."""
@@ -115,9 +117,11 @@ class Entry:
     """Who held the value first."""
     codec: str
     base: Digest | None = None
-    """In a merge, the digest before it [M4]."""
+    """Digest of the value before: in a merge [M4], and where the value moved by a delta [W4]."""
     delta: Digest | None = None
-    """Reserved for wires that send differences."""
+    """The blob that moved it from the base; None in a merge, and where values travel."""
+    coding: str = UNCODED
+    """How the delta became bytes; left out of the JSON where there is none."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,14 @@ class Manifest:
     @property
     def blobs(self) -> set[Digest]:
         """Every blob that a member keeps for it."""
-        return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
+        values = (each.digest for each in self.entries.values())
+        return {self.blob, *self.founding.blobs, *values, *self.deltas}
+
+    @cached_property
+    def deltas(self) -> Mapping[Digest, Unit]:
+        """The deltas by which this very manifest moved units [W6]."""
+        renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
+        return {delta: unit for delta, unit in renewed if delta is not None}
 
     @property
     def digest(self) -> Digest:
@@ -329,6 +340,8 @@ def _plain(
     """What JSON makes of a nested value; a third of the time that copying it first takes."""
     if isinstance(value, Founding):
         return {k: each for k, each in vars(value).items() if each or k != "tokenizer"}
+    if isinstance(value, Entry) and value.coding == UNCODED:
+        return {name: each for name, each in vars(value).items() if name != "coding"}
     if isinstance(value, (Invitation, Used)):
         return as_plain(value)  # they keep derived values beside their fields
     return value.value if isinstance(value, Kind) else vars(value)

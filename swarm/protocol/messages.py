@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swarm.canonical import canonical
 from swarm.experts import expert_of_unit
@@ -50,9 +50,12 @@ class OfferedUnit:
     """One unit's value as its owner offers it."""
 
     digest: Digest
+    """Of the value; of a unit whose deltas are averaged, of the delta, and no value is offered."""
     num_bytes: int
     base: Digest
     """Digest of the agreed value that it was trained from [S3]."""
+    delta: Digest | None = None
+    """The blob that makes the value of the base, where one writer's delta is taken verbatim."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Offer:
     @cached_property
     def encoded(self) -> bytes:
         """Canonical JSON: the offer's blob."""
-        units = {unit: vars(offered) for unit, offered in self.units.items()}
+        units = {unit: with_delta(vars(offered)) for unit, offered in self.units.items()}
         return canonical(
             {
                 "tip": self.tip,
@@ -232,6 +235,8 @@ class ReducedUnit:
 
     digest: Digest
     num_bytes: int
+    delta: Digest | None = None
+    """The blob that makes it of the agreed value before, where deltas are averaged [W5]."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +288,11 @@ class Commit:
 Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
 
 
+def with_delta(content: dict[str, Any]) -> dict[str, Any]:
+    """What JSON says of a unit: its delta only where there is one."""
+    return {name: each for name, each in content.items() if name != "delta" or each is not None}
+
+
 def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:
     """The bytes that a peer signs when it accepts a manifest."""
     return f"swarm accept {run} {ballot.attempt} {ballot.convener} {digest}".encode()
@@ -302,5 +312,8 @@ def ready_statement(run: str, tip: Digest, declared: Declaration) -> bytes:
 
 def reduced_statement(run: str, roster_id: Digest, results: Mapping[Unit, ReducedUnit]) -> bytes:
     """The bytes that a reducer signs with each message of its results."""
-    means = [[unit, mean.digest, mean.num_bytes] for unit, mean in sorted(results.items())]
+    means = [
+        [unit, mean.digest, mean.num_bytes, *([mean.delta] if mean.delta else [])]
+        for unit, mean in sorted(results.items())
+    ]
     return f"swarm reduced {run} {roster_id} {digest_of(canonical(means))}".encode()

@@ -39,7 +39,7 @@ def decode_offer(encoded: Buffer) -> Offer:
         parsed.steps,
         parsed.tokens,
         {
-            unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base)
+            unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base, offered.delta)
             for unit, offered in sorted(parsed.units.items())
         },
         parsed.seconds,

@@ -21,6 +21,7 @@ from swarm.protocol.messages import (
     Certificate,
     Header,
     Link,
+    ReducedUnit,
     Signature,
 )
 
@@ -77,6 +78,16 @@ class BlobSchema(Schema):
 
     digest: DigestText
     num_bytes: Count
+
+
+class ResultSchema(BlobSchema):
+    """What a reducer found of a unit."""
+
+    delta: DigestText | None = None
+
+    def value(self) -> ReducedUnit:
+        """As the protocol knows it."""
+        return ReducedUnit(self.digest, self.num_bytes, self.delta)
 
 
 class BallotSchema(Schema):
@@ -234,7 +245,7 @@ class ReducedSchema(Schema):
     type: Literal["reduced"]
     ballot: BallotSchema
     roster_id: DigestText
-    results: Annotated[dict[UnitText, BlobSchema], Field(max_length=MAX_RESULTS)]
+    results: Annotated[dict[UnitText, ResultSchema], Field(max_length=MAX_RESULTS)]
     missing: Annotated[dict[PeerText, Why], Field(max_length=MAX_MISSING)]
     signature: SignatureText
 
@@ -292,6 +303,7 @@ class OfferedUnitSchema(Schema):
     digest: DigestText
     num_bytes: Count
     base: DigestText
+    delta: DigestText | None = None
 
 
 class OfferSchema(Schema):

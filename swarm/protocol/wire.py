@@ -37,8 +37,8 @@ from swarm.protocol.messages import (
     Propose,
     Ready,
     Reduced,
-    ReducedUnit,
     Roster,
+    with_delta,
 )
 from swarm.protocol.offers import (
     MAX_OFFER_BYTES,
@@ -211,7 +211,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
         case Reduced():
             body = {
                 "roster_id": message.roster_id,
-                "results": {unit: vars(result) for unit, result in message.results.items()},
+                "results": {unit: with_delta(vars(each)) for unit, each in message.results.items()},
                 "signature": signature_text(message.signature),
                 "missing": {peer: _brief(why) for peer, why in message.missing.items()},
             }
@@ -338,10 +338,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
             able = tuple(listed.reducers) if listed else ()
             return Roster(body.ballot.value(), body.roster_id, offers, able)
         case ReducedSchema():
-            results = {
-                unit: ReducedUnit(blob.digest, blob.num_bytes)
-                for unit, blob in sorted(body.results.items())
-            }
+            results = {unit: found.value() for unit, found in sorted(body.results.items())}
             return Reduced(
                 body.ballot.value(),
                 body.roster_id,

@@ -71,6 +71,7 @@ class PrivateState:
         offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
+        carried: what the round before left out already, see `swarm.protocol.adoption`.
     """
 
     engine: EngineState
@@ -84,6 +85,7 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
+    carried: frozenset[int | None] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -287,8 +289,10 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
     meta = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
-        if field.name not in ("engine", "rng")
+        if field.name not in ("engine", "rng", "carried")
     }
+    if state.carried:
+        meta["carried"] = sorted(state.carried, key=str)
     meta["offered"] = dict(state.offered)
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
@@ -335,4 +339,5 @@ def _decode(meta: dict[str, Any], file: OpenFile, places: Mapping[str, Place]) -
         scale=LossScale(*meta.pop("scale", (1.0, 0))),
     )
     bases = {int(expert): digest for expert, digest in meta.pop("expert_bases")}
-    return PrivateState(engine=engine, expert_bases=bases, rng=rng, **meta)
+    carried = frozenset(meta.pop("carried", ()))
+    return PrivateState(engine=engine, expert_bases=bases, rng=rng, carried=carried, **meta)

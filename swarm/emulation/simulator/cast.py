@@ -9,13 +9,16 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from swarm.emulation.simulator.arithmetic import Averaging
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.emulation.simulator.values import Tag
 from swarm.protocol import abstaining
 from swarm.protocol.deadlines import Measured, Timers, production_timers
 from swarm.protocol.events import Effect, Record
 from swarm.protocol.handover import Giving, Taking
 from swarm.protocol.manifest import PeerId
+from swarm.protocol.remainders import Remainders
 from swarm.protocol.rounds import Parts, RoundMachine, Rules
 from swarm.protocol.training import Training
 
@@ -33,6 +36,8 @@ class Character:
     """Chance that its disk fails for good to make the blobs of a manifest durable."""
     reduce_s: float = 0.1
     merge_s: float = 0.3
+    rebuild_s: float = 0.05
+    """To make a value of a delta."""
     arithmetic: int = 0
     """Peers of the same number compute the same bits; negative: other bits each time."""
     up_bytes_per_s: float = inf
@@ -95,6 +100,8 @@ class Cast:
     giving: type[Giving] = Giving
     taking: type[Taking] = Taking
     door: type[Door] = Door
+    averaging: type[Averaging] = Averaging
+    remainders: type[Remainders[Mapping[Tag, int]]] = Remainders
     clock: Callable[[Times], float] = attrgetter("passed_s")
     """What a machine is told as the time."""
     timers: Callable[[Measured, Timers], Timers] = adapted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from swarm.emulation.simulator.values import Tag
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import Digest
-from swarm.protocol.messages import Link
+from swarm.protocol.manifest import Digest, Unit
+from swarm.protocol.messages import Link, OfferedUnit
 from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
 
@@ -24,12 +25,23 @@ class Progress(NamedTuple):
     value: Digest
 
 
+class Live(NamedTuple):
+    """A value that is trained: the agreed one that it is based on, and what it has over that."""
+
+    base: Digest
+    extra: Mapping[Tag, int]
+
+
 @dataclass(frozen=True)
 class PrivateState:
     """What a peer keeps for itself [P6], replaced atomically."""
 
     work: SavedWork
     progress: Mapping[int, Progress]
+    live: Mapping[Unit, Live] = field(default_factory=dict)
+    """Of units that move by deltas."""
+    named: Mapping[Unit, OfferedUnit] = field(default_factory=dict)
+    """What was offered of these."""
 
 
 class Disk:

@@ -10,6 +10,7 @@
 | L | all of this at once |
 | M | a minority hears nobody, or is heard by nobody; the majority must go on |
 | N | rounds last a given time, in which peers do 1 to 16 steps; anything on anybody |
+| R | units move by deltas; anything on anybody |
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import Draw, Mix, Scenario
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
+from swarm.experts import shared_unit
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
 
 STEPS_S = (0.2, 0.4, 1.6, 4.0)
 """Of a local step where rounds last a given time."""
+DELTA_BYTES = 30
+"""Of a unit of 100 bytes."""
 STRANGER = "s"
 """Ends the name under which a peer comes back that lost its key."""
 JUMPS_S = (-7200.0, -90.0, -3.0, 40.0, 900.0, 86400.0)
@@ -48,6 +52,8 @@ class ExtendedMix(Mix):
     """How long local steps take; None: every peer takes the same number."""
     copy_s: tuple[float, ...] = ()
     """How long an owner takes to put moments out; empty: moments are not modelled."""
+    has_deltas: bool = False
+    """Whether units move by deltas: experts, a part of the shared tensors, or both."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """What draws scenarios of this class."""
@@ -169,6 +175,26 @@ EXTENDED: dict[str, ExtendedMix] = {
         merging=0.4,
         round_seconds=3.2,
     ),
+    "R": ExtendedMix(
+        peers=(2, 7),
+        strangers=0.2,
+        window_s=(50.0, 120.0),
+        kinds={
+            "crash": 3.0,
+            "trap": 4.0,
+            "lose_disk": 0.5,
+            "roll_back": 0.5,
+            "pause": 1.0,
+            "split": 2.0,
+            "cut": 2.0,
+            "storm": 0.5,
+            "die": 0.5,
+            "leave": 0.5,
+        },
+        loss=0.15,
+        merging=0.3,
+        has_deltas=True,
+    ),
 }
 
 
@@ -206,12 +232,25 @@ class ExtendedDraw(Draw):
 
     def _rules(self) -> Rules:
         rules = replace(super()._rules(), round_seconds=self.mix.round_seconds)
+        if self.mix.has_deltas:
+            rules = self._with_deltas(rules)
         if self.mix.unit_mbytes is None:
             return rules
         sizes = {
             unit: int(1e6 * self.random.uniform(*self.mix.unit_mbytes)) for unit in rules.unit_bytes
         }
         return replace(rules, unit_bytes=sizes)
+
+    def _with_deltas(self, rules: Rules) -> Rules:
+        """One part of the shared tensors stays as norms and routers do."""
+        moved = self.random.choice(["experts", "shared", "both", "both"])
+        units = [*rules.expert_units] if moved != "shared" else []
+        units += [shared_unit(1)] if moved != "experts" else []
+        return replace(
+            rules,
+            unit_coding=dict.fromkeys(units, "b2"),
+            delta_bytes=dict.fromkeys(units, DELTA_BYTES),
+        )
 
     def _character(self, peer: PeerId) -> Character:
         character = replace(super()._character(peer), clock_s=self.random.uniform(0.0, 1e6))

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from swarm.emulation.simulator.cast import Cast, machine_of
+from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
@@ -305,4 +306,5 @@ ALL_MUTANTS: Mapping[str, Mutant] = {
     **EXTENDED_MUTANTS,
     **WAITING_MUTANTS,
     **LYING_MUTANTS,
+    **DELTA_MUTANTS,
 }

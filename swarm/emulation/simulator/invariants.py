@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_votes
 from swarm.emulation.simulator.ledger import Ledger
@@ -41,6 +42,7 @@ class Invariants:
         self.manifests: dict[Digest, Manifest] = {founding.digest: founding}
         self.first_seen_s: dict[Digest, float] = {founding.digest: 0.0}
         self._ledger = Ledger(rules, values, founding)
+        self.deltas = DeltaInvariants(rules, values)
         self._applied: dict[tuple[str, int], Digest] = {}
         self._acceptors: dict[Digest, set[PeerId]] = {}
         self._forgiven: dict[PeerId, set[Digest]] = {}
@@ -75,6 +77,7 @@ class Invariants:
     def offered(self, peer: PeerId, offer: Offer) -> None:
         """A peer's machine has got this offer, to put it before the convener."""
         self._offered.setdefault((peer, offer.tip), []).append(offer)
+        self.deltas.offered(peer, offer)
 
     def persisted(
         self, peer: PeerId, before: Record, disks: Mapping[PeerId, Disk], now: float
@@ -86,6 +89,7 @@ class Invariants:
         if accepted is not None and accepted is not before.accepted:
             self._see(accepted.manifest, now)
             self._require_blobs(peer, disk, accepted.manifest, "I2", "accepted")
+            self.deltas.accepted(peer, disk, accepted.manifest)
             self._acceptors.setdefault(accepted.manifest.digest, set()).add(peer)
         if record.tip.digest == before.tip.digest:
             return
@@ -106,6 +110,7 @@ class Invariants:
         """What this peer had voted for counts as durable from now on: it did all it could [I2]."""
         voted = {digest for digest, peers in self._acceptors.items() if peer in peers}
         self._forgiven.setdefault(peer, set()).update(voted)
+        self.deltas.forgetful.add(peer)
 
     def reformed(
         self, peer: PeerId, old: Manifest, new: Manifest, heard: Collection[PeerId]
@@ -291,7 +296,10 @@ class Invariants:
                 continue
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
-            self._check_value(name, unit, manifest, parent)
+            if unit in self.rules.unit_coding:
+                self.deltas.check_move(unit, manifest, parent)
+            else:
+                self._check_value(name, unit, manifest, parent)
 
     def _check_members(self, manifest: Manifest, parent: Manifest) -> None:
         """Members are peers that there are, with the capacity that they have said [I12]."""

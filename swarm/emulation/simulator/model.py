@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swarm.emulation.simulator.deltas import Deltas, Step
 from swarm.emulation.simulator.disk import Disk, PrivateState, Progress
 from swarm.emulation.simulator.values import Trained, Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.dealing import Stretches
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Entry, Manifest, PeerId, Unit
 from swarm.protocol.messages import OfferedUnit
 from swarm.protocol.rounds import Rules
 
@@ -27,6 +28,8 @@ class Task:
 class Model:
     """What `swarm.peer.live_model` is in a real peer: moves values as it is told."""
 
+    deltas_type = Deltas
+
     def __init__(self, me: PeerId, disk: Disk, task: Task) -> None:
         self.me, self.disk, self.task = me, disk, task
         self.progress: dict[int, Progress] = {}
@@ -34,18 +37,35 @@ class Model:
         """Trained values of the shared tensors."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
+        self.deltas = self.deltas_type(me, disk, task.rules, task.values)
 
     def load(self, private: PrivateState) -> None:
         """Goes on from the private state."""
         self.progress, offered = dict(private.progress), private.work.offered
         self.shared = {u: d for u, d in offered.items() if expert_of_unit(u) is None}
         self.offered = set(offered.values())
+        self.deltas.load(private)
+
+    @property
+    def pinned(self) -> set[Digest]:
+        """Blobs that the disk keeps for the trainer."""
+        return self.offered | self.deltas.pinned
 
     # ------------------------------------------------------------ training and offering
 
+    def begin(self, tip: Manifest) -> None:
+        """Local steps on a tip begin, maybe the first of this peer."""
+        for unit in self.deltas.shared:
+            if unit not in self.deltas.live:
+                self.deltas.begin(unit, tip.entries[unit].digest)
+
     def advance(self) -> None:
-        """Trains every owned expert a bit further."""
+        """Trains every owned expert, and shared tensors that move by deltas, a bit further."""
+        for unit in self.deltas.live:
+            self.deltas.train(unit)
         for expert, (base, value) in sorted(self.progress.items()):
+            if expert_unit(expert) in self.deltas.live:
+                continue
             trained = self._trained(expert_unit(expert), self._origin(base, value))
             self.progress[expert] = Progress(base, trained)
 
@@ -62,6 +82,10 @@ class Model:
         units = {}
         for unit, base in bases.items():
             expert = expert_of_unit(unit)
+            if unit in self.deltas.live:
+                units[unit] = self.deltas.offer(unit, base)
+                self.task.values.reads[units[unit].digest] = read
+                continue
             if expert is not None:
                 value = self.progress[expert].value
                 self.offered.add(value)
@@ -79,6 +103,9 @@ class Model:
         """Moves to an agreed state; returns experts taken up that others have trained."""
         if decision.shared is not Action.KEEP:
             self.shared = {}
+        for unit in self.deltas.shared:
+            taken = decision.shared_from.get(unit)
+            self.deltas.adopt(unit, Step(decision.shared, manifest.entries[unit], taken))
         for expert, choice in decision.experts.items():
             self._follow(expert, choice, manifest)
         owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
@@ -91,7 +118,10 @@ class Model:
         ]
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
-        if choice.base is None:
+        unit = expert_unit(expert)
+        if unit in self.task.rules.unit_coding:
+            self._follow_by_delta(expert, choice, manifest.entries[unit])
+        elif choice.base is None:
             del self.progress[expert]
         elif choice.action in (Action.REBASE, Action.AVERAGED):
             self._rebase(expert, choice)
@@ -103,6 +133,14 @@ class Model:
             self.progress[expert] = Progress(choice.base, self.progress[expert].value)
         else:
             self.progress[expert] = Progress(choice.base, self._agreed(manifest, expert))
+
+    def _follow_by_delta(self, expert: int, choice: ExpertDecision, entry: Entry) -> None:
+        if choice.base is None:
+            del self.progress[expert]
+            self.deltas.drop(expert_unit(expert))
+            return
+        self.progress[expert] = Progress(choice.base, choice.base)
+        self.deltas.adopt(expert_unit(expert), Step(choice.action, entry, choice.rebase_from))
 
     def _agreed(self, manifest: Manifest, expert: int) -> Digest:
         return manifest.entries[expert_unit(expert)].digest

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Any
 
-from swarm.emulation.simulator.arithmetic import average, merge
+from swarm.emulation.simulator.arithmetic import average, merge, rebuild
 from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.exchange import Exchange
@@ -19,6 +19,7 @@ from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import (
@@ -36,6 +37,7 @@ from swarm.protocol.events import (
     Persist,
     Purpose,
     Reason,
+    Rebuild,
     Received,
     Reduce,
     RewriteChain,
@@ -47,7 +49,9 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId
+from swarm.protocol.messages import Reduced
 from swarm.protocol.pace import Pace
+from swarm.protocol.remainders import Remainders
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain
 
@@ -83,6 +87,8 @@ class Node(Ports):
         self.trainer: Trainer
         self.fetcher: Fetcher
         self.exchange: Exchange
+        self.remainders: Remainders[Mapping[Tag, int]] = Remainders("", 0)
+        """Of means of deltas that this peer has made."""
         self.has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -113,7 +119,10 @@ class Node(Ports):
             ),
             Apply: self._apply,
             RewriteChain: lambda effect: self.disk.rewrite(effect.links),
-            Keep: lambda effect: self.disk.keep({*effect.digests, *self.trainer.model.offered}),
+            Keep: self._keep,
+            Rebuild: lambda effect: self.after(
+                self._duration(self.character.rebuild_s), self._rebuilt, effect
+            ),
             Left: self._leave,
             Reason: lambda _: None,
         }
@@ -148,6 +157,10 @@ class Node(Ports):
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)
+        for _, left in self.remainders.items():
+            world.task.values.dropped.update(left)
+        rounds = world.task.rules.silent_limit
+        self.remainders = world.cast.remainders(self.disk.record.tip.digest, rounds)
         self.trainer = world.cast.trainer(self, world.task, world.cast.training)
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
@@ -301,6 +314,8 @@ class Node(Ports):
             world.invariants.reformed(self.me, before.tip, new, heard)
 
     def _send(self, effect: Send) -> None:
+        if isinstance(effect.message, Reduced):
+            self.world.invariants.deltas.reduced(self.me, self.disk, effect.message)
         self.world.post(self.me, effect.destination, Packet(effect.header, effect.message))
 
     def _fetch(self, effect: Fetch) -> None:
@@ -319,6 +334,7 @@ class Node(Ports):
 
     def _synced(self, manifest: Manifest) -> None:
         digests = {entry.digest for entry in manifest.entries.values()}
+        self.disk.sync(manifest.deltas)
         lost = [digest for digest in sorted(digests) if digest not in self.disk]
         if lost or (
             self.character.failing_syncs
@@ -332,9 +348,18 @@ class Node(Ports):
         self.tell(Synced(manifest.digest))
 
     def _reduced(self, effect: Reduce, tip: Digest) -> None:
-        result = average(self.me, self.disk, self.world.task, effect, tip)
+        reduce = average if effect.base is None else self.world.cast.averaging(self.remainders)
+        result = reduce(self.me, self.disk, self.world.task, effect, tip)
         if result is not None:
             self.tell(result)
+
+    def _rebuilt(self, effect: Rebuild) -> None:
+        is_odd = self.character.arithmetic < 0
+        self.tell(rebuild(self.me, self.disk, self.world.task, effect, is_odd=is_odd))
+
+    def _keep(self, effect: Keep) -> None:
+        self.disk.keep({*effect.digests, *self.trainer.model.pinned})
+        self.world.invariants.deltas.kept(self.me, self.disk)
 
     def _merged(self, tip: Manifest) -> None:
         variant = self.character.arithmetic
@@ -354,11 +379,19 @@ class Node(Ports):
         if missing:
             raise Violation("I6", f"{self.me} applies {short(effect.manifest)} without {missing}")
         self.use(self.world.timers)
+        self._settle_remainders(effect)
         self.trainer.apply(effect.manifest, record.parent)
         if self.trainer.is_idle:
             why = f"neither trains nor offers after {short(effect.manifest)}"
             raise Violation("N1", f"{self.me} {why}")
         self.world.applied(self.me)
+
+    def _settle_remainders(self, effect: Apply) -> None:
+        world, before = self.world, self.world.invariants.manifests[effect.previous]
+        for dropped in self.remainders.applied(effect.manifest, before):
+            world.task.values.dropped.update(dropped)
+        for unit, left in self.remainders.items():
+            world.invariants.deltas.left_over(self.me, unit, left, effect.manifest)
 
     def _leave(self, effect: Left) -> None:
         self.lingers_until = self.world.now + LINGER_S

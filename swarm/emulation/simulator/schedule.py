@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -10,6 +10,7 @@ from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.faults import Mix, Scenario, draw
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import Kind, Manifest
@@ -155,6 +156,22 @@ def play(world: World, scenario: Scenario) -> None:
     world.on_apply = judge.applied
     world.at(scenario.heal_s, judge.heal)
     world.run(judge.is_over)
+    if world.task.rules.unit_coding:
+        _judge_tags(world)
+
+
+def _judge_tags(world: World) -> None:
+    """No local step of a peer that is there has vanished [E5]."""
+    nodes, alive = world.nodes.values(), world.alive()
+    present: list[Iterable[Tag]] = [left for node in nodes for _, left in node.remainders.items()]
+    for node in nodes:
+        live = node.trainer.model.deltas.live.values()
+        whole = world.task.values.tags_of(node.me)
+        present += [each.extra for each in live] if node.is_up else [whole]
+    best = max((node.disk.record.tip for node in alive), key=lambda tip: tip.code)
+    invariants = world.invariants
+    forked = [m for m in invariants.manifests.values() if m.generation != best.generation]
+    invariants.deltas.all_are_somewhere(best, forked, present)
 
 
 def _outcome(

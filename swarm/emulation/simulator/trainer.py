@@ -158,6 +158,7 @@ class Trainer(TrainingShell):
             read = split(dealt, tokens // self.task.rules.sequence_length)[0]
             self._lesson = Lesson(steps, tokens, seconds, read)
             self._ends_s = self.shell.now_s() + seconds
+        self.model.begin(tip)
         self._looks_out = True
         await self._take_steps(tip)
         self._looks_out = False
@@ -207,12 +208,15 @@ class Trainer(TrainingShell):
         self.shell.disk.private = PrivateState(
             replace(work, offered={unit: value.digest for unit, value in units.items()}),
             dict(self.model.progress),
+            dict(self.model.deltas.live),
+            dict(self.model.deltas.named),
         )
         await self._pass(WRITE_S)
         return units
 
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
-        digests = [unit.digest for unit in units.values()]
+        blobs = ((unit.digest, unit.delta) for unit in units.values())
+        digests = [digest for both in blobs for digest in both if digest]
         for digest in digests:
             self.shell.disk.write(digest)
         self.shell.disk.sync(digests)

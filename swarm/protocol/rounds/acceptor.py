@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from swarm.protocol.events import Purpose, Unobtainable
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
+from swarm.protocol.paths import moves_of
 from swarm.protocol.rounds.attempts import attempt_problem
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.checks import proposal_problem
@@ -181,8 +182,9 @@ class Acceptor(Role):
         self.blobs.cancel_fetch(Purpose.PROPOSAL, self.blobs.proposal)
         self.blobs.proposal = Proposal(
             propose.manifest,
-            self.blobs.missing(propose.manifest),
+            self.blobs.lacking(propose.manifest),
             propose.holders,
+            moves=moves_of([propose.manifest]),
             since=self.now,
             progress_at=self.now,
             ballot=propose.ballot,

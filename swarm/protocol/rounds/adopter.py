@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from swarm.protocol.abstaining import abstain_until
@@ -10,6 +10,7 @@ from swarm.protocol.events import Apply, HeadsFound, Keep, Purpose, Record, Rewr
 from swarm.protocol.gaps import filled
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import Certificate, Commit, Link, accept_statement
+from swarm.protocol.paths import moves_of
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.contacts import Contacts
@@ -109,6 +110,7 @@ class Adopter(Role):
             manifest,
             blobs.missing(manifest),
             tuple(dict.fromkeys([source, *signers])),
+            moves=moves_of([manifest, *([commit.parent] if commit.parent else [])]),
             since=self.now,
             # A newer target is no progress: only blobs are [X2].
             progress_at=replaced.progress_at if replaced else self.now,
@@ -224,11 +226,17 @@ class Adopter(Role):
             kept += self._lingering
         if self.blobs.catch_up:
             kept.append(self.blobs.catch_up.manifest)
-        digests = frozenset(_digests(kept))
+        digests = frozenset(self._kept_of(kept))
         self.blobs.stored &= digests
         self.blobs.synced &= {manifest.digest for manifest in kept}
         self.blobs.synced.add(self.tip.digest)
         self.out.emit(Keep(digests))
+
+    def _kept_of(self, manifests: Iterable[Manifest]) -> Iterator[Digest]:
+        for manifest in manifests:
+            yield from (manifest.blob, *manifest.founding.blobs, *manifest.deltas)
+            for entry in manifest.entries.values():
+                yield entry.digest
 
     def _fetch_is_stuck(self) -> bool:
         """Whether a fetch brought nothing new for T_reform / 2: it may be unobtainable [X2]."""
@@ -256,10 +264,3 @@ class Adopter(Role):
             )
         elif not pursuit.is_fetching:
             self.pursue()
-
-
-def _digests(manifests: Iterable[Manifest]) -> Iterable[Digest]:
-    for manifest in manifests:
-        yield from (manifest.blob, *manifest.founding.blobs)
-        for entry in manifest.entries.values():
-            yield entry.digest

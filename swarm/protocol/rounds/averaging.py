@@ -8,7 +8,12 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Evidence, Reduced, Report
 from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results
+from swarm.protocol.rounds.evidence import (
+    Brought,
+    compose_from,
+    newest_results,
+    result_problem,
+)
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import REFUSALS
 
@@ -28,8 +33,8 @@ class Averaging(Role):
         for unit, result in reduced.results.items():
             if plan.reducers.get(unit) != source:
                 self.out.refuse(source, "REDUCED", f"the reducer of {unit} is another peer")
-            elif result.num_bytes != self.rules.unit_bytes[unit]:
-                self.out.refuse(source, "REDUCED", f"{unit} has {result.num_bytes} bytes")
+            elif problem := result_problem(unit, result, self.rules):
+                self.out.refuse(source, "REDUCED", problem)
             else:
                 campaign.results[unit] = result
         report = Report(source, reduced.results, reduced.signature)

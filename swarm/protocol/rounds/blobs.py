@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from swarm.protocol.events import (
     BlobWanted,
     CancelFetch,
     Fetch,
     Purpose,
+    Rebuild,
     Sync,
     SyncFailed,
     Topic,
@@ -17,6 +19,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Ballot, Commit, Evidence
+from swarm.protocol.paths import Move, way_to
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import UpdateBound
@@ -26,9 +29,10 @@ from swarm.protocol.updates import UpdateBound
 class Pursuit:
     """A manifest whose blobs are being brought here, to be accepted or applied."""
 
+    purpose: ClassVar[Purpose]
     manifest: Manifest
     missing: dict[Digest, Unit]
-    """Blobs that are not here yet, in the order of their units."""
+    """Blobs that are not here yet, in the order of their units; a proposal's deltas behind them."""
     sources: tuple[PeerId, ...]
     """Peers that said they have everything, best first."""
     since: float
@@ -36,12 +40,17 @@ class Pursuit:
     is_fetching: bool = False
     is_syncing: bool = False
     failed: dict[Digest, set[PeerId]] = field(default_factory=dict)
+    moves: dict[Digest, Move] = field(default_factory=dict)
+    """How values can be made; those whose deltas were of no use are taken out."""
+    asked: dict[Digest, tuple[PeerId, ...]] = field(default_factory=dict)
+    """Who was asked for each blob."""
 
 
 @dataclass(kw_only=True)
 class Proposal(Pursuit):
     """A proposal on its way to being accepted [A2]."""
 
+    purpose: ClassVar[Purpose] = Purpose.PROPOSAL
     ballot: Ballot
     evidence: Evidence | None
 
@@ -50,6 +59,7 @@ class Proposal(Pursuit):
 class CatchUp(Pursuit):
     """A decided manifest on its way to being applied [X1]."""
 
+    purpose: ClassVar[Purpose] = Purpose.CATCH_UP
     commit: Commit
     began_at: float
     """When this peer began to catch up, maybe with an older manifest."""
@@ -66,6 +76,8 @@ class Blobs(Role):
     syncing: dict[Digest, Manifest] = field(init=False, default_factory=dict)
     proposal: Proposal | None = field(init=False, default=None)
     catch_up: CatchUp | None = field(init=False, default=None)
+    rebuilding: set[Digest] = field(init=False, default_factory=set)
+    """Values that are being made of deltas."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,22 +99,72 @@ class Blobs(Role):
             if entry.digest not in self.stored
         }
 
+    def lacking(self, manifest: Manifest) -> dict[Digest, Unit]:
+        """Blobs that are not here and have to be for a vote: deltas, too, for others [W6]."""
+        deltas = {d: unit for d, unit in manifest.deltas.items() if d not in self.stored}
+        return {**self.missing(manifest), **deltas}
+
     def have(self, digests: Iterable[Digest]) -> None:
         """These blobs are here now."""
         pursuits = self.pursuits
         for digest in digests:
+            is_new = digest not in self.stored
             self.stored.add(digest)
+            self.rebuilding.discard(digest)
             for pursuit in pursuits:
-                if pursuit.missing.pop(digest, None) is not None:
+                if is_new and digest in pursuit.asked:
                     pursuit.progress_at = self.now
-                    pursuit.is_fetching &= bool(pursuit.missing)
+                self._take(digest, pursuit)
+        for pursuit in pursuits:
+            self._rebuild(pursuit)
+
+    def _take(self, digest: Digest, pursuit: Pursuit) -> None:
+        if pursuit.missing.pop(digest, None) is None:
+            return
+        pursuit.progress_at = self.now
+        pursuit.is_fetching &= bool(pursuit.missing)
+        if digest in pursuit.manifest.deltas:  # what was synced as decided lacked it [W6]
+            self.synced.discard(pursuit.manifest.digest)
+            pursuit.is_syncing = False
+
+    def _way_to(self, value: Digest, unit: Unit, pursuit: Pursuit) -> tuple[Move, ...]:
+        """How a value that is not here is made of what is; empty if it has to be fetched."""
+        size = self.rules.delta_bytes.get(unit)
+        if size is None:
+            return ()
+        whole = self.rules.unit_bytes[unit]
+        return way_to(value, pursuit.moves, self.stored, size, whole) or ()
+
+    def _rebuild(self, pursuit: Pursuit) -> None:
+        """Has values made of the deltas that have arrived, each of the one before."""
+        for value, unit in pursuit.missing.items() if pursuit.moves else ():
+            for move in self._way_to(value, unit, pursuit)[:1]:
+                if move.delta in self.stored and move.value not in self.rebuilding:
+                    self.rebuilding.add(move.value)
+                    self.out.emit(Rebuild(move.unit, move.base, move.delta, move.value))
+
+    def note_not_rebuilt(self, event: Unobtainable) -> bool:
+        """Whether a value was to be made here and was not: it is fetched with the next tick."""
+        if event.digest not in self.rebuilding:
+            return False
+        self.rebuilding.remove(event.digest)
+        for pursuit in self.pursuits:
+            self._do_without(pursuit, event.digest)
+        return True
+
+    def _do_without(self, pursuit: Pursuit, value: Digest) -> None:
+        """Fetches what a value would have led to, itself included, by no delta."""
+        if pursuit.moves.pop(value, None) is not None:
+            pursuit.is_fetching = False
+            self.out.emit(CancelFetch(pursuit.purpose))
 
     def lose(self, digest: Digest) -> None:
         """The shell found that a blob is not here after all."""
         self.stored.discard(digest)
         for pursuit in self.pursuits:
             for unit, entry in pursuit.manifest.entries.items():
-                if entry.digest == digest:
+                is_needed = pursuit is self.proposal and digest in pursuit.manifest.deltas
+                if entry.digest == digest or (is_needed and entry.delta == digest):
                     pursuit.missing[digest] = unit
                     pursuit.is_syncing = pursuit.is_fetching = False
                     self.synced.discard(pursuit.manifest.digest)
@@ -110,16 +172,26 @@ class Blobs(Role):
     def note_synced(self, digest: Digest) -> None:
         """All blobs of a manifest are durable, unless one was lost since."""
         self.syncing.pop(digest, None)
-        for pursuit in self.pursuits:
-            if pursuit.manifest.digest == digest and pursuit.missing:
-                return
+        pursuits = [each for each in self.pursuits if each.manifest.digest == digest]
+        if pursuits and all(each.missing for each in pursuits):
+            return
         self.synced.add(digest)
 
     def note_failed(self, event: Unobtainable) -> None:
         """A peer did not give a blob; others are asked first from now on."""
         for pursuit in self.pursuits:
-            if event.digest in pursuit.missing:
-                pursuit.failed.setdefault(event.digest, set()).add(event.peer)
+            is_awaited = event.digest in pursuit.asked and event.digest not in self.stored
+            if event.digest in pursuit.missing or is_awaited:
+                failed = pursuit.failed.setdefault(event.digest, set())
+                failed.add(event.peer)
+                self._judge_delta(event.digest, failed, pursuit)
+
+    def _judge_delta(self, delta: Digest, failed: set[PeerId], pursuit: Pursuit) -> None:
+        """A delta that nobody has is done without, unless a vote needs it [W6, W7]."""
+        if delta in pursuit.missing or not failed.issuperset(pursuit.asked[delta]):
+            return
+        for move in [each for each in pursuit.moves.values() if each.delta == delta]:
+            self._do_without(pursuit, move.value)
 
     def drop_proposal(self) -> None:
         """The height is over."""
@@ -156,7 +228,8 @@ class Blobs(Role):
         """
         wants = []
         first, holders = pursuit.sources[:1], pursuit.sources[1:]
-        for position, (digest, unit) in enumerate(pursuit.missing.items()):
+        self._rebuild(pursuit)
+        for position, (digest, unit, is_delta) in enumerate(self._needed(pursuit)):
             entry = pursuit.manifest.entries[unit]
             shift = position % len(holders) if holders else 0
             ranked = [*holders[shift:], *holders[:shift]]
@@ -172,9 +245,24 @@ class Blobs(Role):
             if purpose is Purpose.PROPOSAL and unit in pursuit.manifest.sources:
                 peers = [peer for peer, _ in pursuit.manifest.sources[unit]]
                 bound = self.bound(unit, peers, pursuit.manifest.work)
-            wants.append(BlobWanted(unit, digest, entry.num_bytes, tuple(sources), bound))
-        pursuit.is_fetching = True
-        self.out.emit(Fetch(purpose, tuple(wants)))
+            size = self.rules.delta_bytes[unit] if is_delta else entry.num_bytes
+            pursuit.asked[digest] = tuple(sources)
+            wants.append(BlobWanted(unit, digest, size, tuple(sources), bound, is_delta))
+        if wants:
+            pursuit.is_fetching = True
+            self.out.emit(Fetch(purpose, tuple(wants)))
+
+    def _needed(self, pursuit: Pursuit) -> Iterator[tuple[Digest, Unit, bool]]:
+        """Blobs that have to come from others, each with its unit and whether it is a delta."""
+        named: set[Digest] = set()
+        for digest, unit in pursuit.missing.items():
+            way = self._way_to(digest, unit, pursuit)
+            deltas = [move.delta for move in way if move.delta not in self.stored]
+            is_delta = digest in pursuit.manifest.deltas
+            for each in deltas if way else [digest]:
+                if each not in named:
+                    named.add(each)
+                    yield each, unit, bool(way) or is_delta
 
     def cancel_fetch(self, purpose: Purpose, pursuit: Pursuit | None) -> None:
         """Ends a fetch, if one is under way."""

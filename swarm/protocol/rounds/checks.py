@@ -10,7 +10,15 @@ from math import inf
 
 from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
-from swarm.protocol.manifest import SEASONED_ROUNDS, Kind, Manifest, PeerId, Unit
+from swarm.protocol.manifest import (
+    SEASONED_ROUNDS,
+    UNCODED,
+    Entry,
+    Kind,
+    Manifest,
+    PeerId,
+    Unit,
+)
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -176,10 +184,22 @@ def _entries_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str 
             entry.version != manifest.round
             or entry.num_bytes != rules.unit_bytes[unit]
             or entry.codec != rules.unit_codec[unit]
-            or entry.base is not None
-            or entry.delta is not None
         ):
             return f"{unit} is not an entry of round {manifest.round}"
+        elif problem := _move_problem(unit, entry, parent, rules):
+            return problem
+    return None
+
+
+def _move_problem(unit: Unit, entry: Entry, parent: Manifest, rules: Rules) -> str | None:
+    """Why a round cannot have moved a unit in this way; None when it can [W4]."""
+    if entry.coding != rules.unit_coding.get(unit, UNCODED):
+        return f"{unit} is in the coding {entry.coding}"
+    is_coded = unit in rules.unit_coding
+    if (entry.base is not None, entry.delta is not None) != (is_coded, is_coded):
+        return f"{unit} is not an entry of a unit in the coding {entry.coding}"
+    if is_coded and entry.base != parent.entries[unit].digest:
+        return f"{unit} moved from {str(entry.base)[:12]}, not from its parent's value"
     return None
 
 

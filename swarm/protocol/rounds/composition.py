@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from swarm.experts import expert_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import Entry, Kind, Manifest, Member, PeerId, Unit, Wish
+from swarm.protocol.manifest import UNCODED, Entry, Kind, Manifest, Member, PeerId, Unit, Wish
 from swarm.protocol.membership import Membership, next_members
 from swarm.protocol.merging import merged_until
 from swarm.protocol.messages import ReducedUnit
@@ -138,13 +138,17 @@ def _renewed(
     entries = {}
     for unit, values in plan.sources.items():
         source = plan.reducers.get(unit, values[0][0])
-        digest = results[unit].digest if unit in plan.reducers else values[0][1]
+        offered = plan.offers[values[0][0]].units[unit]
+        found = results[unit] if unit in plan.reducers else offered
         entries[unit] = Entry(
-            digest=digest,
+            digest=found.digest,
             num_bytes=rules.unit_bytes[unit],
             version=number,
             source=source,
             codec=rules.unit_codec[unit],
+            base=offered.base if unit in rules.unit_coding else None,  # the parent's [S3, W4]
+            delta=found.delta,
+            coding=rules.unit_coding.get(unit, UNCODED),
         )
     return entries
 
@@ -174,7 +178,12 @@ def compose_merge(
     for unit in rules.expert_units:
         before = tip.entries[unit]
         entries[unit] = replace(
-            before, digest=merged[unit].digest, source=sources[unit], base=before.digest
+            before,
+            digest=merged[unit].digest,
+            source=sources[unit],
+            base=before.digest,
+            delta=None,
+            coding=UNCODED,
         )
     return replace(
         tip,

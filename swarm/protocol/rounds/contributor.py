@@ -41,7 +41,8 @@ class Contributor(Role):
 
     def on_offered(self, offer: Offer) -> None:
         """Local steps are done: offer them, if they started from the tip [O1, S1]."""
-        self.blobs.have(unit.digest for unit in offer.units.values())
+        for unit in offer.units.values():
+            self.blobs.have([unit.digest, *([unit.delta] if unit.delta else [])])
         problem = self._why_not_offer(offer)
         if problem:
             text = f"own offer for round {self.tip.round + 1} kept: {problem}"

@@ -86,7 +86,7 @@ def _sources_problem(
 ) -> str | None:
     """Why there are no offers to be made of its sources; None when there are."""
     for unit in manifest.sources:
-        if unit not in rules.unit_bytes or unit not in tip.entries:
+        if unit not in rules.unit_bytes or not unit_in(unit, tip, manifest):
             return f"the run has no unit {unit}"
     sources = {peer for values in manifest.sources.values() for peer, _ in values}
     for peer in sorted(sources):
@@ -95,6 +95,11 @@ def _sources_problem(
         if peer not in evidence.declared:
             return f"{peer} has not declared an offer"
     return None if sources else "nobody contributes"
+
+
+def unit_in(unit: Unit, *manifests: Manifest) -> bool:
+    """Whether all of these have a value of the unit."""
+    return all(unit in manifest.entries for manifest in manifests)
 
 
 def offers_shown(
@@ -106,9 +111,10 @@ def offers_shown(
     """
     units: dict[PeerId, dict[Unit, OfferedUnit]] = {}
     for unit, values in manifest.sources.items():
-        num_bytes, base = rules.unit_bytes[unit], tip.entries[unit].digest
+        num_bytes, base = rules.offered_bytes[unit], tip.entries[unit].digest
+        delta = manifest.entries[unit].delta if rules.is_verbatim(unit) else None
         for peer, digest in values:
-            units.setdefault(peer, {})[unit] = OfferedUnit(digest, num_bytes, base)
+            units.setdefault(peer, {})[unit] = OfferedUnit(digest, num_bytes, base, delta)
     batch_tokens = rules.batch_tokens_at(tip.tokens)
     offers = {}
     for peer in sorted(units):
@@ -122,8 +128,17 @@ def valid_results(report: Report, plan: Plan, rules: Rules) -> dict[Unit, Reduce
     return {
         unit: result
         for unit, result in report.results.items()
-        if plan.reducers.get(unit) == report.reducer and result.num_bytes == rules.unit_bytes[unit]
+        if plan.reducers.get(unit) == report.reducer and not result_problem(unit, result, rules)
     }
+
+
+def result_problem(unit: Unit, result: ReducedUnit, rules: Rules) -> str | None:
+    """Why this cannot be the mean of a unit; None when it can."""
+    if result.num_bytes != rules.unit_bytes[unit]:
+        return f"{unit} has {result.num_bytes} bytes"
+    if (result.delta is not None) != (unit in rules.averaged_deltas):
+        return f"{unit} comes {'with' if result.delta else 'without'} a delta"
+    return None
 
 
 def newest_results(reports: Sequence[Report], plan: Plan, rules: Rules) -> tuple[Report, ...]:

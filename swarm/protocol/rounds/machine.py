@@ -249,6 +249,8 @@ class RoundMachine:
 
     def _on_unobtainable(self, event: Unobtainable) -> None:
         if event.peer == self.me:
+            if self._blobs.note_not_rebuilt(event):
+                return
             self._blobs.lose(event.digest)
             self._pursue()
             return

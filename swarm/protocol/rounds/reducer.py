@@ -72,7 +72,9 @@ class Reducer(Role):
 
     def _start_job(self, roster: Roster) -> None:
         self._cancel_job()
-        reducers = assign_reducers(roster.offers, roster.reducers, self.rules.unit_bytes)
+        reducers = assign_reducers(
+            roster.offers, roster.reducers, self.rules.moved_bytes, self.rules.averaged_deltas
+        )
         sources = sources_of(roster.offers)
         inputs = {unit: sources[unit] for unit, peer in reducers.items() if peer == self.me}
         if not inputs:
@@ -91,9 +93,10 @@ class Reducer(Role):
                 BlobWanted(
                     unit,
                     digest,
-                    self.rules.unit_bytes[unit],
+                    self.rules.offered_bytes[unit],
                     tuple(offers[digest]),
                     self.blobs.bound(unit, offers[digest], job.work),
+                    unit in self.rules.averaged_deltas,
                 )
                 for unit, digest in wants
             )
@@ -126,7 +129,10 @@ class Reducer(Role):
                 continue
             job.asked.add(unit)
             weighed = self._weights(job.work, [peer for peer, _ in values])
-            self.out.emit(Reduce(job.roster_id, unit, values, weighed))
+            base = None
+            if unit in self.rules.averaged_deltas:
+                base = self.tip.entries[unit].digest
+            self.out.emit(Reduce(job.roster_id, unit, values, weighed, base))
 
     def _weights(
         self, work: Mapping[PeerId, int], peers: Sequence[PeerId]
@@ -136,7 +142,8 @@ class Reducer(Role):
 
     def on_unit_reduced(self, event: UnitReduced) -> None:
         """Reports to the convener once every unit has its mean."""
-        self.blobs.have([event.result.digest])
+        result = event.result
+        self.blobs.have([result.digest, *([result.delta] if result.delta else [])])
         job = self.job
         if job is None or job.roster_id != event.roster_id or event.unit not in job.inputs:
             return

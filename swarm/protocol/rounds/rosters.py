@@ -55,11 +55,11 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
     for unit in () if offer.is_late else rules.shared_units:
         if unit not in offer.units:
             return f"the shared part {unit} is missing"
-    entries, sizes, experts = tip.entries, rules.unit_bytes, rules.expert_units
+    entries, sizes, experts = tip.entries, rules.offered_bytes, rules.expert_units
     for unit, offered in offer.units.items():
         entry = entries.get(unit)
-        expected = entry and (entry.digest, sizes.get(unit))
-        if unit not in experts and (offered.base, offered.num_bytes) == expected:
+        expected = entry and (entry.digest, sizes.get(unit), None)
+        if unit not in experts and (offered.base, offered.num_bytes, offered.delta) == expected:
             continue  # most units of most offers
         problem = _unit_problem(unit, offered, peer, tip, rules)
         if problem:
@@ -79,8 +79,10 @@ def _unit_problem(
     entry = tip.entries.get(unit)
     if entry is None or unit not in rules.unit_bytes:
         return f"the run has no unit {unit}"
-    if offered.num_bytes != rules.unit_bytes[unit]:
-        return f"{unit} has {offered.num_bytes} bytes instead of {rules.unit_bytes[unit]}"
+    if offered.num_bytes != rules.offered_bytes[unit]:
+        return f"{unit} has {offered.num_bytes} bytes instead of {rules.offered_bytes[unit]}"
+    if (offered.delta is not None) != rules.is_verbatim(unit):
+        return f"{unit} comes {'with' if offered.delta else 'without'} a delta"
     if offered.base != entry.digest:
         return f"{unit} was trained from {offered.base[:12]}, the tip has {entry.digest[:12]}"
     expert = rules.expert_units.get(unit)
@@ -103,7 +105,7 @@ def plan_roster(
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
     able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
-    reducers = _assigned(sources, ordered, able, rules.unit_bytes)
+    reducers = _assigned(sources, ordered, able, rules.moved_bytes, rules.averaged_deltas)
     digests = {peer: offer.digest for peer, offer in ordered.items()}
     identity = digest_of(canonical([tip.digest, digests, able]))
     return Plan(identity, ordered, sources, reducers, able)
@@ -119,9 +121,12 @@ def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
 
 
 def assign_reducers(
-    offers: Mapping[PeerId, Offer], reducers: Sequence[PeerId], unit_bytes: Mapping[Unit, int]
+    offers: Mapping[PeerId, Offer],
+    reducers: Sequence[PeerId],
+    unit_bytes: Mapping[Unit, int],
+    always: Collection[Unit] = (),
 ) -> dict[Unit, PeerId]:
-    """Who averages each unit that has more than one source: one of its sources.
+    """Who averages each unit that has more than one source, or whose deltas are averaged [W5].
 
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
     in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced: each
@@ -132,12 +137,13 @@ def assign_reducers(
         offers: the roster.
         reducers: peers of the roster that may reduce, in any order. A unit that none of them
             offers is averaged by one of its sources all the same.
-        unit_bytes: size of every unit.
+        unit_bytes: what each unit costs whoever takes its next value in.
+        always: units that have a reducer even if they have one source alone.
 
     Returns:
         Unit -> reducer, sorted by unit; units taken verbatim are not in it.
     """
-    return _assigned(sources_of(offers), offers, reducers, unit_bytes)
+    return _assigned(sources_of(offers), offers, reducers, unit_bytes, always)
 
 
 def _assigned(
@@ -145,6 +151,7 @@ def _assigned(
     offers: Mapping[PeerId, Offer],
     reducers: Sequence[PeerId],
     unit_bytes: Mapping[Unit, int],
+    always: Collection[Unit],
 ) -> dict[Unit, PeerId]:
     """As `assign_reducers`, where the sources are known."""
     fan_out = max(1, len(offers) - 1)
@@ -154,7 +161,7 @@ def _assigned(
     for unit, values in sources.items():
         able = [peer for peer, _ in values if peer in dialable] or [peer for peer, _ in values]
         num_bytes = unit_bytes.get(unit, 0)
-        if len(values) > 1 and able:
+        if able and (len(values) > 1 or unit in always):
             shared.append((-num_bytes, unit, able))
             for peer in able:
                 burden[peer] += num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -65,6 +65,10 @@ class Rules:
     """Whether strangers may join without an invitation [R8]."""
     certificates: bool = True
     """Whether a decided manifest needs the signed votes of a quorum."""
+    unit_coding: Mapping[Unit, str] = field(default_factory=dict)
+    """Of the units that move by deltas: how these become bytes."""
+    delta_bytes: Mapping[Unit, int] = field(default_factory=dict)
+    """Size of their deltas."""
 
     @classmethod
     def of(cls, run_id: str, run: RunConfig, layout: Layout) -> Rules:
@@ -117,6 +121,32 @@ class Rules:
         if self.round_seconds is None:
             return parent.step + self.local_steps_at(parent.tokens)
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
+
+    def is_verbatim(self, unit: Unit) -> bool:
+        """Whether a unit moves by the delta of its one writer, whose value becomes the agreed."""
+        return (
+            self.owners_per_expert == 1 and unit in self.unit_coding and unit in self.expert_units
+        )
+
+    @cached_property
+    def averaged_deltas(self) -> frozenset[Unit]:
+        """Units that move by the mean of offered deltas, even if there is one alone [W5]."""
+        return frozenset(unit for unit in self.unit_coding if not self.is_verbatim(unit))
+
+    @cached_property
+    def offered_bytes(self) -> Mapping[Unit, int]:
+        """Size of what is offered of each unit: of its value, or of a delta to be averaged."""
+        return {**self.unit_bytes, **{u: self.delta_bytes[u] for u in self.averaged_deltas}}
+
+    @cached_property
+    def moved_bytes(self) -> Mapping[Unit, int]:
+        """What the next value of each unit costs whoever has the present one."""
+        return {**self.unit_bytes, **self.delta_bytes}
+
+    @cached_property
+    def has_coded_shared(self) -> bool:
+        """Whether shared tensors move by deltas, so that what is left over is carried on [W8]."""
+        return any(unit in self.unit_coding for unit in self.shared_units)
 
     @cached_property
     def shared_units(self) -> tuple[Unit, ...]:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.adoption import Action, Adoption, adopt, due_units, experts_due, still_late
+from swarm.protocol.adoption import (
+    Action,
+    Adoption,
+    Carried,
+    adopt,
+    due_units,
+    experts_due,
+    still_late,
+)
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
@@ -52,6 +60,10 @@ class Training:
         """Made since the tip was adopted: late progress, then the finished round."""
         self.bases: dict[int, Digest] = {}
         """Of each own expert: the agreed value that its local progress started from."""
+        self.carried: Carried = frozenset()
+        """What the last round left out, and goes on nevertheless [W8]."""
+        self.carried_tokens = 0
+        """Of shared steps among it; they were not counted."""
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out [O2]."""
 
@@ -124,6 +136,7 @@ class Training:
             data_position=self.reading.position_after(work.tokens),
             expert_bases=dict(self.bases),
             offered={},
+            carried=self.carried,
         )
         units = await self.shell.save(tip, self._bases_of_due(), saved)
         offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
@@ -160,8 +173,7 @@ class Training:
             is_counted |= is_mine
             late = still_late(late, adoption, is_counted=is_mine)
             self._moved_to(manifest, adoption)
-            if work and work.tokens and not (path or is_counted or is_kept):
-                self.shell.lose(work.tokens, applied.reason)
+            self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
             self.shell.report(applied, work if follows else None, counted=is_mine)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
@@ -172,12 +184,34 @@ class Training:
         self.shell.release()
         self.validate()
 
+    def _book(
+        self, work: Work | None, adoption: Adoption, applied: Applied, *, is_good: bool
+    ) -> None:
+        """Counts shared steps lost, unless they are in the manifest, or go on without counting."""
+        tokens = work.tokens if work and not is_good else 0
+        if None in self.carried:
+            self.carried_tokens += tokens
+            return
+        if adoption.shared is Action.RESTART and not is_good:
+            tokens += self.carried_tokens
+        self.carried_tokens = 0
+        if tokens:
+            self.shell.lose(tokens, applied.reason)
+
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
-        return adopt(self.me, manifest, previous=previous, bases=self.bases, offers=self.offers)
+        return adopt(
+            self.me,
+            manifest,
+            previous=previous,
+            bases=self.bases,
+            offers=self.offers,
+            carried=self.carried,
+        )
 
     def _moved_to(self, manifest: Manifest, adoption: Adoption) -> None:
         self.tip, self.bases = manifest, adoption.bases
+        self.carried = adoption.carried_after(self.carried)
 
     def validate(self) -> None:
         """The first convener measures the agreed state for everybody, merged if it is to be."""
@@ -198,6 +232,7 @@ class Training:
         tip = newest.manifest
         saved = self.shell.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
         self.bases = dict(saved.expert_bases) if saved else {}
+        self.carried = saved.carried if saved else frozenset()
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
         path = way_to(newest, saved.base_tip if saved else "")
         if not self._adopt_start(path, newest, saved):

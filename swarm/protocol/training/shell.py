@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from swarm.protocol.adoption import Adoption
+from swarm.protocol.adoption import Adoption, Carried
 from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -67,6 +67,8 @@ class SavedWork:
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
     """Empty in what is to be saved: its values are not stored yet."""
+    carried: Carried = frozenset()
+    """What the round before left out, see `adopt`."""
 
     @property
     def completed(self) -> bool:

@@ -1,0 +1,78 @@
+"""What the means that a peer has made of deltas left over: its part of the closed loop [W5]. Pure.
+
+The mean t of some deltas becomes a delta itself, and v' - v is what came of it. Who brought the
+deltas has given them away, so t - (v' - v) is added to the next mean of the unit, or it would be
+lost. It is only due once a manifest has that very v': a round may be tried again, and then the
+same deltas come again. Nothing of it is durable: what is dropped is one coding error of one mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from swarm.protocol.manifest import Digest, Manifest, Unit
+
+R = TypeVar("R")
+
+
+class Remainders(Generic[R]):
+    """Of each unit that this peer averages now and then; `R` is whatever its arithmetic adds."""
+
+    def __init__(self, tip: Digest, rounds: int) -> None:
+        """Nothing is left over yet.
+
+        Args:
+            tip: what this peer has applied last.
+            rounds: for how many a remainder is good if no mean of the unit is made here.
+        """
+        self._tip = tip
+        self._rounds = rounds
+        self._left: dict[Unit, tuple[int, R]] = {}
+        """With the round of the mean."""
+        self._found: dict[tuple[Unit, Digest], R] = {}
+
+    def of(self, unit: Unit) -> R | None:
+        """What is to be added to the next mean of a unit, if anything."""
+        left = self._left.get(unit)
+        return left[1] if left else None
+
+    def found(self, tip: Digest, unit: Unit, delta: Digest, left: R) -> None:
+        """A mean was made after this tip; it leaves so much over if this delta becomes agreed."""
+        if tip == self._tip:
+            self._found[unit, delta] = left
+
+    def applied(self, manifest: Manifest, before: Manifest) -> list[R]:
+        """Moves on with the tip; returns what is dropped.
+
+        Args:
+            manifest: the new tip.
+            before: the one before.
+        """
+        found, self._found, self._tip = self._found, {}, manifest.digest
+        if self._is_another_line(manifest, before):
+            return [*found.values(), *self._drop(list(self._left))]
+        if self._passed_some_over(manifest, before):
+            return [*found.values(), *self._drop([unit for unit, _ in found])]
+        for (unit, delta), left in found.items():
+            if unit in manifest.sources and manifest.entries[unit].delta == delta:
+                self._left[unit] = (manifest.round, left)
+        old = [u for u, (at, _) in self._left.items() if manifest.round - at > self._rounds]
+        return self._drop(old)
+
+    def _is_another_line(self, manifest: Manifest, before: Manifest) -> bool:
+        """Whether others may never have given away what the means of this peer were made of."""
+        return manifest.generation != before.generation
+
+    def _passed_some_over(self, manifest: Manifest, before: Manifest) -> bool:
+        """Whether one of the manifests between may have a mean with what was left over before."""
+        return manifest.parent != before.digest
+
+    def _drop(self, units: list[Unit]) -> list[R]:
+        dropped = [self._left.pop(unit, None) for unit in units]
+        return [left for _, left in filter(None, dropped)]
+
+    def items(self) -> Iterator[tuple[Unit, R]]:
+        """All that is left over now, or would be."""
+        yield from ((unit, left) for unit, (_, left) in self._left.items())
+        yield from ((unit, left) for (unit, _), left in self._found.items())
