@@ -19,7 +19,7 @@ from swarm.protocol.manifest import FOUNDING_GENERATION
 from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
 from tests.protocol import round_pump, test_rounds_fetching, test_rounds_takeover
 
-SEEDS = dict.fromkeys(EXTENDED, 50) | {"G": 25, "M": 25}
+SEEDS = dict.fromkeys(EXTENDED, 50) | {"G": 25, "M": 25, "R": 25}
 """Schedules of each class; those of many peers are dear."""
 
 

@@ -120,9 +120,7 @@ class Node(Ports):
             Apply: self._apply,
             RewriteChain: lambda effect: self.disk.rewrite(effect.links),
             Keep: self._keep,
-            Rebuild: lambda effect: self.after(
-                self._duration(self.character.rebuild_s), self._rebuilt, effect
-            ),
+            Rebuild: self._rebuild,
             Left: self._leave,
             Reason: lambda _: None,
         }
@@ -353,9 +351,10 @@ class Node(Ports):
         if result is not None:
             self.tell(result)
 
-    def _rebuilt(self, effect: Rebuild) -> None:
+    def _rebuild(self, effect: Rebuild) -> None:
         is_odd = self.character.arithmetic < 0
-        self.tell(rebuild(self.me, self.disk, self.world.task, effect, is_odd=is_odd))
+        made = partial(rebuild, self.me, self.disk, self.world.task, effect, is_odd=is_odd)
+        self.after(self._duration(self.character.rebuild_s), lambda: self.tell(made()))
 
     def _keep(self, effect: Keep) -> None:
         self.disk.keep({*effect.digests, *self.trainer.model.pinned})

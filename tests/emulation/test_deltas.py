@@ -1,0 +1,36 @@
+"""Units that move by deltas, in whole simulated swarms: class R, and its rules one at a time."""
+
+import pytest
+
+from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
+from swarm.emulation.simulator.schedule import run_schedule
+
+CAUGHT = {
+    "own_delta_stays": (0, "E2"),
+    "own_delta_twice": (0, "E2"),
+    "any_base_goes_on": (2, "E2"),
+    "unknown_delta_taken": (1, "E2"),
+    "tokens_carried": (4, "T1"),
+    "encoded_anew": (0, "E3"),
+    "reported_before_durable": (1, "E4"),
+    "left_over_at_once": (4, "E2"),
+    "left_over_after_jump": (2, "E5"),
+    "deltas_collected": (0, "E4"),
+    "votes_without_deltas": (0, "E4"),
+}
+"""Mutant -> seed of class R and the invariant that breaks; after a change of the simulator look for
+new ones with `scripts/simulate --classes R --mutant NAME`."""
+
+
+@pytest.mark.parametrize("name", DELTA_MUTANTS)
+def test_a_removed_rule_of_deltas_breaks_an_invariant(name: str) -> None:
+    mutant, (seed, invariant) = DELTA_MUTANTS[name], CAUGHT[name]
+    without = run_schedule("R", seed, cast=mutant.cast, mix=mutant.mix).violation
+    assert without is not None, f"nothing noticed the lack of {mutant.rule}"
+    assert without.startswith(invariant)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 6, 14, 197])
+def test_deltas_survive_what_befalls_their_peers(seed: int) -> None:
+    """Among these: crashes, odd arithmetic, a jump over heights, a fork that was left."""
+    assert run_schedule("R", seed).violation is None
