@@ -214,6 +214,24 @@ def test_a_round_that_went_on_takes_the_steps_away_and_their_tokens_are_lost() -
     assert not peer.of("report")[0].counted
 
 
+def test_steps_that_go_on_in_a_unit_of_deltas_are_lost_if_a_second_round_leaves_them_out() -> None:
+    first = moved_by_a_delta(TIP)
+    second = moved_by_a_delta(first)
+    peer = Peer([applied(first), applied(second)])
+    peer.go(rounds=2)
+    assert [save.work.carried for save in peer.of("save")] == [frozenset(), frozenset([None])]
+    assert [lose.tokens for lose in peer.of("lose")] == [2000]
+
+
+def moved_by_a_delta(parent: Manifest) -> Manifest:
+    """A round in which a delta of another peer alone moved a part of the shared tensors."""
+    before = parent.entries["shared.0"]
+    delta = f"delta of round {parent.round + 1}"
+    moved = replace(before, digest=f"by {delta}", base=before.digest, delta=delta, coding="b2")
+    entries = {**parent.entries, "shared.0": moved}
+    return after(parent, sources={"shared.0": (("you", delta),)}, entries=entries)
+
+
 def test_a_reform_gets_the_finished_work_and_that_is_saved_for_it_first() -> None:
     reform = after(TIP, kind=Kind.REFORM)
     peer = Peer([applied(reform)])

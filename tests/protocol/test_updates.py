@@ -59,8 +59,8 @@ def test_betas_that_bound_no_step_are_refused() -> None:
 
 
 def test_shared_tensors_have_the_steps_of_the_offer_and_experts_those_since_their_version() -> None:
-    def steps(unit: str, tokens: int, tip=TIP) -> float:
-        bound = update_bound(unit, ["A"], {"A": tokens}, tip, RULES)
+    def steps(unit: str, tokens: int, tip=TIP, rules=RULES) -> float:
+        bound = update_bound(unit, ["A"], {"A": tokens}, tip, rules)
         assert bound is not None and bound.base == tip.entries[unit].digest
         decay = SLACK * STEP.relative
         for count in range(1, 200):
@@ -75,6 +75,14 @@ def test_shared_tensors_have_the_steps_of_the_offer_and_experts_those_since_thei
     assert steps(expert_unit(0), 1000) == 10
     assert steps(expert_unit(0), 0) == 10, "a late offer: those of a round"
     assert steps(expert_unit(0), 0, replace(TIP, round=4)) == 50, "five rounds have left it out"
+    units = [shared_unit(0), expert_unit(0)]
+    coded = replace(
+        RULES, unit_coding=dict.fromkeys(units, "b2"), delta_bytes=dict.fromkeys(units, 30)
+    )
+    assert steps(shared_unit(0), 300, rules=coded) == 13, "with those of a round before it"
+    assert steps(expert_unit(0), 1000, rules=coded) == 10, "taken verbatim"
+    two_owners = replace(coded, owners_per_expert=2)
+    assert steps(expert_unit(0), 1000, rules=two_owners) == 20
 
 
 def test_a_mean_has_the_bound_of_its_furthest_source() -> None:

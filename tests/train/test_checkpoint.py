@@ -307,3 +307,12 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
         go_on.set()
         save_private(path, state, begun)
     assert_equal(load_private(path), state)
+
+
+def test_what_is_carried_is_saved_where_there_is_any(path):
+    plain = small_state()
+    save_private(path, plain)
+    assert b"carried" not in path.read_bytes()
+    carried = replace(plain, carried=frozenset([3, None]))
+    save_private(path, carried)
+    assert load_private(path).carried == {3, None}

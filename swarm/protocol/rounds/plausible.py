@@ -41,12 +41,17 @@ def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -
     """Local steps behind a value at most.
 
     Shared tensors begin anew with each tip. An expert's local progress goes on through rounds that
-    did not count it [S2], and each of these gave its owner no more than it was dealt [T2].
+    did not count it [S2], and each of these gave its owner no more than it was dealt [T2]. Where
+    deltas are averaged, the steps of one round that left them out may be carried on [W8].
     """
     batch = rules.batch_tokens_at(tip.tokens)
-    if unit not in rules.expert_units:
+    is_carried = unit in rules.averaged_deltas
+    if unit not in rules.expert_units and not is_carried:
         return tokens // batch
     text = tip.founding.text
     dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)
     a_round = max(tokens, dealt * rules.sequence_length) // batch
-    return a_round * max(1, tip.round + 1 - tip.entries[unit].version)
+    if unit not in rules.expert_units:
+        return tokens // batch + a_round
+    carried = rules.experts_every if is_carried else 0
+    return a_round * (max(1, tip.round + 1 - tip.entries[unit].version) + carried)
