@@ -282,8 +282,8 @@ class Manifest:
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
         """The deltas by which this very manifest moved units [W6]."""
-        renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
-        return {delta: unit for delta, unit in renewed if delta is not None}
+        moved = ((self.entries[u].delta, u) for u in self.sources if u in self.entries)
+        return {delta: unit for delta, unit in moved if delta is not None}
 
     @property
     def digest(self) -> Digest:

@@ -34,3 +34,8 @@ def test_a_removed_rule_of_deltas_breaks_an_invariant(name: str) -> None:
 def test_deltas_survive_what_befalls_their_peers(seed: int) -> None:
     """Among these: crashes, odd arithmetic, a jump over heights, a fork that was left."""
     assert run_schedule("R", seed).violation is None
+
+
+def test_deltas_survive_a_liar_beside_odd_arithmetic() -> None:
+    """A value that a peer makes otherwise comes whole here, and is proposed anew."""
+    assert run_schedule("Y", 13).violation is None

@@ -188,6 +188,12 @@ def test_a_move_that_nobody_has_signed_gets_no_vote(unit: str, change: dict[str,
     assert bool(successor_problem(forged, TIP, RULES, due=False)) == judged
 
 
+def test_a_source_of_no_unit_moves_nothing() -> None:
+    """As in the manifest of strangers, before anybody has judged it."""
+    strange = replace(NEXT, sources={**NEXT.sources, "shared.9": (("A", name("x")),)})
+    assert strange.deltas == NEXT.deltas
+
+
 def test_a_unit_without_a_coding_moves_by_no_delta() -> None:
     norms = replace(NEXT.entries[NORMS], base=TIP.entries[NORMS].digest, delta=name("delta"))
     forged = replace(NEXT, entries={**NEXT.entries, NORMS: norms})
@@ -306,6 +312,17 @@ def test_who_gets_other_bits_fetches_the_value() -> None:
     assert fetched(peer.tell(Tick())) == {value: (100, False)}
     peer.tell(Stored(value))
     assert not any(isinstance(effect, Rebuild) for effect in peer.tell(Tick()))
+
+
+def test_what_came_out_otherwise_once_is_not_made_again() -> None:
+    """A second attempt that fails while the value comes whole would take that for lost."""
+    peer, value = Lone(), NEXT.entries[SHARED].digest
+    for digest in fetched(peer.propose(NEXT)):
+        peer.tell(Stored(digest))
+    peer.tell(Unobtainable(value, "C", "other bits"))
+    effects = [*peer.commit(NEXT, TIP), *peer.tell(Tick())]
+    assert value in fetched(effects)
+    assert not any(isinstance(e, Rebuild) and e.digest == value for e in effects)
 
 
 SECOND, _, _ = composed("ABC", tip=NEXT)

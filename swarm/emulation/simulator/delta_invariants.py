@@ -29,12 +29,14 @@ class DeltaInvariants:
         self.rules, self.values = rules, values
         self._offered: dict[tuple[PeerId, Digest, Unit], Digest] = {}
         self._voted: dict[PeerId, list[Manifest]] = {}
+        self.liar: PeerId | None = None
+        """A peer whose values and deltas are not judged."""
         self.forgetful: set[PeerId] = set()
         """Peers that have lost a disk or a record."""
 
     def offered(self, peer: PeerId, offer: Offer) -> None:
         """A peer's machine has got this offer."""
-        if offer.is_late or peer in self.forgetful:
+        if offer.is_late or peer in self.forgetful or peer == self.liar:
             return
         for unit in offer.units.keys() & self.rules.unit_coding.keys():
             digest = offer.units[unit].digest
@@ -71,15 +73,19 @@ class DeltaInvariants:
     def check_move(self, unit: Unit, manifest: Manifest, parent: Manifest) -> None:
         """Judges how a round moved a unit."""
         entry, before = manifest.entries[unit], parent.entries[unit].digest
+        is_judged = self.liar is None or entry.source != self.liar
+        made = Moved(unit, before, entry.delta or "")
         name, sources = short(manifest), manifest.sources[unit]
         require(
             entry.delta is not None
             and (entry.base, entry.coding) == (before, self.rules.unit_coding[unit])
-            and self.values.get(entry.digest) == Moved(unit, before, entry.delta),
+            and (not is_judged or self.values.get(entry.digest) == made),
             "E1",
             f"{name}: {unit} is {entry}, not made of {before}",
         )
         for peer, digest in sources:
+            if peer == self.liar:
+                continue
             delta = entry.delta if self.rules.is_verbatim(unit) else digest
             is_verbatim = not self.rules.is_verbatim(unit) or digest == entry.digest
             maker = self.values.makers.get(delta or "")
@@ -103,10 +109,12 @@ class DeltaInvariants:
         """Judges the end: nothing has vanished.
 
         Args:
-            tip: the newest.
+            tip: the newest; what a liar's means have swallowed is nobody's loss to judge.
             forked: what other generations agreed on; their work is lost with them.
             present: what is live, and what is left over.
         """
+        if self.liar is not None:
+            return
         units = self.rules.unit_coding
         values = (each.entries[unit].digest for each in (tip, *forked) for unit in units)
         agreed = (self.values.contents(digest) for digest in values)

@@ -4,6 +4,7 @@
 |---|---|
 | P | one of 3 to 8 members lies, and strangers forge, beside ordinary faults |
 | W | one of 4 members votes twice besides; nothing else fails, so two quorums share an honest one |
+| Y | as P with units that move by deltas |
 | Q | a peer comes back after 300 rounds and three changes of the whole membership; forgers try it |
 """
 
@@ -130,6 +131,7 @@ _P = LyingMix(
 LYING: dict[str, ExtendedMix] = {
     "P": _P,
     "W": replace(_P, peers=(4, 4), votes_twice=True, faults=(0, 0), loss=0.0, strangers=0.0),
+    "Y": replace(_P, has_deltas=True),
     "Q": AwayMix(
         peers=(16, 16),
         faults=(0, 0),

@@ -141,7 +141,7 @@ class Liar:
             for unit in sorted(
                 self._shell.task.rules.unit_bytes.keys() - self._shell.asked_of(self.me)
             ):
-                results[unit] = ReducedUnit(self._value(unit, self.me), 100)
+                results[unit] = self._mean(unit, self._value(unit, self.me), 100)
         if self._will("other_roster", 0.5):
             roster_id = "another roster"
         signed = sign(self.me, reduced_statement(self._shell.task.rules.run, roster_id, results))
@@ -188,14 +188,16 @@ class Liar:
             values = plan.sources[unit]
             entry = manifest.entries[unit]
             digest = entry.digest
-            if values != manifest.sources.get(unit) or change:
+            is_other = values != manifest.sources.get(unit) or change
+            if is_other and unit not in rules.averaged_deltas:
                 work = {peer: offer.tokens for peer, offer in offers.items() if offer.tokens}
                 weighed = weights(work, [peer for peer, _ in values])
                 inputs = [digest for _, digest in values]
                 digest = self._keep(
                     self._shell.task.values.digest_of(mean_of(unit, inputs, weighed))
                 )
-            results[unit] = ReducedUnit(digest, rules.unit_bytes[unit])
+            known = entry.delta if digest == entry.digest else None
+            results[unit] = self._mean(unit, digest, rules.unit_bytes[unit], known)
         attendance: Attendance = attendance_of(
             evidence, Brought(manifest.wishes, manifest.invited), tip
         )
@@ -238,6 +240,25 @@ class Liar:
         value = Trained(unit, base, writer, 10**6 + self._serials)
         return self._keep(self._shell.task.values.digest_of(value))
 
+    def _delta(self, unit: Unit, writer: PeerId) -> str:
+        """A delta of its own making that brings nothing."""
+        base = self.tip.entries[unit].digest
+        return self._keep(self._shell.task.values.encoded(unit, base, writer, {}))
+
+    def _offered(self, unit: Unit, writer: PeerId) -> OfferedUnit:
+        """An offer of its own making that passes for another's."""
+        rules, base = self._shell.task.rules, self.tip.entries[unit].digest
+        size = rules.offered_bytes[unit]
+        if unit in rules.averaged_deltas:
+            return OfferedUnit(self._delta(unit, writer), size, base)
+        delta = self._delta(unit, writer) if rules.is_verbatim(unit) else None
+        return OfferedUnit(self._value(unit, writer), size, base, delta)
+
+    def _mean(self, unit: Unit, value: str, size: int, delta: str | None = None) -> ReducedUnit:
+        """A result that says of a unit what it is to say."""
+        is_moved = unit in self._shell.task.rules.averaged_deltas
+        return ReducedUnit(value, size, delta or self._delta(unit, self.me) if is_moved else None)
+
     def _keep(self, digest: str) -> str:
         disk = self._shell.disks[self.me]
         disk.write(digest)
@@ -254,12 +275,7 @@ class Liar:
             return None
         peer, rules = self._random.choice(ghosts), self._shell.task.rules
         batch = rules.batch_tokens_at(tip.tokens)
-        units = {
-            unit: OfferedUnit(
-                self._value(unit, peer), rules.unit_bytes[unit], tip.entries[unit].digest
-            )
-            for unit in rules.shared_units
-        }
+        units = {unit: self._offered(unit, peer) for unit in rules.shared_units}
         offer = Offer(tip.digest, 1, batch, units, 1.0)
         return self.anew(propose, lambda offers: offers.update({peer: offer}))
 

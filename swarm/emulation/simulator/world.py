@@ -72,7 +72,7 @@ class World:
         self.liar: Liar | None = None
         if setup.liar:
             self.liar = Liar(setup.liar, setup.lies, self, Random(random.getrandbits(32)))
-            self.invariants.liar = setup.liar
+            self.invariants.liar = self.invariants.deltas.liar = setup.liar
         self.dead: set[PeerId] = set()
         """Peers that will never start again."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []

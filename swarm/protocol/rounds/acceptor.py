@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from swarm.protocol.events import Purpose, Unobtainable
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Accepted, Ballot, Evidence, Prepare, Propose
-from swarm.protocol.paths import moves_of
 from swarm.protocol.rounds.attempts import attempt_problem
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.checks import proposal_problem
@@ -184,7 +183,7 @@ class Acceptor(Role):
             propose.manifest,
             self.blobs.lacking(propose.manifest),
             propose.holders,
-            moves=moves_of([propose.manifest]),
+            moves=self.blobs.moves_of(propose.manifest),
             since=self.now,
             progress_at=self.now,
             ballot=propose.ballot,

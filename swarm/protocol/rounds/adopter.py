@@ -10,7 +10,6 @@ from swarm.protocol.events import Apply, HeadsFound, Keep, Purpose, Record, Rewr
 from swarm.protocol.gaps import filled
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId
 from swarm.protocol.messages import Certificate, Commit, Link, accept_statement
-from swarm.protocol.paths import moves_of
 from swarm.protocol.rounds.blobs import Blobs, CatchUp
 from swarm.protocol.rounds.checks import commit_problem
 from swarm.protocol.rounds.contacts import Contacts
@@ -110,7 +109,7 @@ class Adopter(Role):
             manifest,
             blobs.missing(manifest),
             tuple(dict.fromkeys([source, *signers])),
-            moves=moves_of([manifest, *([commit.parent] if commit.parent else [])]),
+            moves=blobs.moves_of(manifest, commit.parent),
             since=self.now,
             # A newer target is no progress: only blobs are [X2].
             progress_at=replaced.progress_at if replaced else self.now,
@@ -228,6 +227,7 @@ class Adopter(Role):
             kept.append(self.blobs.catch_up.manifest)
         digests = frozenset(self._kept_of(kept))
         self.blobs.stored &= digests
+        self.blobs.unmade &= digests
         self.blobs.synced &= {manifest.digest for manifest in kept}
         self.blobs.synced.add(self.tip.digest)
         self.out.emit(Keep(digests))

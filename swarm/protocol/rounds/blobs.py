@@ -19,7 +19,7 @@ from swarm.protocol.events import (
 )
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Ballot, Commit, Evidence
-from swarm.protocol.paths import Move, way_to
+from swarm.protocol.paths import Move, moves_of, way_to
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import UpdateBound
@@ -78,6 +78,8 @@ class Blobs(Role):
     catch_up: CatchUp | None = field(init=False, default=None)
     rebuilding: set[Digest] = field(init=False, default_factory=set)
     """Values that are being made of deltas."""
+    unmade: set[Digest] = field(init=False, default_factory=set)
+    """Values of which this peer's arithmetic makes other bits: it fetches them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +129,11 @@ class Blobs(Role):
             self.synced.discard(pursuit.manifest.digest)
             pursuit.is_syncing = False
 
+    def moves_of(self, *manifests: Manifest | None) -> dict[Digest, Move]:
+        """How values of these manifests can be made here."""
+        moves = moves_of(manifest for manifest in manifests if manifest)
+        return {value: move for value, move in moves.items() if value not in self.unmade}
+
     def _way_to(self, value: Digest, unit: Unit, pursuit: Pursuit) -> tuple[Move, ...]:
         """How a value that is not here is made of what is; empty if it has to be fetched."""
         size = self.rules.delta_bytes.get(unit)
@@ -148,6 +155,7 @@ class Blobs(Role):
         if event.digest not in self.rebuilding:
             return False
         self.rebuilding.remove(event.digest)
+        self.unmade.add(event.digest)
         for pursuit in self.pursuits:
             self._do_without(pursuit, event.digest)
         return True
