@@ -43,6 +43,8 @@ def foreign_manifest(encoded: bytes) -> Manifest:
     )
     if wrong is not None:
         raise BadManifest("manifest_names", f"{wrong[:80]!r} is no name in a manifest")
+    if not manifest.sources.keys() <= manifest.entries.keys():
+        raise BadManifest("manifest_names", "a manifest renews what it has no value of")
     if not all(0 <= count <= MAX_COUNT for count in _counts(manifest)):
         raise BadManifest("manifest_counts", f"a count in a manifest is not 0 .. {MAX_COUNT}")
     amounts = [amount for member in manifest.members.values() for amount in _amounts(member)]

@@ -276,14 +276,13 @@ class Manifest:
     @property
     def blobs(self) -> set[Digest]:
         """Every blob that a member keeps for it."""
-        values = (each.digest for each in self.entries.values())
-        return {self.blob, *self.founding.blobs, *values, *self.deltas}
+        return {self.blob, *self.founding.blobs, *(each.digest for each in self.entries.values())}
 
     @cached_property
     def deltas(self) -> Mapping[Digest, Unit]:
-        """The deltas by which this very manifest moved units [W6]."""
-        moved = ((self.entries[u].delta, u) for u in self.sources if u in self.entries)
-        return {delta: unit for delta, unit in moved if delta is not None}
+        """The deltas by which this very manifest moved units; who voted for it has them [W6]."""
+        renewed = ((self.entries[unit].delta, unit) for unit in self.sources)
+        return {delta: unit for delta, unit in renewed if delta is not None}
 
     @property
     def digest(self) -> Digest:

@@ -27,6 +27,7 @@ from swarm.protocol.events import (
     Unobtainable,
 )
 from swarm.protocol.evidence import decode_evidence, encode_evidence
+from swarm.protocol.foreign import foreign_manifest
 from swarm.protocol.manifest import Kind, Manifest, decode_manifest
 from swarm.protocol.messages import (
     Ballot,
@@ -188,10 +189,11 @@ def test_a_move_that_nobody_has_signed_gets_no_vote(unit: str, change: dict[str,
     assert bool(successor_problem(forged, TIP, RULES, due=False)) == judged
 
 
-def test_a_source_of_no_unit_moves_nothing() -> None:
-    """As in the manifest of strangers, before anybody has judged it."""
+def test_a_manifest_that_renews_what_it_has_no_value_of_is_none() -> None:
     strange = replace(NEXT, sources={**NEXT.sources, "shared.9": (("A", name("x")),)})
-    assert strange.deltas == NEXT.deltas
+    assert foreign_manifest(NEXT.encoded) == NEXT
+    with pytest.raises(BadManifest, match="no value"):
+        foreign_manifest(strange.encoded)
 
 
 def test_a_unit_without_a_coding_moves_by_no_delta() -> None:
