@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from peers.option_values import require_folder
 from peers.options import OPTIONS, Program, option, version_option
@@ -25,8 +26,8 @@ from swarm.data.shard_writer import HEADER, SHARD_TOKENS, Source, write_shards
 from swarm.data.shards import Prepared, Shards, open_prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer import Tokenizer
-from swarm.data.tokenizer_file import FILE, FileTokenizer, open_tokenizer
-from swarm.data.training import decode, train_tokenizer
+from swarm.data.tokenizer_file import FILE, open_tokenizer
+from swarm.data.training import train_tokenizer
 from swarm.errors import DataError
 from swarm.progress import reading
 from swarm.run_files import read_text
@@ -111,6 +112,12 @@ def train(corpus: str | None, column: str, vocab_size: int, out: Path) -> None:
     help="Leaves documents out in which 1 to 13 tokens stand 32 times in a row.",
 )
 @option(
+    "--pack",
+    metavar="LENGTH",
+    type=click.IntRange(min=2),
+    help='Puts whole documents into sequences of so many tokens, for data.attention = "document".',
+)
+@option(
     "--input-end-of-text",
     type=click.IntRange(min=0),
     help="Id that closes documents in .npy and .bin files, if not the tokenizer's.",
@@ -131,6 +138,7 @@ def tokenise(
     shard_tokens: int,
     keep_copies: bool,
     drop_repetition: bool,
+    pack: int | None,
     input_end_of_text: int | None,
 ) -> None:
     """Makes shards of a text, which swarm-peer takes as --corpus.
@@ -158,6 +166,7 @@ def tokenise(
         shard_tokens=shard_tokens,
         drop_copies=not keep_copies,
         drop_repetition=drop_repetition,
+        pack=pack,
         held_out=_held_out(source, used),
     )
     _show(open_prepared(out), open_prepared(out).open(used), as_json=False)
@@ -250,21 +259,15 @@ def _training_documents(corpus: Corpus) -> Iterator[bytes]:
 def _held_out(source: Source, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Held-out documents as text, whole ones, as many as any run may ask for."""
     size = 0
-    found = held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)
-    for document in dict.fromkeys(found):
-        is_ready = isinstance(source, ReadyTokens)
-        text = _text_of(document, tokenizer) if is_ready else document
+    found = list(dict.fromkeys(held_out_documents(source.documents(), 2 * MAX_HELD_OUT_TEXT)))
+    if isinstance(source, ReadyTokens):
+        texts = tokenizer.decoded([np.frombuffer(document, dtype="<u4") for document in found])
+        found = [text.decode(errors="replace").encode() for text in texts]
+    for text in found:
         size += len(text)
         if size > MAX_HELD_OUT_TEXT:
             return
         yield text
-
-
-def _text_of(document: bytes, tokenizer: Tokenizer) -> bytes:
-    ids = memoryview(document).cast("I").tolist()
-    if isinstance(tokenizer, FileTokenizer):
-        return decode(tokenizer, ids)
-    return bytes(token for token in ids if token < 256).decode(errors="replace").encode()
 
 
 def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
@@ -272,6 +275,7 @@ def _show(prepared: Prepared, shards: Shards, *, as_json: bool) -> None:
         "text": prepared.name,
         "mixture": [list(share) for share in prepared.mixture],
         "tokenizer": prepared.tokenizer,
+        **({"packed_into": prepared.pack} if prepared.pack else {}),
         "shards": len(shards.arrays),
         "tokens": shards.num_tokens,
         **asdict(shards.contents),

@@ -19,7 +19,7 @@ from swarm.export.folder import Extra, nothing_more, write_export
 from swarm.export.following import Follower
 from swarm.export.hub import open_hub
 from swarm.export.losses import kept_losses
-from swarm.export.shelf import BLOBS, Shelf
+from swarm.export.manager import BLOBS, ExportManager
 from swarm.model.huggingface import Dtype
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
@@ -121,7 +121,7 @@ def follow(
             "--every follows a run: --initial-peers is missing",
             hint="every peer prints its address when it starts",
         )
-    with contextlib.closing(Shelf(plan.folder, plan.keep)) as shelf:
+    with contextlib.closing(ExportManager(plan.folder, plan.keep)) as manager:
         store = BlobStore(plan.folder / BLOBS)
         with _observing(given, store, evaluator) as observer:
 
@@ -132,7 +132,7 @@ def follow(
                 published(folder, facts)
 
             source = FromPeers(observer, store, run_id)
-            Follower(source, shelf, plan.every, form, (add_task,), after, click.echo).follow()
+            Follower(source, manager, plan.every, form, (add_task,), after, click.echo).follow()
 
 
 def export(facts: ExportFacts, out: Path) -> None:

@@ -3,7 +3,7 @@
 
     python scripts/bench_gpu_resident.py mfu --shape 7b --tokens 32768
     python scripts/bench_gpu_resident.py peak --shape 2b         # the paper's 2 x 2048 tokens
-    python scripts/bench_gpu_resident.py context --shape 7b      # streaming, boundaries on the host
+    python scripts/bench_gpu_resident.py context --shape 7b  # streaming, layers' inputs on the host
     python scripts/bench_gpu_resident.py mfu --device cpu --shape demo --tokens 512 --length 64
 
 MFU counts useful operations only: frozen experts without weight gradients, nothing recomputed,
@@ -35,7 +35,7 @@ from bench_gpu_measure import (
 from swarm.config import RunConfig
 from swarm.train.engine import Engine
 from swarm.train.memory import need_of
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.stepping import make_engine
 
 WARM_UP = 2
@@ -105,7 +105,7 @@ def bench_context(args: argparse.Namespace) -> dict[str, Any]:
         options = replace(
             EngineOptions.of(run, device=args.device),
             kind=EngineKind.STREAMING,
-            boundaries=Boundaries.HOST_BF16,
+            activation_checkpoints=ActivationCheckpoints.HOST_BF16,
             moments="bf16",
             gradient_buffers=3,
             host_threads=max(1, len(os.sched_getaffinity(0)) - 2),

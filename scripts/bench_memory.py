@@ -27,7 +27,7 @@ from swarm.model.cost import full_state_bytes
 from swarm.train.allocations import LiveBytes
 from swarm.train.ladder import describe
 from swarm.train.memory import Need, need_of, sizes_of
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.stepping import make_engine
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
@@ -39,7 +39,7 @@ def levels(run: RunConfig, folder: Path) -> list[EngineOptions]:
     """What is compared, the most memory first."""
     base = EngineOptions.of(run)
     streaming = replace(base, kind=EngineKind.STREAMING, resident_layers=0)
-    host = replace(streaming, boundaries=Boundaries.HOST)
+    host = replace(streaming, activation_checkpoints=ActivationCheckpoints.HOST)
     return [
         base,
         replace(base, recompute="routing"),

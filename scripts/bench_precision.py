@@ -29,7 +29,7 @@ from swarm.data.tokenise import BYTE
 from swarm.experts import all_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.memory import need_of
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.schedule import learning_rate
 from swarm.train.stepping import make_engine
 
@@ -56,8 +56,8 @@ ROWS = (
     Row("products in bf16", {"compute": "bf16"}),
     Row("products in fp16, scaled loss", {"compute": "fp16"}),
     Row(
-        "boundaries in bf16",
-        {"kind": EngineKind.STREAMING, "boundaries": Boundaries.HOST_BF16},
+        "activation checkpoints in bf16",
+        {"kind": EngineKind.STREAMING, "activation_checkpoints": ActivationCheckpoints.HOST_BF16},
     ),
     Row("clipping by unit", clip="unit"),
     Row(

@@ -44,7 +44,7 @@ from swarm.model.initialise import initial_tensors
 from swarm.train.engine import StepStats
 from swarm.train.resident import ResidentEngine
 from swarm.train.routing_stats import routing_stats
-from swarm.train.schedule import guidance_at, learning_rate
+from swarm.train.schedule import learning_rate, routing_controls_at
 
 TEXT = ((0, 2**40),)
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
@@ -168,8 +168,8 @@ def train(setting: Setting, seed: int, steps: int, shards: Shards, held_out: Hel
         for peer, engine in enumerate(engines):
             place = setting.peers * step + peer
             batch_BT1 = loader.read(TEXT, place, run.train.batch_tokens)
-            guidance = guidance_at(step, run, str(peer), place)
-            seen.append(engine.step(batch_BT1, lr=learning_rate(step, run), guidance=guidance))
+            controls = routing_controls_at(step, run, str(peer), place)
+            seen.append(engine.step(batch_BT1, lr=learning_rate(step, run), controls=controls))
         if setting.peers > 1 and (step + 1) % LOCAL_STEPS == 0:
             synchronise(engines, run)
     loader.close()

@@ -98,7 +98,7 @@ class ComputeSection(Section):
     recompute: Literal["auto", "none", "layer", "routing"] = "auto"
     """The resident engine computes this again for backward: nothing, layers, or layers with their
     routing kept."""
-    boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
+    activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
     """Place where the streaming engine keeps the inputs of layers until backward."""
     map_frozen: bool = True
     """Whether frozen experts may lie in memory-mapped files where nothing else fits."""

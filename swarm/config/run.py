@@ -22,6 +22,9 @@ from swarm.config.section import (
     Weight,
 )
 
+_ABSENT_AT_DEFAULT = (("data", "attention"), ("data", "mask_repetition"))
+"""Settings that the canonical JSON leaves out at their defaults, so that digests stay."""
+
 
 class RunSection(Section):
     """Identity and length of the run."""
@@ -51,6 +54,12 @@ class DataConfig(Section):
     (`--tokenizer DIR`), which travels with the run."""
     sequence_length: Positive
     """Tokens of a training sequence."""
+    attention: Literal["window", "document"] = "window"
+    """window: a token attends to all before it in its sequence. document: to those of its own
+    document alone."""
+    mask_repetition: bool = False
+    """Leaves sequences out of the loss in which 1 to 13 tokens stand 32 times in a row, as SPES
+    does."""
     mixture: Annotated[tuple[tuple[RunName, Weight], ...], Field(max_length=64)] = ()
     """Folders in the folder of the text, with weights: [["web", 0.7], ["code", 0.3]] takes 70 % of
     the bytes from web, until one of them has no more. Empty: the text is not mixed."""
@@ -144,6 +153,12 @@ class RoundConfig(Section):
     peer takes `local_steps`, which is the exact mode."""
     experts_every: Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
+    shared_every: Annotated[int, Field(gt=0, le=64)] = 1
+    """Each part of the shared tensors is averaged every so many rounds; above 1 with `stagger`."""
+    stagger: bool = False
+    """Whether each round is a slice of a cycle and exchanges its share of the units, so that all
+    move the same number of bytes; an expert that missed its round is made up for in the next. Then
+    `local_steps` are those of a slice, and the last round of the run exchanges everything."""
     roster_after_s: Seconds = 6.0
     """D1: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
@@ -218,6 +233,11 @@ class RunConfig(Section):
         self._check_batches()
         self._check_merging()
         self._check_routing()
+        if self.round.shared_every > 1 and not self.round.stagger:
+            raise ValueError(
+                "round.shared_every: needs round.stagger = true, or most rounds would average "
+                "nothing; more round.local_steps make fewer rounds"
+            )
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
@@ -274,6 +294,7 @@ class RunConfig(Section):
             inner=model.moe_intermediate_size,
             heads=2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head,
             part_bytes=self.wire.part_bytes,
+            shared_every=self.round.shared_every,
         )
         if problem:
             raise ValueError(problem)
@@ -345,7 +366,11 @@ class RunConfig(Section):
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""
-        return canonical(self.model_dump(mode="json"))
+        values = self.model_dump(mode="json")
+        for section, key in _ABSENT_AT_DEFAULT:
+            if values[section][key] == type(getattr(self, section)).model_fields[key].default:
+                del values[section][key]
+        return canonical(values)
 
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""

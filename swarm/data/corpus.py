@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from blake3 import blake3
 
@@ -54,11 +55,7 @@ class Corpus:
     files: tuple[str, ...]
     unlisted: tuple[tuple[str, str], ...] = ()
     column: str = TEXT
-
-    @property
-    def mixture(self) -> tuple[tuple[str, float], ...]:
-        """See `Source`."""
-        return ()
+    mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """The documents that are not blank, in order; see `swarm.data.documents`.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from blake3 import blake3
 
@@ -34,6 +34,7 @@ class DatasetText:
     config: str | None = None
     split: str = "train"
     column: str = TEXT
+    mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     @property
     def name(self) -> str:
@@ -48,11 +49,6 @@ class DatasetText:
     @property
     def files(self) -> tuple[str, ...]:
         """How large it is cannot be known."""
-        return ()
-
-    @property
-    def mixture(self) -> tuple[tuple[str, float], ...]:
-        """See `Source`."""
         return ()
 
     def fingerprint(self) -> str:

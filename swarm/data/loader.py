@@ -38,6 +38,7 @@ class Loader:
         run: RunConfig,
         *,
         agreed_windows: int | None = None,
+        end_of_text: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         """Prepares to read; reads nothing yet.
@@ -46,12 +47,13 @@ class Loader:
             shards: the text.
             run: gives seed, sequence length and the largest batch of any phase.
             agreed_windows: how many windows the run's text has; None where that is not agreed.
+            end_of_text: the id that closes a document.
             pin_memory: whether batches lie in page-locked memory, for copies to a GPU.
 
         Raises:
             DataError: the text holds less than one batch, or other windows than the run's text.
         """
-        self._seed = run.run.seed
+        self._seed, self.end_of_text = run.run.seed, end_of_text
         self._pin_memory = pin_memory
         self._length = run.data.sequence_length
         self._arrays = shards.arrays

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from blake3 import blake3
@@ -49,11 +50,7 @@ class ReadyTokens:
     files: tuple[str, ...]
     num_ids: int
     end_of_text: int
-
-    @property
-    def mixture(self) -> tuple[tuple[str, float], ...]:
-        """See `Source`."""
-        return ()
+    mixture: ClassVar[tuple[tuple[str, float], ...]] = ()
 
     def fingerprint(self) -> str:
         """See `Source`."""

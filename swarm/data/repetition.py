@@ -14,8 +14,8 @@ def is_repetitive(tokens: Tokens) -> bool:
     """Whether 1 to 13 tokens stand 32 times in a row somewhere.
 
     Source: SPES (arXiv 2602.11543) and OLMo 2 (arXiv 2501.00656; `instance_filter` of its code),
-    with the same numbers. There a training sequence with such a stretch carries no loss; here a
-    document with one is left out.
+    with the same numbers: a training sequence with such a stretch carries no loss there, and here
+    with `data.mask_repetition`; `swarm-data tokenize --drop-repetition` leaves documents out.
     """
     return any(_repeats(tokens, period) for period in range(1, MAX_PERIOD + 1))
 

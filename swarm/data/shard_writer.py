@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from blake3 import blake3
 
 from swarm import durable
 from swarm.data.corpus import Split, size_of
 from swarm.data.documents import Tally
+from swarm.data.packing import GROUP_TOKENS, packed
 from swarm.data.repetition import is_repetitive
 from swarm.data.tokenizer import Tokenizer, Tokens, token_dtype
 from swarm.errors import DataError
@@ -171,6 +173,7 @@ def write_shards(
     shard_tokens: int = SHARD_TOKENS,
     drop_copies: bool = False,
     drop_repetition: bool = False,
+    pack: int | None = None,
     held_out: Iterable[bytes] | None = None,
 ) -> None:
     """Makes the shards of a text, or goes on with them; says how far it is.
@@ -182,6 +185,8 @@ def write_shards(
         shard_tokens: a shard is closed by the first document that reaches this size.
         drop_copies: whether only the first of equal documents is kept.
         drop_repetition: whether documents are left out that `is_repetitive` finds.
+        pack: tokens of the sequences into which whole documents are put, see `swarm.data.packing`;
+            None leaves them in their order.
         held_out: held-out documents to keep as text; None where the text stays at hand.
 
     Raises:
@@ -189,7 +194,7 @@ def write_shards(
             something else.
         TokenizerError: the tokenizer cannot be run.
     """
-    options = [shard_tokens, drop_copies, drop_repetition]
+    options = [shard_tokens, drop_copies, drop_repetition, *([pack] if pack else [])]
     named = [FORMAT, tokenizer.name, *options, source.fingerprint()]
     finished = _Finished.read(folder, blake3(json.dumps(named).encode()).hexdigest())
     one_pass = _Pass(source, finished.digest())
@@ -197,10 +202,15 @@ def write_shards(
     kept = _Kept(*finished.shards[-1][3:]) if finished.shards else _Kept()
     documents = itertools.islice(one_pass.training_documents(drop_copies), kept.seen, None)
     tokenised = source.tokens(kept.noted(documents), tokenizer)
-    training = (tokens.astype(dtype) for tokens in kept.of(tokenised, drop_repetition))
+    training = kept.of(tokenised, drop_repetition)
+    last = np.empty(0, dtype)
+    if pack:
+        last = np.full(1, tokenizer.end_of_text, dtype)
+        training = packed(training, pack, tokenizer.end_of_text, min(shard_tokens, GROUP_TOKENS))
     while (first := next(training, None)) is not None:
         several = itertools.chain((first,), training)
-        written = _write_shard(folder, len(finished.shards), several, shard_tokens, one_pass.digest)
+        path = folder / f"{len(finished.shards):05}.bin"
+        written = _write_shard(path, several, shard_tokens, last, one_pass.digest)
         finished.add((*written, kept.seen, kept.left_out, kept.left_out_bytes))
     if not finished.shards:
         raise _no_text(source, one_pass)
@@ -212,7 +222,13 @@ def write_shards(
         "dtype": dtype.str,
         "shards": [shard[:3] for shard in finished.shards],
         "contents": asdict(one_pass.contents(kept)),
+        **({"pack": pack} if pack else {}),
     }
+    _finish(folder, header, held_out)
+
+
+def _finish(folder: Path, header: dict[str, Any], held_out: Iterable[bytes] | None) -> None:
+    """Writes what stands beside the shards, the header last."""
     if held_out is not None:
         header["held_out"] = _write_held_out(folder / HELD_OUT, held_out)
     header["digest"] = digest_of_header(header)
@@ -319,26 +335,33 @@ def _no_text(source: Source, one_pass: _Pass) -> DataError:
 
 
 def _write_shard(
-    folder: Path, index: int, documents: Iterator[Tokens], shard_tokens: int, all_tokens: blake3
+    path: Path, documents: Iterable[Tokens], shard_tokens: int, last: Tokens, all_tokens: blake3
 ) -> tuple[str, int, str]:
-    """Writes the next shard, durably: file name, tokens, digest.
+    """Writes a shard that ends with `last`, in its type, durably: file name, tokens, digest.
 
     Its tokens also go into the digest of all tokens.
     """
     digest, num_tokens = blake3(), 0
-    name = f"{index:05}.bin"
-    with (folder / name).open("wb") as file:
-        for tokens in documents:
-            data = tokens.tobytes()
+    with path.open("wb") as file:
+        for tokens in itertools.chain(_until(documents, shard_tokens), [last]):
+            data = tokens.astype(last.dtype).tobytes()
             digest.update(data)
             all_tokens.update(data)
             file.write(data)
             num_tokens += len(tokens)
-            if num_tokens >= shard_tokens:
-                break
         file.flush()
         os.fsync(file.fileno())
-    return name, num_tokens, digest.hexdigest()
+    return path.name, num_tokens, digest.hexdigest()
+
+
+def _until(documents: Iterable[Tokens], num_tokens: int) -> Iterator[Tokens]:
+    """The first documents, up to the one that reaches so many tokens; takes no more of them."""
+    size = 0
+    for tokens in documents:
+        yield tokens
+        size += len(tokens)
+        if size >= num_tokens:
+            return
 
 
 def _write_held_out(path: Path, documents: Iterable[bytes]) -> tuple[int, str]:

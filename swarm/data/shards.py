@@ -124,12 +124,14 @@ class Prepared:
         root: the folder.
         tokenizer: name of the one that made them.
         mixture: folders and weights that the text was mixed of; empty where it was not.
+        pack: tokens of the sequences into which documents were put; None where they were not.
     """
 
     name: str
     root: Path
     tokenizer: str
     mixture: Shares = ()
+    pack: int | None = None
 
     def open(self, tokenizer: Tokenizer) -> Shards:
         """Its shards, every byte checked.
@@ -195,7 +197,8 @@ def open_prepared(folder: Path) -> Prepared:
         header = _header_of(folder)
         mixture = tuple((str(name), float(weight)) for name, weight in header["mixture"])
         name = printable_name(str(header["name"]))
-        return Prepared(name, folder, str(header["tokenizer"]), mixture)
+        pack = int(header["pack"]) if "pack" in header else None
+        return Prepared(name, folder, str(header["tokenizer"]), mixture, pack)
     except (Torn, LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"{folder / HEADER}: {error}", hint="make the folder anew with swarm-data tokenize"

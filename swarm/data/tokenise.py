@@ -32,26 +32,6 @@ def document_tokens(content: bytes) -> NDArray[np.uint16]:
     return tokens
 
 
-def tokenizer_name() -> str:
-    """`byte-` and 16 hex digits over the exported tokenizer: equal where all its ids are."""
-    content = json.dumps(_tokenizer(), sort_keys=True).encode()
-    return f"byte-{blake3(content).hexdigest()[:16]}"
-
-
-def save_tokenizer(folder: Path, *, model_max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads unmodified.
-
-    It encodes every UTF-8 text to its bytes, text that spells a special token included.
-
-    Args:
-        folder: where the two files go; it must exist.
-        model_max_length: tokens that the model was trained to read at once.
-    """
-    write_json(folder / "tokenizer.json", _tokenizer())
-    config = tokenizer_config("<|endoftext|>", pad="<|pad|>", model_max_length=model_max_length)
-    write_json(folder / "tokenizer_config.json", config)
-
-
 class ByteTokenizer:
     """The tokenizer of runs with `data.tokenizer = "byte"`."""
 
@@ -60,8 +40,9 @@ class ByteTokenizer:
 
     @property
     def name(self) -> str:
-        """See `Tokenizer`."""
-        return tokenizer_name()
+        """See `Tokenizer`: `byte-` and 16 hex digits over the file that is exported."""
+        content = json.dumps(_tokenizer(), sort_keys=True).encode()
+        return f"byte-{blake3(content).hexdigest()[:16]}"
 
     def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
         """See `Tokenizer`."""
@@ -73,7 +54,9 @@ class ByteTokenizer:
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
         """See `Tokenizer`."""
-        save_tokenizer(folder, model_max_length=model_max_length)
+        write_json(folder / "tokenizer.json", _tokenizer())
+        config = tokenizer_config("<|endoftext|>", pad="<|pad|>", model_max_length=model_max_length)
+        write_json(folder / "tokenizer_config.json", config)
 
 
 BYTE = ByteTokenizer()

@@ -46,16 +46,6 @@ def train_tokenizer(documents: Iterable[bytes], vocab_size: int) -> FileTokenize
     return FileTokenizer.of(made.to_str(pretty=True).encode())
 
 
-def decode(tokenizer: FileTokenizer, tokens: Iterable[int]) -> bytes:
-    """The text of tokens, by a tokenizer that this machine's person has named."""
-    require_package()
-    from tokenizers import Tokenizer  # optional: only this and the processes that encode need it
-
-    made = Tokenizer.from_str(tokenizer.content.decode())
-    text: str = made.decode(list(tokens), skip_special_tokens=False)
-    return text.encode()
-
-
 def _texts(documents: Iterable[bytes]) -> Iterator[str]:
     for document in documents:
         yield document.decode()

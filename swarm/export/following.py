@@ -13,7 +13,7 @@ from swarm.config import RunConfig
 from swarm.errors import NobodyReachable, SwarmError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.folder import Extra, nothing_more, write_export
-from swarm.export.shelf import Shelf
+from swarm.export.manager import ExportManager
 from swarm.network.blobs import BlobStore
 from swarm.progress import duration
 from swarm.protocol.manifest import Manifest
@@ -80,7 +80,7 @@ class Follower:
     """See the module; all waits are bounded, and each has its reason."""
 
     source: Source
-    shelf: Shelf
+    manager: ExportManager
     every: int
     form: Form
     extras: Sequence[Extra] = ()
@@ -98,7 +98,7 @@ class Follower:
             ConfigError: the folder holds another run's exports.
             OSError: the disk refused; the exports that are there stay.
         """
-        self.shelf.require_run(self.source.run_id)
+        self.manager.require_run(self.source.run_id)
         # What a disk has spoiled since is fetched again.
         self.source.store.verify(self.source.store.digests())
         rounds = self.source.run.run.rounds
@@ -110,7 +110,7 @@ class Follower:
         self.say(f"the run's last round {rounds} is exported")
 
     def _exported(self) -> int:
-        exports = self.shelf.exports
+        exports = self.manager.exports
         return exports[-1].round if exports else 0
 
     def _await(self, due: int) -> Manifest:
@@ -154,7 +154,7 @@ class Follower:
         def write(folder: Path) -> None:
             write_export(folder, facts, self.extras)
 
-        path = self.shelf.add(manifest.round, write)
+        path = self.manager.add(manifest.round, write)
         self.source.store.collect(manifest.blobs)
         late = "" if manifest.round == due else f" instead of {due}, which was over"
         self.say(

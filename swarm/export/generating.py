@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from swarm.errors import ConfigError, CorruptState
-from swarm.export.shelf import LATEST
+from swarm.export.manager import LATEST
 
 if TYPE_CHECKING:
     from transformers import TextStreamer

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarm.protocol.life_events import Validation, parse_event
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import ValidationRecord
 
@@ -71,11 +71,10 @@ def kept_losses(events: Path) -> Losses:
         lines = []
     for line in lines:
         try:
-            event = json.loads(line)
-            if event["event"] == "validation":
-                found[int(event["round"])] = loss = float(event["val_loss"])
-                exactly[str(event["digest"])] = loss
-                nat = float(event["bits_per_byte"]) / loss if loss else nat
-        except (ValueError, KeyError, TypeError):
+            _, _, event = parse_event(line)
+        except ValueError:
             continue
+        if isinstance(event, Validation):
+            found[event.round] = exactly[event.digest] = event.val_loss
+            nat = event.bits_per_byte / event.val_loss if event.val_loss else nat
     return Losses(found, exactly, nat)

@@ -6,13 +6,14 @@ C size of a head; X = B * G, and R rows: the queries of a block of tokens that s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
+from swarm.model.masking import Documents
 
 SHORT_TOKENS = 512
 """Up to here bf16 attention on a CPU is done in plain products, which keep T * T / 2 weights, since
@@ -86,10 +87,26 @@ class Linear(nn.Module):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Positions(NamedTuple):
+    """Where the tokens of a micro-batch stand.
+
+    Attributes:
+        cos, sin: of the rotary angles, both fp32 [T, C / 2].
+        documents: within which attention stays; None: it sees the whole sequence.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    documents: Documents | None = None
+
+
 def rotary_tables(
     num_tokens: int, dim_per_head: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, both fp32 [T, C / 2].
+) -> Positions:
+    """Cosines and sines of the rotary angles.
+
+    Angles count from the sequence's beginning, also of documents that begin later: attention
+    depends on differences alone.
 
     Source: Su et al., arXiv 2104.09864, with the two halves of a head as the pairs, as in
     Transformers 5.23 `apply_rotary_pos_emb`.
@@ -97,12 +114,12 @@ def rotary_tables(
     exponents = torch.arange(0, dim_per_head, 2, dtype=torch.float32, device=device) / dim_per_head
     positions = torch.arange(num_tokens, dtype=torch.float32, device=device)
     angles = torch.outer(positions, 1.0 / theta**exponents)
-    return angles.cos(), angles.sin()
+    return Positions(angles.cos(), angles.sin())
 
 
-def rotate(x_BHTC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (i, i + C / 2) of a head by its position's angle; same shape and type."""
-    rotated: Tensor = _Rotate.apply(x_BHTC, *tables)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _Rotate.apply(x_BHTC, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
 
@@ -122,7 +139,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return rotate(gradients[0], (cos, -sin)), None, None
+        return rotate(gradients[0], cos, -sin), None, None
 
 
 def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
@@ -209,13 +226,17 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(keys if whole else head, model.rms_norm_eps, device)
         self.dim_per_head, self.whole, self.compute = head, whole, compute
 
-    def forward(self, x_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
         """Returns the attended values, [B, T, D] in the compute type."""
         x_BTD = x_BTD.to(self.compute)
-        q_BHTC = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), tables).to(self.compute)
-        k_BGTC = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), tables).to(self.compute)
+        cos, sin, documents = positions
+        q_BHTC = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), cos, sin).to(self.compute)
+        k_BGTC = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), cos, sin).to(self.compute)
         v_BGTC = self.v_proj(x_BTD).unflatten(-1, (-1, self.dim_per_head)).transpose(1, 2)
-        out_BHTC = attend(q_BHTC, k_BGTC, v_BGTC)
+        if documents is None:
+            out_BHTC = attend(q_BHTC, k_BGTC, v_BGTC)
+        else:
+            out_BHTC = documents.apply(attend, q_BHTC, k_BGTC, v_BGTC)
         out_BTD: Tensor = self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
         return out_BTD
 

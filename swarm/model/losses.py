@@ -58,7 +58,11 @@ def slice_tokens(num_tokens: int, vocab_size: int, device: str) -> int:
 
 
 def output_losses(
-    hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, z_weight: float
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    labels_N: Tensor,
+    z_weight: float,
+    mean_over: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy plus weighted output z-loss of a linear head, slice by slice.
 
@@ -67,6 +71,7 @@ def output_losses(
         head_VD: fp32 matrix of the head.
         labels_N: the token that follows each position.
         z_weight: weight of the output z-loss.
+        mean_over: what sums over the tokens are divided by; None: the number of the tokens.
 
     Returns:
         The weighted sum (differentiable), the cross-entropy and the z-loss (both detached), each
@@ -79,7 +84,7 @@ def output_losses(
     # Asked here: within a function's forward gradients always seem to be off.
     wanted = torch.is_grad_enabled() and (hidden_ND.requires_grad or head_VD.requires_grad)
     total, cross_entropy, z = _Output.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_VD, labels_N, z_weight, wanted
+        hidden_ND, head_VD, labels_N, z_weight, mean_over or len(labels_N), wanted
     )
     return total, cross_entropy, z
 
@@ -89,7 +94,7 @@ class _Output(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        z_weight, wanted = options
+        z_weight, mean_over, wanted = options
         num_tokens, vocab_size = len(labels_N), len(head_VD)
         device = hidden_ND.device.type
         weight_RD = head_VD.to(hidden_ND.dtype)
@@ -103,14 +108,14 @@ class _Output(torch.autograd.Function):
             part = slice(start, start + step)
             logits_nR = F.linear(hidden_ND[part], weight_RD)
             logits_nR[:, vocab_size:] = -torch.inf
-            sums += _slice_losses(logits_nR, labels_N[part], z_weight, num_tokens, wanted=wanted)
+            sums += _slice_losses(logits_nR, labels_N[part], z_weight, mean_over, wanted=wanted)
             if dhidden_ND is not None and dhead_RD is not None:
                 torch.mm(logits_nR, weight_RD, out=dhidden_ND[part])
                 _add_product(dhead_RD, logits_nR, hidden_ND[part])
             del logits_nR
         dhead_VD = None if dhead_RD is None else dhead_RD[:vocab_size]
         ctx.save_for_backward(dhidden_ND, dhead_VD)
-        cross_entropy, z = (sums / num_tokens).unbind()
+        cross_entropy, z = (sums / mean_over).unbind()
         ctx.mark_non_differentiable(cross_entropy, z)
         return cross_entropy + z_weight * z, cross_entropy, z
 
@@ -118,23 +123,23 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_ND, dhead_VD = ctx.saved_tensors
         scale = gradients[0]
-        return dhidden_ND * scale, dhead_VD * scale, None, None, None
+        return dhidden_ND * scale, dhead_VD * scale, None, None, None, None
 
 
 def _slice_losses(
-    logits_nR: Tensor, labels_n: Tensor, z_weight: float, num_tokens: int, *, wanted: bool
+    logits_nR: Tensor, labels_n: Tensor, z_weight: float, mean_over: float, *, wanted: bool
 ) -> Tensor:
     """Cross-entropy and z-loss of a slice, fp32 [2], each summed over its tokens.
 
-    The logits are overwritten: with the gradient of the mean over all tokens where it is wanted.
+    The logits are overwritten: with the gradient of the sum over `mean_over` where it is wanted.
     """
     label_n1 = labels_n[:, None]
     chosen_n = logits_nR.gather(1, label_n1)[:, 0].float()
     exponent_nR, sum_n, z_n = _exponentials(logits_nR)
     if wanted:
-        scale_n = (1 + 2 * z_weight * z_n) / (num_tokens * sum_n)
+        scale_n = (1 + 2 * z_weight * z_n) / (mean_over * sum_n)
         dlogits_nR = exponent_nR.mul_(scale_n[:, None])
-        dlogits_nR.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / num_tokens)[:, None])
+        dlogits_nR.scatter_add_(1, label_n1, torch.full_like(z_n, -1 / mean_over)[:, None])
         logits_nR.copy_(dlogits_nR)
     return torch.stack([(z_n - chosen_n).sum(), z_n.square().sum()])
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
-from swarm.model.routing import Guidance, expert_capacity, gaussian, within_capacity
+from swarm.model.routing import RoutingControls, expert_capacity, gaussian, within_capacity
 from swarm.model.rows import Plan, plan_rows
 from swarm.model.similarity import shared_tokens, similarity
 from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
@@ -81,7 +81,7 @@ class Router(nn.Module):
         self,
         x_ND: Tensor,
         recall: Recall | None = None,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
         owned: Sequence[int] = (),
     ) -> Routing:
         """Routes every token to its best experts.
@@ -89,13 +89,13 @@ class Router(nn.Module):
         Args:
             x_ND: the tokens.
             recall: where the choice is taken from, if it has been made before.
-            guidance: of a training step; None in evaluation.
-            owned: the experts that this peer trains, which guidance may favour.
+            controls: of a training step; None in evaluation.
+            owned: the experts that this peer trains, which controls may favour.
         """
         logits_NE = F.linear(x_ND.float(), self.weight)
-        noisy_NE = self._noisy(x_ND, logits_NE, guidance)
+        noisy_NE = self._noisy(x_ND, logits_NE, controls)
         scores_NE = self._scores(noisy_NE)
-        weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, guidance, owned)
+        weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, controls, owned)
         if recall is not None:
             # Gathered the first time too: both passes must keep the same tensors for backward.
             expert_NK = expert_NK if recall.expert_NK is None else recall.expert_NK
@@ -105,14 +105,14 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None:
             scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
         routing = Routing(logits_NE, scores_NE, weight_NK, expert_NK)
-        return routing if guidance is None else self._dropping(routing, guidance)
+        return routing if controls is None else self._dropping(routing, controls)
 
-    def _noisy(self, x_ND: Tensor, logits_NE: Tensor, guidance: Guidance | None) -> Tensor:
+    def _noisy(self, x_ND: Tensor, logits_NE: Tensor, controls: RoutingControls | None) -> Tensor:
         """Noisy top-k gating. Source: Shazeer et al. (arXiv 1701.06538, eq. 4)."""
-        if guidance is None or self.noise_weight is None:
+        if controls is None or self.noise_weight is None:
             return logits_NE
         scale_NE = F.softplus(F.linear(x_ND.float(), self.noise_weight))
-        return logits_NE + gaussian(guidance.noise_seed, logits_NE) * scale_NE
+        return logits_NE + gaussian(controls.noise_seed, logits_NE) * scale_NE
 
     def _scores(self, logits_NE: Tensor) -> Tensor:
         return (
@@ -123,11 +123,11 @@ class Router(nn.Module):
         self,
         logits_NE: Tensor,
         scores_NE: Tensor,
-        guidance: Guidance | None,
+        controls: RoutingControls | None,
         owned: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """The scores of each token's best experts, and these; biases count in the choice alone."""
-        own_E = guidance.own_bias(owned, logits_NE) if guidance else None
+        own_E = controls.own_bias(owned, logits_NE) if controls else None
         if own_E is None and self.e_score_correction_bias is None:
             weight_NK, expert_NK = scores_NE.topk(self.top_k, dim=-1)
             return weight_NK, expert_NK
@@ -139,12 +139,12 @@ class Router(nn.Module):
         expert_NK = choice_NE.topk(self.top_k, dim=-1).indices
         return scores_NE.gather(-1, expert_NK), expert_NK
 
-    def _dropping(self, routing: Routing, guidance: Guidance) -> Routing:
+    def _dropping(self, routing: Routing, controls: RoutingControls) -> Routing:
         """Drops choices above the capacity; those left are not weighted up (as in GShard)."""
-        if guidance.capacity_factor is None:
+        if controls.capacity_factor is None:
             return routing
         num_tokens, num_experts = routing.logits_NE.shape
-        capacity = expert_capacity(num_tokens, self.top_k, num_experts, guidance.capacity_factor)
+        capacity = expert_capacity(num_tokens, self.top_k, num_experts, controls.capacity_factor)
         kept_NK = within_capacity(routing.expert_NK, num_experts, capacity)
         return routing._replace(weight_NK=routing.weight_NK * kept_NK, kept_NK=kept_NK)
 
@@ -279,15 +279,15 @@ class SparseMLP(nn.Module):
         self,
         x_BTD: Tensor,
         recall: Recall | None = None,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns fp32 [B, T, D] and the router's decision."""
         x_ND = x_BTD.flatten(0, 1)
-        routing = self.gate(x_ND, recall, guidance, self.experts.owned_experts)
-        if guidance and (guidance.probe or guidance.draw_apart):
+        routing = self.gate(x_ND, recall, controls, self.experts.owned_experts)
+        if controls and (controls.probe or controls.draw_apart):
             pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
             # Without its loss no copy of a matrix may live until backward.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and guidance.draw_apart):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and controls.draw_apart):
                 found = similarity(x_ND, pairs, self.experts.one)
             experts = torch.tensor([pair.experts for pair in pairs], dtype=torch.int64)
             routing = routing._replace(similarity=found, pair_P2=experts.view(-1, 2))

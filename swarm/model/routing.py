@@ -17,7 +17,7 @@ _SEED_STEP = 6_364_136_223_846_793_005
 
 
 @dataclass(frozen=True)
-class Guidance:
+class RoutingControls:
     """The influences on the tokens of one training step besides the weights; evaluation has none.
 
     Attributes:
@@ -37,8 +37,8 @@ class Guidance:
     probe: bool = False
     draw_apart: bool = False
 
-    def part(self, index: int) -> Guidance:
-        """The guidance of one micro-batch of the step, or of one layer: other noise."""
+    def part(self, index: int) -> RoutingControls:
+        """The controls of one micro-batch of the step, or of one layer: other noise."""
         seed = (self.noise_seed * _SEED_STEP + index + 1) % 2**63
         return dataclasses.replace(self, noise_seed=seed)
 

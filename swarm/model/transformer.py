@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
 from swarm.experts import all_shapes, place_of
-from swarm.model.attention import Attention, RMSNorm, rotary_tables
+from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
+from swarm.model.masking import UNMASKED, Documents, Masked
 from swarm.model.moe import ExpertBank, Recall, Router, Routing, SparseMLP
-from swarm.model.routing import Guidance, bias_update
+from swarm.model.routing import RoutingControls, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
@@ -43,17 +44,17 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        tables: tuple[Tensor, Tensor],
+        positions: Positions,
         recall: Recall | None = None,
-        guidance: Guidance | None = None,
+        controls: RoutingControls | None = None,
     ) -> tuple[Tensor, Routing]:
         """Returns the next residual stream, fp32 [B, T, D], and the router's decision.
 
         With `recall` the routing is kept there the first time and taken from there afterwards.
-        `guidance` is that of the layer in a training step.
+        `controls` are those of the layer in a training step.
         """
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables)
-        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, guidance)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), positions)
+        mixed_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), recall, controls)
         return x_BTD + mixed_BTD, routing
 
 
@@ -77,15 +78,19 @@ class Decoder(nn.Module):
         self.recompute: Recompute = "none"
 
     def forward(
-        self, input_ids_BT: Tensor, guidance: Guidance | None = None
+        self,
+        input_ids_BT: Tensor,
+        controls: RoutingControls | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
         num_tokens, device = input_ids_BT.shape[1], input_ids_BT.device
-        tables = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
+        positions = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
+        positions = positions._replace(documents=documents)
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
         for index, layer in enumerate(self.layers):
-            x_BTD, routing = self._run(layer, x_BTD, tables, guidance and guidance.part(index))
+            x_BTD, routing = self._run(layer, x_BTD, positions, controls and controls.part(index))
             routings.append(routing)
         return self.norm(x_BTD), routings
 
@@ -93,21 +98,21 @@ class Decoder(nn.Module):
         self,
         layer: nn.Module,
         x_BTD: Tensor,
-        tables: tuple[Tensor, Tensor],
-        guidance: Guidance | None,
+        positions: Positions,
+        controls: RoutingControls | None,
     ) -> tuple[Tensor, Routing]:
         out: tuple[Tensor, Routing]
         if self.recompute == "none" or not torch.is_grad_enabled():
-            out = layer(x_BTD, tables, None, guidance)
+            out = layer(x_BTD, positions, None, controls)
         else:
             recall = Recall() if self.recompute == "routing" else None
             # Noise comes from a seed, so there is no state of a generator to keep.
             out = checkpoint(
                 layer,
                 x_BTD,
-                tables,
+                positions,
                 recall,
-                guidance,
+                controls,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -216,25 +221,25 @@ class Transformer(nn.Module):
         self,
         tokens_BT1: Tensor,
         loss: LossConfig,
-        guidance: Guidance | None = None,
-        *,
-        scored_BT: Tensor | None = None,
+        controls: RoutingControls | None = None,
+        masked: Masked = UNMASKED,
     ) -> Losses:
         """Losses of one micro-batch.
 
         Args:
             tokens_BT1: B sequences of T + 1 token ids; each predicts the next one.
             loss: weights of the terms.
-            guidance: of a training step; None in evaluation.
-            scored_BT: bool, which predictions are in the cross-entropy; None for all.
+            controls: of a training step; None in evaluation.
+            masked: what is not attended to and not predicted; the router's terms are means over
+                all tokens in any case, since it has sent all of them somewhere.
         """
-        hidden_BTD, routings = self.model(tokens_BT1[:, :-1], guidance)
-        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), tokens_BT1[:, 1:].flatten()
-        if scored_BT is not None:
-            hidden_ND, labels_N = hidden_ND[scored_BT.flatten()], labels_N[scored_BT.flatten()]
+        hidden_BTD, routings = self.model(tokens_BT1[:, :-1], controls, masked.documents)
+        hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
         hidden_ND = hidden_ND.to(self.compute)
-        output = output_losses(hidden_ND, self._head(), labels_N, loss.output_z_weight)
-        weight_E = guidance.count_weights(self.owned, routings[0].logits_NE) if guidance else None
+        output = output_losses(
+            hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
+        )
+        weight_E = controls.count_weights(self.owned, routings[0].logits_NE) if controls else None
         return combine(output, routings, loss, weight_E)
 
     def balance(self, tokens_LE: Tensor, rate: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from pydantic import TypeAdapter
 
@@ -27,14 +27,7 @@ _SCHEMA = TypeAdapter(Kept)
 
 def kept_of(snapshot: Snapshot) -> Kept:
     """What is worth keeping of a snapshot."""
-    return Kept(
-        snapshot.run_id,
-        snapshot.losses,
-        snapshot.merges,
-        snapshot.rounds,
-        snapshot.events,
-        snapshot.scores,
-    )
+    return Kept(*(getattr(snapshot, each.name) for each in fields(Kept)))
 
 
 def encode_kept(kept: Kept) -> bytes:
@@ -58,11 +51,4 @@ def recalled(snapshot: Snapshot, kept: Kept) -> Snapshot | None:
     """
     if kept.run_id != snapshot.run_id:
         return None
-    return replace(
-        snapshot,
-        losses=kept.losses,
-        merges=kept.merges,
-        rounds=kept.rounds,
-        events=kept.events,
-        scores=kept.scores,
-    )
+    return replace(snapshot, **vars(kept))

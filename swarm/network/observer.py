@@ -7,12 +7,13 @@ those only when it is told to, under the key of the person who measured them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarm.config import NetworkSection, RunConfig
-from swarm.errors import NobodyReachable
+from swarm.errors import NetworkDown, NobodyReachable
 from swarm.network.blobs import BlobStore
 from swarm.network.fetch import Downloads
 from swarm.network.finding import Announced, fetch_config, find_run, whom_to_ask
@@ -21,10 +22,12 @@ from swarm.network.joining import fetch_state
 from swarm.network.node import Node
 from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.steady_clock import dht_clock
+from swarm.network.tasks import Tasks
 from swarm.network.tips import Trust, newest_tip
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import (
+    EVENT_TTL_S,
     RECORD_TTL_S,
     MergeRecord,
     PeerRecord,
@@ -37,7 +40,11 @@ from swarm.protocol.records import (
     validation_keys,
 )
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+RENEW_S = EVENT_TTL_S / 3
+"""Scores are repeated so often; they outlive two attempts that fail."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Observer:
         self._signer = signer.peer_id if signer else node.peer_id
         self._trust = Trust(vouched) if vouched else None
         self._downloads = Downloads(node, store)
+        self._renewing = Tasks("the scores")
 
     @classmethod
     def start(
@@ -220,16 +228,28 @@ class Observer:
     def publish_scores(self, run: str, record: ScoreRecord, deadline_s: float) -> None:
         """Shows scores to everybody who watches the run, in place of those published before.
 
+        They are repeated until the observer stops, and gone `EVENT_TTL_S` later.
+
         Raises:
             NobodyReachable: no peer keeps them.
         """
         key = scores_key(run, self._signer)
 
         async def store() -> bool:
+            await self._renewing.stop()
+            self._renewing.spawn(self._renew(key, record))
             return await publish(self._node, key, record)
 
         if not self._within(deadline_s, "a place for scores", store):
             raise NobodyReachable("no peer keeps the scores", hint="is the run still going on?")
+
+    async def _renew(self, key: str, record: ScoreRecord) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await publish(self._node, key, record)
+            except (TimeoutError, NetworkDown) as error:
+                logger.warning("the scores were not repeated, which is tried again: %s", error)
 
     def _within(
         self, deadline_s: float, what: str, work: Callable[[], Awaitable[Result]]

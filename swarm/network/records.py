@@ -11,9 +11,9 @@ from swarm.protocol.records import (
     EVENT_TTL_S,
     RECORD_TTL_S,
     AnyRecord,
+    DhtRecord,
     MergeRecord,
     PeerRecord,
-    Record,
     ScoreRecord,
     ValidationRecord,
     decode_record,
@@ -23,7 +23,7 @@ from swarm.protocol.records import (
 logger = logging.getLogger(__name__)
 
 
-async def publish(node: Node, key: str, record: Record) -> bool:
+async def publish(node: Node, key: str, record: DhtRecord) -> bool:
     """Stores this peer's record under a key, in place of the one before; see `Node.store`.
 
     Raises:

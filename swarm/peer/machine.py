@@ -142,7 +142,7 @@ def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
         frozen=compute.frozen,
         moments=compute.moments,
         recompute=compute.recompute,
-        boundaries=compute.boundaries,
+        activation_checkpoints=compute.activation_checkpoints,
         folder=folder if compute.map_frozen else None,
     )
 

@@ -28,7 +28,7 @@ from swarm.peer.founding import found
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
 from swarm.peer.leaving import Stop, leave
-from swarm.peer.live_model import Agreed, LiveModel, held_out_of, merge_blobs
+from swarm.peer.live_model import Agreed, LiveModel, end_of_text, held_out_of, merge_blobs
 from swarm.peer.machine import device_of, engine_for
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher, announcement
@@ -389,10 +389,11 @@ def _exchange_of(host: Host, started: Started, rounds: RoundDriver) -> MomentsEx
 
 
 def _loader_of(config: PeerConfig, started: Started) -> Loader:
-    text = started.record.tip.founding.text
+    founding = started.record.tip.founding
     return Loader(
         started.shards,
         started.run,
-        agreed_windows=text.windows if text else None,
+        agreed_windows=founding.text.windows if founding.text else None,
+        end_of_text=end_of_text(founding),
         pin_memory=device_of(config.compute.device) == "cuda",
     )

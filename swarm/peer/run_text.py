@@ -152,6 +152,14 @@ def corpus_of(run: RunConfig, folder: str | None) -> Corpus | Mixture | Prepared
                 f"{_shown(run.data.mixture)}",
                 hint="swarm-data tokenize --run FILE with the run's file, into another folder",
             )
+        fitting = (run.data.sequence_length, "document")
+        if prepared.pack and (prepared.pack, run.data.attention) != fitting:
+            raise DataError(
+                f"{path}: documents were packed into sequences of {prepared.pack} tokens, and the "
+                f"run has data.sequence_length = {run.data.sequence_length} and data.attention = "
+                f'"{run.data.attention}"',
+                hint='a run on packed shards has their length, and data.attention = "document"',
+            )
         return prepared
     if run.data.mixture:
         return open_mixture(folder, run.data.mixture)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from swarm.config import ComputeSection, RunConfig
-from swarm.model.routing import Guidance
+from swarm.data.masks import Masks
+from swarm.model.routing import RoutingControls
 from swarm.train.engine import StepStats
 from swarm.train.ladder import EnginePlan
 from swarm.train.stepping import SteppingEngine
@@ -89,12 +90,19 @@ class ThreadedEngine(SteppingEngine):
         self._watch: StepWatch | None = None
         self._why: str | None = "not measured yet"
 
-    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
         """See `Engine`."""
         if self._why is not None:
             self._choose(tokens_BT1, self._why)
         began_s = self._clock()
-        stats = super().step(tokens_BT1, lr=lr, guidance=guidance)
+        stats = super().step(tokens_BT1, lr=lr, controls=controls, masks=masks)
         assert self._watch is not None
         now_s = self._clock()
         self._why = self._watch.saw((now_s - began_s) / stats.tokens, now_s)

@@ -62,7 +62,7 @@ HEARTBEAT_S = 8.0
 RECORD_TTL_S = 3 * HEARTBEAT_S
 """Presence and run records: a peer that died is gone from every view after this long."""
 EVENT_TTL_S = 900.0
-"""Merge, validation and score records, which are published once per event."""
+"""Merge, validation and score records, which are published per event, not as a sign of life."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,-]{0,63}$")]
 
 RunId = Annotated[str, Field(pattern=rf"{RUN_ID}|^gathering-[0-9a-f]{{32}}$")]
@@ -245,10 +245,10 @@ class ScoreRecord:
     scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
 
 
-Record = RunRecord | PeerRecord | MergeRecord | ValidationRecord | ScoreRecord
+DhtRecord = RunRecord | PeerRecord | MergeRecord | ValidationRecord | ScoreRecord
 AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
 _KINDS = (RunRecord, PeerRecord, MergeRecord, ValidationRecord, ScoreRecord)
-_SCHEMAS: dict[type, TypeAdapter[Record]] = {kind: TypeAdapter(kind) for kind in _KINDS}
+_SCHEMAS: dict[type, TypeAdapter[DhtRecord]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 _LIMITS: dict[type, int] = {
     RunRecord: MAX_RUN_RECORD_BYTES,
     PeerRecord: MAX_RECORD_BYTES,
@@ -258,7 +258,7 @@ _LIMITS: dict[type, int] = {
 }
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: DhtRecord) -> bytes:
     """The record as canonical JSON.
 
     An inadmissible record is our own bug (an AssertionError): use `shortened` and `fitted`.
@@ -354,5 +354,5 @@ def scores_key(run: str, peer_id: str) -> str:
     return scores_keys(run)[shard_of(peer_id, FEW_SHARDS)]
 
 
-def _json(record: Record) -> bytes:
+def _json(record: DhtRecord) -> bytes:
     return canonical(asdict(record), plain=lambda value: value.value, ascii_only=False)

@@ -72,6 +72,7 @@ class PrivateState:
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
         carried: what the round before left out already, see `swarm.protocol.adoption`.
+        part_bases: part of the shared tensors -> the same, if not all are due in each round.
     """
 
     engine: EngineState
@@ -85,7 +86,8 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
-    carried: frozenset[int | None] = frozenset()
+    carried: frozenset[str] = frozenset()
+    part_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -292,8 +294,10 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
         if field.name not in ("engine", "rng", "carried")
     }
     if state.carried:
-        meta["carried"] = sorted(state.carried, key=str)
+        meta["carried"] = sorted(state.carried)
     meta["offered"] = dict(state.offered)
+    if not state.part_bases:
+        del meta["part_bases"]
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.masks import Masks
 from swarm.errors import CorruptState
 from swarm.experts import (
     Slice,
@@ -20,7 +21,7 @@ from swarm.experts import (
     expert_shapes,
     shared_shapes,
 )
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.guard import UNSCALED, LossScale
 
 StandIn = Callable[[str], Tensor]
@@ -40,7 +41,8 @@ class StepStats:
         router_z: router z-loss before its weight.
         output_z: output z-loss before its weight.
         grad_norm: global norm over everything this peer trains, before clipping.
-        tokens: tokens predicted.
+        tokens: tokens read, each of which has one predicted; what is masked is among them.
+        masked: predictions that are not in the loss.
         expert_tokens: for each layer, the tokens that each expert got.
         skipped: whether loss or gradient was not finite, so that nothing was changed.
         dropped: choices of experts, in all layers, that exceeded a capacity.
@@ -58,6 +60,7 @@ class StepStats:
     tokens: int
     expert_tokens: tuple[tuple[int, ...], ...]
     skipped: bool
+    masked: int = 0
     dropped: int = 0
     similarity: float | None = None
     pairs: tuple[tuple[int, int, float], ...] = ()
@@ -130,10 +133,19 @@ class Engine(Protocol):
         """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
         ...
 
-    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
         """One optimizer step on the mean over the batch's micro-batches.
 
-        `guidance` leads the routing; each micro-batch has its `part`.
+        `controls` lead the routing; each micro-batch has its `part`. With `masks` cross-entropy
+        and output z-loss are means over what is scored in the batch; the router's terms stay means
+        over all tokens.
 
         A loss or gradient that is not finite changes nothing: the step is skipped and counted.
 

@@ -13,7 +13,7 @@ from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.round_memory import HostPeaks, host_peaks
 
 GIGABYTE = 10**9
@@ -71,7 +71,7 @@ class Wishes:
     frozen: Literal["run"] | FrozenFormat = "run"
     moments: Literal["auto"] | MomentsFormat = "auto"
     recompute: Literal["auto"] | Recompute = "auto"
-    boundaries: Literal["auto", "device", "host", "host_bf16"] = "auto"
+    activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
     folder: Path | None = None
 
 
@@ -130,22 +130,29 @@ def _rungs(
     one_pass = run.train.batch_tokens <= together * micro_tokens
     base = replace(base, kind=EngineKind.STREAMING, pass_micro_batches=0 if one_pass else together)
     layers = run.model.num_hidden_layers
-    places: list[tuple[Boundaries, int]] = []
+    places: list[tuple[ActivationCheckpoints, int]] = []
     if machine.device == "cuda":
         # Weights that stay need no bus; on a CPU a second copy of them would serve nothing.
         stay = [layers, layers * 3 // 4, layers // 2, layers // 4]
-        places = [(Boundaries.DEVICE, number) for number in dict.fromkeys(stay) if number]
-    places += [(Boundaries.DEVICE, 0)]
+        places = [
+            (ActivationCheckpoints.DEVICE, number) for number in dict.fromkeys(stay) if number
+        ]
+    places += [(ActivationCheckpoints.DEVICE, 0)]
     if machine.device == "cuda":
-        places += [(Boundaries.HOST, 0)]
-    if wishes.boundaries != "auto":
+        places += [(ActivationCheckpoints.HOST, 0)]
+    if wishes.activation_checkpoints != "auto":
         numbers = dict.fromkeys(number for _, number in places)
-        places = [(Boundaries(wishes.boundaries), number) for number in numbers]
+        places = [
+            (ActivationCheckpoints(wishes.activation_checkpoints), number) for number in numbers
+        ]
     last = base
     for where, number in places:
         ring = RING if run.optimizer.clip == "unit" and one_pass and number < layers else 0
         last = replace(
-            base, boundaries=where, resident_layers=number, gradient_buffers=min(ring, layers)
+            base,
+            activation_checkpoints=where,
+            resident_layers=number,
+            gradient_buffers=min(ring, layers),
         )
         yield last
     if wishes.folder is not None:
@@ -238,8 +245,8 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
             if stay
             else "every layer is streamed"
         )
-        if options.boundaries is not Boundaries.DEVICE:
-            words += ", boundaries on the host"
+        if options.activation_checkpoints is not ActivationCheckpoints.DEVICE:
+            words += ", activation checkpoints on the host"
         if options.frozen_folder is not None:
             words += ", frozen experts on disk"
     return words + (f", {options.moments} moments" if options.moments != "fp32" else "")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from swarm.config import RunConfig
 from swarm.data.loader import Dealt, Loader
+from swarm.data.masks import masks_of
 from swarm.data.streams import samples_at
 from swarm.train.engine import Engine, StepStats
 from swarm.train.routing_stats import RoutingStats, routing_stats
-from swarm.train.schedule import guidance_at, learning_rate, schedule_step
+from swarm.train.schedule import learning_rate, routing_controls_at, schedule_step
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ def train_local_steps(
         tokens_BT1 = loader.batch(task.dealt, local_step, task.batch_tokens)
         first_sample = int(samples_at(task.dealt, local_step * len(tokens_BT1), 1)[0])
         now = schedule_step(task.step, local_step, run)
-        guidance = guidance_at(now, run, task.peer, first_sample, probe=to_do == 1)
-        taken.append(engine.step(tokens_BT1, lr=learning_rate(now, run), guidance=guidance))
+        controls = routing_controls_at(now, run, task.peer, first_sample, probe=to_do == 1)
+        masks = masks_of(tokens_BT1, run, loader.end_of_text)
+        lr = learning_rate(now, run)
+        taken.append(engine.step(tokens_BT1, lr=lr, controls=controls, masks=masks))
         on_step(task.step + local_step, taken[-1])
         seconds = time.monotonic() - began_s
     kept = [stats for stats in taken if not stats.skipped]

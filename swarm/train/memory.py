@@ -15,12 +15,13 @@ from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
 from swarm.model.cost import parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
+from swarm.model.masking import WASTE
 from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
 from swarm.model.swiglu import PAD_ROWS_BF16
 from swarm.model.transformer import DTYPES
 from swarm.train.adam_moments import MOMENT_BYTES
-from swarm.train.options import Boundaries, EngineKind, EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.streaming.units import is_cast
 
 MASTER = GRADIENT = 4
@@ -34,7 +35,7 @@ class Need:
     Attributes:
         device_state: weights, gradients and, in the resident engine, moments, on the device.
         activations: the most that exists beside them on the device.
-        host: masters, moments, gradients and boundaries in host memory.
+        host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in mapped files of the engine's own.
     """
 
@@ -120,7 +121,7 @@ def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
     """
     micro = _Micro(run, replace(options, compute="fp32"))
     matrices = sum(math.prod(shape) for shape in matrix_shapes(run.model).values())
-    return micro.kept() + 3 * micro.boundary() + micro.logits() + 4 * matrices
+    return micro.kept() + 3 * micro.checkpoint() + micro.logits() + 4 * matrices
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
@@ -139,7 +140,7 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     if options.recompute == "none":
         kept, again = layers * one_layer, 0.0
     else:
-        kept, again = layers * (micro.boundary() + micro.routing()), one_layer
+        kept, again = layers * (micro.checkpoint() + micro.routing()), one_layer
     gradients = GRADIENT * sizes.trained
     # The gradients of the first micro-batch come into being while backward goes down; from the
     # second on all are there already.
@@ -163,10 +164,10 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     micro = _Micro(run, options)
     batches = max(1, run.train.batch_tokens // micro.tokens)
     batches = min(batches, options.pass_micro_batches or batches)
-    boundaries = layers * batches * micro.boundary()
-    on_device = options.boundaries is Boundaries.DEVICE
-    kept = batches * (layers * micro.routing() + micro.boundary())
-    kept += boundaries if on_device else 2 * micro.boundary()
+    checkpoints = layers * batches * micro.checkpoint()
+    on_device = options.activation_checkpoints is ActivationCheckpoints.DEVICE
+    kept = batches * (layers * micro.routing() + micro.checkpoint())
+    kept += checkpoints if on_device else 2 * micro.checkpoint()
     layer = micro.kept() + micro.backward(sizes, frozen) + compute * cast
     activations = kept + max(micro.head(sizes.table), layer)
     host = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained
@@ -174,8 +175,8 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     shared = options.gradient_buffers
     host += GRADIENT * (2 * sizes.table + sizes.layer * (shared or layers))
     if not on_device:
-        half = options.boundaries is Boundaries.HOST_BF16
-        host += boundaries / 2 if half else boundaries
+        half = options.activation_checkpoints is ActivationCheckpoints.HOST_BF16
+        host += checkpoints / 2 if half else checkpoints
     on_disk = options.frozen_folder is not None
     host += frozen if on_disk else frozen * layers
     copied = on_disk and not options.frozen_lent
@@ -191,7 +192,7 @@ class _Micro:
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
 
-    def boundary(self) -> float:
+    def checkpoint(self) -> float:
         """The residual stream, fp32."""
         return 4.0 * self.tokens * self.model.hidden_size
 
@@ -206,12 +207,18 @@ class _Micro:
         hidden, head = model.hidden_size, model.dim_per_head
         queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
         # Inputs of both norms and of the router in fp32, of attention and of experts.
-        per_token = 4 * 3 * hidden + c * 2 * hidden
+        per_token: float = 4 * 3 * hidden + c * 2 * hidden
         # Projections before their norms; rotated ones; values; the output, also transposed.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
-        per_token += c * (queries + 2 * keys) + c * 2 * queries
+        per_token += c * (queries + 2 * keys) * self.places() + c * 2 * queries
+        # The output of each document by itself, and which token is where.
+        per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows() * 2 * model.moe_intermediate_size
         return self.tokens * per_token + experts + self.routing() + self.scores()
+
+    def places(self) -> float:
+        """Places in attention for each token, at most."""
+        return WASTE if self.run.data.attention == "document" else 1
 
     def rows(self) -> float:
         """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
@@ -225,7 +232,7 @@ class _Micro:
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
         keys = (length + min(length, BLOCK_TOKENS)) / 2
-        return self.compute * self.tokens * keys * self.model.num_attention_heads
+        return self.compute * self.tokens * self.places() * keys * self.model.num_attention_heads
 
     def cast_matrices(self, sizes: Sizes) -> float:
         """Attention matrices in the compute type, which the graph keeps beside their masters."""
@@ -239,7 +246,7 @@ class _Micro:
         one_expert = rows / model.num_experts
         together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
         products = c * together * (2 * model.hidden_size + 5 * model.moe_intermediate_size)
-        gathered = c * rows * model.hidden_size + 3 * self.boundary()
+        gathered = c * rows * model.hidden_size + 3 * self.checkpoint()
         dense = (sizes.layer_owned * c if c < 4 else 0) + frozen_layer
         matrices = dense if self.grouped else dense / model.num_experts
         return products + gathered + matrices + 4 * sizes.layer_owned

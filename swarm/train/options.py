@@ -20,7 +20,7 @@ class EngineKind(Enum):
     STREAMING = "streaming"  # masters and moments in host memory, weights come as they are needed
 
 
-class Boundaries(Enum):
+class ActivationCheckpoints(Enum):
     """Where the streaming engine keeps the input of every layer until backward."""
 
     DEVICE = "device"  # on the device, fp32
@@ -42,7 +42,7 @@ class EngineOptions:
         kind: which engine.
         resident_layers: the streaming engine keeps the weights of so many of the first layers on
             the device, and streams the others through two places; None keeps all.
-        boundaries: where the streaming engine keeps the inputs of layers.
+        activation_checkpoints: where the streaming engine keeps the inputs of layers.
         frozen_folder: where the streaming engine memory-maps its frozen experts; None holds them
             in memory.
         frozen_lent: whether they lie on disk already, as agreed values, and will be lent to it.
@@ -60,7 +60,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     kind: EngineKind = EngineKind.RESIDENT
     resident_layers: int | None = 0
-    boundaries: Boundaries = Boundaries.DEVICE
+    activation_checkpoints: ActivationCheckpoints = ActivationCheckpoints.DEVICE
     frozen_folder: Path | None = None
     frozen_lent: bool = False
     pass_micro_batches: int = 0

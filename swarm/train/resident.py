@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.masks import Masks
 from swarm.experts import (
     PROJECTIONS,
     Slice,
     expert_tensor,
     selection_biases,
 )
-from swarm.model.routing import Guidance
+from swarm.model.masking import Masked
+from swarm.model.routing import RoutingControls
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm
+from swarm.train.micro_batches import micro_batches, num_masked
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
@@ -74,9 +77,16 @@ class ResidentEngine:
         """See `Engine`."""
         self._optimizer.count_from(updates)
 
-    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
         """See `Engine`."""
-        means, routed = self._accumulate(tokens_BT1, guidance or Guidance())
+        means, routed = self._accumulate(tokens_BT1, controls or RoutingControls(), masks)
         optimizer, scale = self._optimizer, self._guard.scale.value
         gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
         each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
@@ -98,6 +108,7 @@ class ResidentEngine:
             grad_norm=norm,
             tokens=tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1),
             skipped=skipped,
+            masked=num_masked(masks),
             spike=self._guard.spiked,
             **(means | routed.fields()),
         )
@@ -105,7 +116,7 @@ class ResidentEngine:
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`."""
         try:
-            self._accumulate(tokens_BT1, Guidance())
+            self._accumulate(tokens_BT1, RoutingControls())
         finally:
             self._optimizer.free_gradients()
 
@@ -159,8 +170,8 @@ class ResidentEngine:
         """See `Engine`."""
 
         def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            micro_BT1, scored_BT = micro_BT1.to(self._device), scored_BT.to(self._device)
-            losses = self._model.losses(micro_BT1, self._run.loss, scored_BT=scored_BT)
+            masked = Masked(scored_BT=scored_BT.to(self._device))
+            losses = self._model.losses(micro_BT1.to(self._device), self._run.loss, masked=masked)
             return losses.cross_entropy.item()
 
         with _computing_fp32(self._model), self._standing_in(agreed):
@@ -220,21 +231,25 @@ class ResidentEngine:
     def close(self) -> None:
         """See `Engine`; there is nothing beside."""
 
-    def _accumulate(self, tokens_BT1: Tensor, guidance: Guidance) -> tuple[dict[str, Any], Routed]:
+    def _accumulate(
+        self, tokens_BT1: Tensor, controls: RoutingControls, masks: Masks | None = None
+    ) -> tuple[dict[str, Any], Routed]:
         """Forms the gradient of the mean loss over micro-batches.
 
         Returns:
             The mean of each term of the loss, and where the tokens went.
         """
-        micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
+        rows = self._run.train.micro_batch_sequences
+        parts = micro_batches(tokens_BT1, masks, rows, self._device)
         terms, routed = [], Routed(self._device)
-        for index, micro_BT1 in enumerate(micro_batches):
+        for index, (micro_BT1, masked) in enumerate(parts):
             losses = self._model.losses(
                 micro_BT1.to(self._device, non_blocking=True),
                 self._run.loss,
-                guidance.part(index),
+                controls.part(index),
+                masked,
             )
-            (losses.total / len(micro_batches) * self._guard.scale.value).backward()
+            (losses.total / len(parts) * self._guard.scale.value).backward()
             terms.append(torch.stack([term.detach() for term in losses[:5]]))
             routed.add(losses)
         # One wait for the device per step, not one per term.

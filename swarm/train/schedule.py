@@ -1,4 +1,4 @@
-"""Learning rate and guidance of routing, as functions of the run's cumulative steps."""
+"""Learning rate and controls of routing, as functions of the run's cumulative steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from blake3 import blake3
 
 from swarm.config import RunConfig
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 
 
 def learning_rate(step: int, run: RunConfig) -> float:
@@ -48,10 +48,10 @@ def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
     return tip_step if run.round.seconds else tip_step + local_step
 
 
-def guidance_at(
+def routing_controls_at(
     step: int, run: RunConfig, peer: str, sample: int, *, probe: bool = False
-) -> Guidance:
-    """The guidance of the routing in the step that follows `step` steps of the run.
+) -> RoutingControls:
+    """The controls of the routing in the step that follows `step` steps of the run.
 
     Args:
         step: the run's cumulative steps so far.
@@ -66,7 +66,7 @@ def guidance_at(
     left = 1 - _progress(step, run, settings.own_expert_bias_share)
     rising = _progress(step, run, settings.balance_factor_share)
     digest = blake3(f"{run.run.seed}\n{peer}\n{sample}".encode()).digest(8)
-    return Guidance(
+    return RoutingControls(
         noise_seed=int.from_bytes(digest, "little") >> 1,
         own_expert_bias=settings.own_expert_bias * left,
         balance_factor=settings.balance_factor + (1 - settings.balance_factor) * rising,

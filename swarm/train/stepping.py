@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.masks import Masks
 from swarm.errors import OutOfMemory, lacks_memory
 from swarm.experts import Slice, expert_shapes
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.engine import Engine, EngineState, StandIn, StepStats
 from swarm.train.ladder import describe
 from swarm.train.options import EngineKind, EngineOptions
@@ -96,9 +97,18 @@ class SteppingEngine:
         """See `Engine`."""
         self._now.count_from(updates)
 
-    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
         """See `Engine`."""
-        return self._ask(lambda engine: engine.step(tokens_BT1, lr=lr, guidance=guidance))
+        return self._ask(
+            lambda engine: engine.step(tokens_BT1, lr=lr, controls=controls, masks=masks)
+        )
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`."""

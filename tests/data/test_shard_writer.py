@@ -13,6 +13,8 @@ import pytest
 from blake3 import blake3
 
 from swarm.data.corpus import Corpus, folder_corpus, is_held_out
+from swarm.data.held_out import split_documents
+from swarm.data.packing import packed
 from swarm.data.shard_writer import FORMAT, HEADER, PROGRESS, write_shards
 from swarm.data.shards import Torn, open_folder, open_prepared
 from swarm.data.tokenise import BYTE, ByteTokenizer, document_tokens
@@ -33,11 +35,12 @@ def corpus(tmp_path: Path) -> Corpus:
     return folder_corpus(folder)
 
 
-def made(corpus: Corpus, folder: Path, *, drop_copies: bool = True) -> Path:
+def made(
+    corpus: Corpus, folder: Path, *, drop_copies: bool = True, pack: int | None = None
+) -> Path:
     folder.mkdir(exist_ok=True)
-    write_shards(
-        corpus, folder, BYTE, shard_tokens=SHARD_TOKENS, drop_copies=drop_copies, held_out=[b"h1"]
-    )
+    options = {"shard_tokens": SHARD_TOKENS, "drop_copies": drop_copies, "pack": pack}
+    write_shards(corpus, folder, BYTE, held_out=[b"h1"], **options)
     return folder
 
 
@@ -73,24 +76,61 @@ class Fatal(ByteTokenizer):
             yield tokens
 
 write_shards(folder_corpus(Path(sys.argv[1])), Path(sys.argv[2]), Fatal(), shard_tokens=500,
-             drop_copies=True, held_out=[b"h1"])
+             drop_copies=True, pack=int(sys.argv[4]) or None, held_out=[b"h1"])
 """
 
 
-@pytest.mark.parametrize("kills", [[1], [30], [60], [20, 30, 40]])
+@pytest.mark.parametrize(
+    ("kills", "pack"), [([1], None), ([30], None), ([60], None), ([20, 30, 40], None), ([30], 64)]
+)
 def test_killed_and_run_again_it_makes_the_same_bytes(
-    corpus: Corpus, tmp_path: Path, kills: list[int]
+    corpus: Corpus, tmp_path: Path, kills: list[int], pack: int | None
 ) -> None:
-    whole, out = made(corpus, tmp_path / "whole"), tmp_path / "out"
+    whole, out = made(corpus, tmp_path / "whole", pack=pack), tmp_path / "out"
     out.mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for after in kills:
-        command = [sys.executable, "-c", KILLED, str(corpus.root), str(out), str(after)]
+        given = [str(corpus.root), str(out), str(after), str(pack or 0)]
+        command = [sys.executable, "-c", KILLED, *given]
         ended = subprocess.run(command, env=environment, timeout=60, check=False)
         assert ended.returncode == -signal.SIGKILL
         assert not (out / HEADER).exists()
     assert (out / PROGRESS).exists() == (max(kills) > 1), "the first shard has more documents"
-    assert files_of(made(corpus, out)) == files_of(whole)
+    assert files_of(made(corpus, out, pack=pack)) == files_of(whole)
+
+
+def test_packed_documents_begin_where_sequences_do_or_behind_another(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    length = 64
+    outs = tmp_path / "plain", tmp_path / "packed"
+    for out, pack in zip(outs, (None, length), strict=True):
+        out.mkdir()
+        write_shards(corpus, out, BYTE, shard_tokens=SHARD_TOKENS, pack=pack, held_out=[])
+    plain, found = map(open_folder, outs)
+    assert open_prepared(outs[1]).pack == length and open_prepared(outs[0]).pack is None
+    assert len(found.arrays) > 2
+    documents: list[bytes] = []
+    for array in found.arrays:
+        assert (len(array), int(array[-1])) == (len(array) // length * length + 1, BYTE.end_of_text)
+        documents += [each.tobytes() for each in split_documents(array, BYTE.end_of_text)]
+        # A short document lies in one sequence.
+        rows = array[:-1].reshape(-1, length)
+        kept = [each for row in rows for each in split_documents(row, BYTE.end_of_text)]
+        short = [each for each in split_documents(array, BYTE.end_of_text) if len(each) < length]
+        assert {each.tobytes() for each in short} <= {each.tobytes() for each in kept}
+    every = np.concatenate(plain.arrays)
+    wanted = [each.tobytes() for each in split_documents(every, BYTE.end_of_text)]
+    assert sorted(documents) == sorted(wanted)
+    assert found.contents.documents == plain.contents.documents
+
+
+def test_packing_wastes_little() -> None:
+    sizes = np.random.default_rng(1).integers(2, 300, 800)
+    texts = [np.append(np.full(size, 65), 256) for size in sizes]
+    groups = list(packed(texts, 256, 256, 50_000))
+    assert len(groups) == 3 and all(len(group) % 256 == 0 for group in groups)
+    assert sum(map(len, groups)) < 1.05 * sum(map(len, texts))
 
 
 def repeating(folder: Path) -> Corpus:

@@ -3,7 +3,7 @@ import pytest
 import transformers
 from hypothesis import given
 
-from swarm.data.tokenise import END_OF_TEXT, PAD, document_tokens, save_tokenizer, tokenizer_name
+from swarm.data.tokenise import BYTE, END_OF_TEXT, PAD, document_tokens
 
 AWKWARD = (
     "".join(map(chr, range(0x200)))
@@ -15,7 +15,7 @@ AWKWARD = (
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, model_max_length=4096)
+    BYTE.save(folder, model_max_length=4096)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -26,7 +26,7 @@ def test_a_document_is_its_bytes_and_an_end():
 
 def test_the_name_of_the_tokenizer_binds_its_ids():
     """A run's manifest 0 has it: whoever changes an id makes another tokenizer."""
-    assert tokenizer_name() == "byte-0a07252260757e91"
+    assert BYTE.name == "byte-0a07252260757e91"
 
 
 def test_the_exported_tokenizer_knows_its_length_and_specials(exported):

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 
 from swarm.export.folder import write_export
-from swarm.export.shelf import Shelf
+from swarm.export.manager import ExportManager
 from swarm.network.blobs import BlobStore
 from tests.export.models import after, facts_of, found, toy_run
 
 
 def export_endlessly(folder: Path) -> None:
     """Of a model whose blobs are here, after the newest export that is there."""
-    run, store, shelf = toy_run(), BlobStore(), Shelf(folder, 2)
-    newest = max((one.round for one in shelf.exports), default=0)
+    run, store, manager = toy_run(), BlobStore(), ExportManager(folder, 2)
+    newest = max((one.round for one in manager.exports), default=0)
     manifest = after(store, run, found(store, run), newest + 1)
     while True:
         facts = facts_of(run, manifest, store)
-        shelf.add(manifest.round, lambda path, facts=facts: write_export(path, facts))
+        manager.add(manifest.round, lambda path, facts=facts: write_export(path, facts))
         manifest = after(store, run, manifest)
 
 

@@ -26,15 +26,17 @@ def toy_run(*overrides: str) -> RunConfig:
     return parse_config(RunConfig, EXACT, source="test", overrides=overrides)
 
 
-def found(store: BlobStore, run: RunConfig) -> Manifest:
-    """Manifest 0, with all of its blobs in the store."""
+def found(store: BlobStore, run: RunConfig, held_out: bytes = b"held") -> Manifest:
+    """Manifest 0, with all of its blobs in the store, and these tokens as its held-out text."""
     layout = layout_of(run)
     initial = {
         unit: (store_content(store, content), content.num_bytes)
         for unit, content in initial_contents(run, layout)
     }
     config = run.canonical_json()
-    founding = Founding("QmA", "nonce", store.put(config), len(config), store.put(b"held"), 4)
+    founding = Founding(
+        "QmA", "nonce", store.put(config), len(config), store.put(held_out), len(held_out)
+    )
     manifest = founding_manifest(founding, run, layout, initial, {"QmA": 1.0})
     store.put(manifest.encoded)
     return manifest

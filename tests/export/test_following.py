@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from swarm.errors import ConfigError, NobodyReachable, SwarmError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.following import LOST_S, STILL_S, Follower, is_ready, next_due
-from swarm.export.shelf import LATEST, Shelf
+from swarm.export.manager import LATEST, ExportManager
 from swarm.export.sources import idle_sources
 from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Manifest
@@ -43,13 +43,13 @@ def chain_of(rounds: int, *, each: int = 1) -> Chain:
 
 def follow(chain: Chain, folder: Path, *, every: int = 2, keep: int = 9) -> list[str]:
     said: list[str] = []
-    shelf, time = Shelf(folder, keep), Time()
+    manager, time = ExportManager(folder, keep), Time()
     try:
         Follower(
-            chain, shelf, every, Form(), say=said.append, sleep=time.sleep, clock=time
+            chain, manager, every, Form(), say=said.append, sleep=time.sleep, clock=time
         ).follow()
     finally:
-        shelf.close()
+        manager.close()
     return said
 
 
@@ -142,12 +142,12 @@ def test_each_export_is_told_of_and_an_error_of_that_does_not_end_it(tmp_path: P
         raise SwarmError("the hub is away")
 
     said: list[str] = []
-    shelf = Shelf(tmp_path, 1)
+    manager = ExportManager(tmp_path, 1)
     extras, time = (lambda path, _: (path / "more").touch(),), Time()
     Follower(
-        chain_of(4), shelf, 2, Form(), extras, published, said.append, time.sleep, time
+        chain_of(4), manager, 2, Form(), extras, published, said.append, time.sleep, time
     ).follow()
-    shelf.close()
+    manager.close()
     assert told == ["round-000002 2", "round-000004 4"]
     assert said[1] == said[3] == "the hub is away"
     assert (tmp_path / "latest" / "more").exists()
@@ -172,11 +172,11 @@ def test_a_run_that_is_gone_is_given_up_with_the_reason(tmp_path: Path) -> None:
     chain = chain_of(2)
     silent = Silent(chain.run, chain.manifests, chain.remote)
     said: list[str] = []
-    time, shelf = Time(), Shelf(tmp_path, 1)
-    follower = Follower(silent, shelf, 2, Form(), say=said.append, sleep=time.sleep, clock=time)
+    time, manager = Time(), ExportManager(tmp_path, 1)
+    follower = Follower(silent, manager, 2, Form(), say=said.append, sleep=time.sleep, clock=time)
     with pytest.raises(NobodyReachable, match=r"waited 30 min for round 2: no answer .*start ag"):
         follower.follow()
-    shelf.close()
+    manager.close()
     assert LOST_S < time.now_s < LOST_S + 10 < STILL_S
     assert said == 30 * ["waiting for round 2: no answer within 30 s"]
 

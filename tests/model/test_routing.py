@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm.config import LossConfig
 from swarm.model.moe import Router, SparseMLP
-from swarm.model.routing import Guidance, bias_update, expert_capacity, within_capacity
+from swarm.model.routing import RoutingControls, bias_update, expert_capacity, within_capacity
 from swarm.model.transformer import Transformer
 from tests.model.samples import random_tokens, random_weights, tiny_run
 
@@ -131,8 +131,8 @@ def test_dropped_choices_count_nothing_and_the_rest_as_before(
 ) -> None:
     layer, x_ND = layer_of(), tokens().requires_grad_()
     x_ND.data[20:] = x_ND.data[20] + 0.01 * x_ND.data[20:]  # most tokens want the same experts
-    guidance = Guidance(capacity_factor=1.0)
-    kept_NK = layer(x_ND[None], guidance=guidance)[1].kept_NK
+    controls = RoutingControls(capacity_factor=1.0)
+    kept_NK = layer(x_ND[None], controls=controls)[1].kept_NK
     assert kept_NK is not None and 20 < (~kept_NK).sum() < 80
     expected = plain_layer(
         layer, x_ND, 2, renormalise=False, kept=lambda token, k: bool(kept_NK[token, k])
@@ -143,7 +143,7 @@ def test_dropped_choices_count_nothing_and_the_rest_as_before(
     )
     layer.experts.own(tuple(range(num_owned)))
     layer.experts.compute = compute
-    out, routing = layer(x_ND[None], guidance=guidance)
+    out, routing = layer(x_ND[None], controls=controls)
     assert torch.equal(routing.kept_NK, kept_NK)
     inputs = [x_ND, layer.gate.weight, *layer.experts.owned.values()]
     gradients = torch.autograd.grad(out[0], inputs, upstream)
@@ -162,7 +162,7 @@ def test_dropped_choices_count_nothing_and_the_rest_as_before(
 def test_a_capacity_that_suffices_changes_no_bit() -> None:
     layer, x_BTD = layer_of(owned=(1, 2)), tokens()[None]
     plain, _ = layer(x_BTD)
-    out, routing = layer(x_BTD, guidance=Guidance(capacity_factor=4.0))
+    out, routing = layer(x_BTD, controls=RoutingControls(capacity_factor=4.0))
     assert routing.kept_NK.all()
     assert torch.equal(out, plain)
 
@@ -174,7 +174,7 @@ def test_noise_decides_as_often_as_the_normal_distribution_says() -> None:
     router, token = router_with_logits([0.5, 0.0], noisy_top_k=True, num_experts_per_tok=1)
     for preset, width in ((0.0, math.log(2)), (2.0, math.log(1 + math.exp(2)))):
         router.noise_weight.data[:, 0] = preset
-        routing = router(token.expand(20_000, -1), guidance=Guidance(noise_seed=3))
+        routing = router(token.expand(20_000, -1), controls=RoutingControls(noise_seed=3))
         # Two independent noises of this width: Shazeer et al., eq. 8-9, for two experts.
         expected = 0.5 * (1 + math.erf(0.5 / (width * math.sqrt(2)) / math.sqrt(2)))
         found = (routing.expert_NK == 0).float().mean().item()
@@ -185,7 +185,7 @@ def test_noise_decides_as_often_as_the_normal_distribution_says() -> None:
 def test_noise_is_a_function_of_its_seed_and_absent_in_evaluation() -> None:
     layer, x_ND = layer_of(noisy_top_k=True, norm_topk_prob=True), tokens()
     first, again, other = (
-        layer.gate(x_ND, guidance=Guidance(noise_seed=seed)) for seed in (1, 1, 2)
+        layer.gate(x_ND, controls=RoutingControls(noise_seed=seed)) for seed in (1, 1, 2)
     )
     assert torch.equal(first.weight_NK, again.weight_NK)
     assert not torch.equal(first.expert_NK, other.expert_NK)
@@ -198,8 +198,8 @@ def test_noise_is_a_function_of_its_seed_and_absent_in_evaluation() -> None:
 
 
 def test_layers_and_micro_batches_have_noise_of_their_own() -> None:
-    guidance = Guidance(noise_seed=7)
-    seeds = {guidance.part(a).part(b).noise_seed for a in range(20) for b in range(20)}
+    controls = RoutingControls(noise_seed=7)
+    seeds = {controls.part(a).part(b).noise_seed for a in range(20) for b in range(20)}
     assert len(seeds) == 400
 
 
@@ -253,7 +253,8 @@ def test_updates_balance_a_router_that_never_learns() -> None:
 def test_own_experts_are_chosen_more_often_at_their_honest_weight(settings: dict[str, Any]) -> None:
     layer, x_ND = layer_of(owned=(2, 5), **settings), tokens()
     plain, weak, strong = (
-        layer(x_ND[None], guidance=Guidance(own_expert_bias=bias))[1] for bias in (0.0, 0.5, 50.0)
+        layer(x_ND[None], controls=RoutingControls(own_expert_bias=bias))[1]
+        for bias in (0.0, 0.5, 50.0)
     )
     own = [torch.isin(r.expert_NK, torch.tensor([2, 5])).sum().item() for r in (plain, weak)]
     assert own[0] < own[1]
@@ -270,7 +271,7 @@ def test_the_balance_factor_discounts_the_tokens_of_own_experts() -> None:
     batch, loss = random_tokens(run), LossConfig()
     with torch.no_grad():
         full = model.losses(batch, loss)
-        found = model.losses(batch, loss, Guidance(balance_factor=0.7))
+        found = model.losses(batch, loss, RoutingControls(balance_factor=0.7))
         _, routings = model.model(batch[:, :-1])
     expected = 0.0
     for routing in routings:
@@ -291,7 +292,7 @@ def test_a_step_without_techniques_has_the_bits_of_evaluation() -> None:
     model.write(random_weights(run))
     batch = random_tokens(run)
     plain = model.losses(batch, run.loss)
-    guided = model.losses(batch, run.loss, Guidance(noise_seed=5))
+    guided = model.losses(batch, run.loss, RoutingControls(noise_seed=5))
     assert torch.equal(plain.total, guided.total)
     assert guided.dropped == 0
     assert guided.similarity is None

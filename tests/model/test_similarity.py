@@ -6,7 +6,7 @@ from torch import Tensor
 
 from swarm.config import LossConfig
 from swarm.model.losses import similarity_loss
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MIN_TOKENS, cka, shared_tokens
 from tests.model.test_routing import layer_of, tokens
 
@@ -53,10 +53,10 @@ def test_pairs_that_share_most_tokens_are_compared_on_just_these() -> None:
 
 def test_copied_experts_are_found() -> None:
     layer, x_BTD = layer_of(), tokens(768)[None]
-    before = layer(x_BTD, guidance=Guidance(probe=True))[1].similarity
+    before = layer(x_BTD, controls=RoutingControls(probe=True))[1].similarity
     for stack in layer.experts.owned.values():
         stack.data[1:] = stack.data[:1]
-    after = layer(x_BTD, guidance=Guidance(probe=True))[1].similarity
+    after = layer(x_BTD, controls=RoutingControls(probe=True))[1].similarity
     assert not after.requires_grad
     assert before.max() < 0.6
     assert torch.allclose(after, torch.ones(4), atol=1e-4)
@@ -64,7 +64,7 @@ def test_copied_experts_are_found() -> None:
 
 def test_the_loss_counts_pairs_above_the_threshold_and_reaches_own_experts_alone() -> None:
     layer, x_ND = layer_of(owned=(0, 1, 2, 3)), tokens(768).requires_grad_()
-    _, routing = layer(x_ND[None], guidance=Guidance(draw_apart=True))
+    _, routing = layer(x_ND[None], controls=RoutingControls(draw_apart=True))
     values = sorted(routing.similarity.tolist())
     threshold = (values[1] + values[2]) / 2
     found = similarity_loss([routing], threshold)
@@ -86,7 +86,8 @@ def test_descending_the_loss_draws_copied_experts_apart() -> None:
     seen = []
     for _ in range(40):
         found = similarity_loss(
-            [layer(x_BTD, guidance=Guidance(draw_apart=True))[1]], LossConfig().similarity_threshold
+            [layer(x_BTD, controls=RoutingControls(draw_apart=True))[1]],
+            LossConfig().similarity_threshold,
         )
         assert found is not None
         seen.append(found[0].item())

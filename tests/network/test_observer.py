@@ -13,6 +13,7 @@ import torch
 from swarm.codecs import encode_unit
 from swarm.config import RunConfig, validate_config
 from swarm.errors import NobodyReachable
+from swarm.network import observer
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.finding import MAX_ASKED, RUN_QUESTION, Announced, whom_to_ask
@@ -21,7 +22,7 @@ from swarm.network.identity import load_or_create_identity
 from swarm.network.joining import publish_peer
 from swarm.network.node import Handlers, Node
 from swarm.network.observer import Observer
-from swarm.network.records import publish
+from swarm.network.records import fetch_dated, publish
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
 from swarm.protocol.digests import digest_of
@@ -36,9 +37,11 @@ from swarm.protocol.records import (
     ValidationRecord,
     encode_record,
     runs_key,
+    scores_keys,
     validation_key,
 )
 from swarm.protocol.wire import encode
+from tests.network.test_heads import wait_until
 from tests.peer_records import peer_record
 
 WAIT_S = 20.0
@@ -161,9 +164,9 @@ def store() -> BlobStore:
 
 @pytest.fixture
 def guest(lonely: Lonely, store: BlobStore):
-    observer = Observer.start(lonely.node.addresses, store, WAIT_S)
-    yield observer
-    observer.stop()
+    started = Observer.start(lonely.node.addresses, store, WAIT_S)
+    yield started
+    started.stop()
 
 
 def test_a_guest_sees_and_fetches_all_of_a_run(
@@ -212,6 +215,26 @@ def test_scores_are_published_under_the_key_of_a_person_not_of_the_guest(
     finally:
         publisher.stop()
     assert guest.look(lonely.id, WAIT_S).scores.keys() == {mine.peer_id, lonely.node.peer_id}
+
+
+def test_scores_are_repeated_as_long_as_who_published_them_runs(
+    lonely: Lonely, guest: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "RENEW_S", 0.2)
+    lonely.announce()
+    keys = scores_keys(lonely.id)
+
+    def found() -> tuple[float, ScoreRecord]:
+        dated = lonely.node.run(fetch_dated(lonely.node, ScoreRecord, keys), WAIT_S)
+        return dated[guest._node.peer_id]
+
+    for round_ in (0, 1):
+        record = ScoreRecord((Score(lonely.manifest.digest, round_, "sciq", "acc", 0.25, 1000),))
+        guest.publish_scores(lonely.id, record, WAIT_S)
+        first_s, _ = found()
+        assert wait_until(lambda first_s=first_s: found()[0] > first_s), "it expires later"
+        # The ones before are not repeated any more.
+        assert found()[1] == record and len(guest._renewing) == 1
 
 
 def test_a_guest_leaves_no_record_and_no_address(lonely: Lonely, guest: Observer) -> None:

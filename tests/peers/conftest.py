@@ -1,9 +1,16 @@
-"""Programs set logging up for their process; here they share one."""
+"""Programs set logging up for their process, here they share one; and a model to export."""
 
 import logging
 from collections.abc import Iterator
 
 import pytest
+
+from swarm.config import RunConfig
+from swarm.network.blobs import BlobStore
+from swarm.peer.agreed_model import AgreedModel
+from swarm.protocol.layout import Layout, layout_of
+from tests.export import models
+from tests.peers.exports import HELD_OUT, small_demo
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +20,19 @@ def _root_logger_as_before() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def run() -> RunConfig:
+    return small_demo()
+
+
+@pytest.fixture
+def layout(run: RunConfig) -> Layout:
+    return layout_of(run)
+
+
+@pytest.fixture
+def found(run: RunConfig) -> AgreedModel:
+    store = BlobStore()
+    return AgreedModel(run, models.found(store, run, HELD_OUT), store)

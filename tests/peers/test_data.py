@@ -11,10 +11,13 @@ from click.testing import CliRunner
 
 from peers.data import main
 from swarm.config import RunConfig, parse_config
+from swarm.data.corpus import Corpus
+from swarm.data.mixture import Mixture
+from swarm.data.shards import Prepared
 from swarm.data.tokenise import BYTE
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DataError
-from swarm.peer.run_text import RunText
+from swarm.peer.run_text import RunText, corpus_of
 from tests.scenarios.swarms import EXACT
 
 
@@ -101,6 +104,25 @@ def test_shards_are_made_looked_at_verified_and_taken_by_a_run(
     (out / "00001.bin").write_bytes(b"torn")
     code, said = invoke("verify", out, "--tokenizer", tokenizer)
     assert code == DataError.exit_code and "00001.bin has 4 bytes" in said and "anew" in said
+
+
+def test_packed_shards_are_for_runs_of_their_length_that_keep_documents_apart(
+    text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "shards"
+    code, said = invoke("tokenize", "--corpus", text, "--out", out, "--pack", 64)
+    assert code == 0 and "packed into  64" in said, said
+    assert invoke("verify", out)[0] == 0
+
+    def taken(*settings: str) -> Corpus | Mixture | Prepared:
+        return corpus_of(parse_config(RunConfig, EXACT, source="t", overrides=settings), str(out))
+
+    with pytest.raises(DataError, match="packed into sequences of 64 tokens"):
+        taken("data.attention=document")
+    with pytest.raises(DataError, match=r'data\.attention = "window"'):
+        taken("data.sequence_length=64")
+    found = taken("data.sequence_length=64", "data.attention=document")
+    assert isinstance(found, Prepared) and found.pack == 64
 
 
 def test_the_number_of_processes_changes_no_byte(

@@ -11,38 +11,18 @@ from peers import evaluating
 from peers.evaluating import Evaluator, evaluator_of
 from peers.exporting import export
 from peers.options import Options
-from swarm.config import RunConfig, parse_config
+from swarm.config import RunConfig
 from swarm.errors import ConfigError
 from swarm.evaluation.scores import Measured
 from swarm.evaluation.tasks import TaskFailed
 from swarm.export.facts import ExportFacts
-from swarm.network.blobs import BlobStore
 from swarm.network.identity import load_or_create_identity
 from swarm.peer.agreed_model import AgreedModel
-from swarm.protocol.layout import Layout, layout_of
-from tests.peers.test_export import DEMO, OVERRIDES, fill_store, invoke, on_disk
+from tests.peers.exports import invoke, on_disk
 
 
-@pytest.fixture
-def run() -> RunConfig:
-    return parse_config(RunConfig, DEMO.read_text(), source="demo", overrides=OVERRIDES)
-
-
-@pytest.fixture
-def layout(run: RunConfig) -> Layout:
-    return layout_of(run)
-
-
-@pytest.fixture
-def found(run: RunConfig, layout: Layout) -> AgreedModel:
-    store = BlobStore()
-    return AgreedModel(run, fill_store(store, run, layout), store)
-
-
-def test_an_export_is_evaluated_from_its_files(
-    run: RunConfig, layout: Layout, tmp_path: Path
-) -> None:
-    manifest = on_disk(tmp_path / "state", run, layout)
+def test_an_export_is_evaluated_from_its_files(run: RunConfig, tmp_path: Path) -> None:
+    manifest = on_disk(tmp_path / "state", run)
     out = tmp_path / "out"
     given = ("--state-dir", tmp_path / "state", "--out", out, "--evaluate")
     code, said = invoke(*given)

@@ -5,16 +5,13 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 
-from peers.export import main
 from peers.exporting import export
 from swarm.codecs import encode_unit
-from swarm.config import RunConfig, parse_config
+from swarm.config import RunConfig
 from swarm.data.training import train_tokenizer
 from swarm.errors import ConfigError, CorruptState, StateError
 from swarm.evaluation.harness import command
@@ -24,51 +21,14 @@ from swarm.export.losses import Losses
 from swarm.model.initialise import initial_tensors
 from swarm.model.pretrained import TensorFiles
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import store_content
-from swarm.network.founding import founding_manifest
 from swarm.network.record_file import RecordFile
 from swarm.peer.agreed_model import AgreedModel, named_tensors
-from swarm.peer.live_model import initial_contents
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.events import Record
-from swarm.protocol.layout import Layout, layout_of
-from swarm.protocol.manifest import Founding, Manifest
+from swarm.protocol.layout import Layout
 from swarm.protocol.texts import TokenizerFile
 from tests.layout_places import places_of
-
-DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
-OVERRIDES = ["model.hidden_size=32", "model.moe_intermediate_size=16", "wire.part_bytes=4096"]
-
-
-@pytest.fixture
-def run() -> RunConfig:
-    return parse_config(RunConfig, DEMO.read_text(), source="demo", overrides=OVERRIDES)
-
-
-@pytest.fixture
-def layout(run: RunConfig) -> Layout:
-    return layout_of(run)
-
-
-def fill_store(store: BlobStore, run: RunConfig, layout: Layout) -> Manifest:
-    initial = {
-        unit: (store_content(store, content), content.num_bytes)
-        for unit, content in initial_contents(run, layout)
-    }
-    config = run.canonical_json()
-    held_out = np.array([*b"held out", 256], dtype="<u4").tobytes()
-    founding = Founding(
-        "QmA", "nonce", store.put(config), len(config), store.put(held_out), len(held_out)
-    )
-    manifest = founding_manifest(founding, run, layout, initial, {"QmA": 1.0})
-    store.put(manifest.encoded)
-    return manifest
-
-
-@pytest.fixture
-def found(run: RunConfig, layout: Layout) -> AgreedModel:
-    store = BlobStore()
-    return AgreedModel(run, fill_store(store, run, layout), store)
+from tests.peers.exports import invoke, on_disk
 
 
 def test_every_tensor_comes_once_with_its_agreed_value(
@@ -160,38 +120,16 @@ def test_an_export_has_the_tokenizer_of_its_run(
         export(ExportFacts(dataclasses.replace(found, manifest=manifest)), tmp_path)
 
 
-def on_disk(path: Path, run: RunConfig, layout: Layout) -> Manifest:
-    state = StateDirectory(path)
-    directory = state.run("demo-0123456789abcdef")
-    directory.write_config(run)
-    store = BlobStore(directory.path)
-    manifest = fill_store(store, run, layout)
-    store.sync(store.digests())
-    RecordFile(directory.record_path).write(Record(manifest, None, None))
-    state.current_run = "demo-0123456789abcdef"
-    state.close()
-    return manifest
-
-
-def invoke(*args: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    return result.exit_code, result.output
-
-
-def test_a_stopped_peers_directory_is_exported(
-    run: RunConfig, layout: Layout, tmp_path: Path
-) -> None:
-    manifest = on_disk(tmp_path / "state", run, layout)
+def test_a_stopped_peers_directory_is_exported(run: RunConfig, tmp_path: Path) -> None:
+    manifest = on_disk(tmp_path / "state", run)
     code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
     assert code == 0, said
     assert f"exported round 0 (manifest {manifest.digest[:12]})" in said
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_running_peers_directory_is_left_alone(
-    run: RunConfig, layout: Layout, tmp_path: Path
-) -> None:
-    on_disk(tmp_path / "state", run, layout)
+def test_a_running_peers_directory_is_left_alone(run: RunConfig, tmp_path: Path) -> None:
+    on_disk(tmp_path / "state", run)
     holder = StateDirectory(tmp_path / "state")
     code, said = invoke("--state-dir", tmp_path / "state", "--out", tmp_path / "out")
     holder.close()
@@ -224,7 +162,7 @@ def test_a_directory_without_a_run_is_said_to_have_none(tmp_path: Path) -> None:
 def test_the_newest_of_two_manifests_is_what_the_record_names(
     run: RunConfig, layout: Layout, tmp_path: Path
 ) -> None:
-    manifest = on_disk(tmp_path / "state", run, layout)
+    manifest = on_disk(tmp_path / "state", run)
     state = StateDirectory(tmp_path / "state")
     directory = state.run("demo-0123456789abcdef")
     store = BlobStore(directory.path)

@@ -13,9 +13,9 @@ from swarm.protocol import figures, records
 from swarm.protocol.figures import LinkFigures, RoundFigures, RoutingFigures, Silence
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
+    DhtRecord,
     MergeRecord,
     PeerRecord,
-    Record,
     RunRecord,
     RunState,
     Score,
@@ -67,7 +67,7 @@ VALIDATION = ValidationRecord(
     recent=((1, 4.0), (2, 3.0)),
 )
 SCORES = ScoreRecord((Score(HEX, 3, "arc_easy", "acc,none", 0.25, 2376),))
-EXAMPLES: list[Record] = [RUN, PEER, MERGE, VALIDATION, SCORES]
+EXAMPLES: list[DhtRecord] = [RUN, PEER, MERGE, VALIDATION, SCORES]
 KINDS = [type(example) for example in EXAMPLES]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -77,7 +77,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
-def test_a_record_is_read_back_as_it_was_written(record: Record) -> None:
+def test_a_record_is_read_back_as_it_was_written(record: DhtRecord) -> None:
     encoded = encode_record(record)
     assert decode_record(type(record), encoded) == record
     assert encode_record(decode_record(type(record), memoryview(encoded))) == encoded
@@ -91,7 +91,7 @@ def test_random_bytes_are_a_bad_record(kind: type, noise: bytes) -> None:
 
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
-    record: Record, data: st.DataObject
+    record: DhtRecord, data: st.DataObject
 ) -> None:
     values = json.loads(encode_record(record))
     field = data.draw(st.sampled_from(sorted(values)))
@@ -108,7 +108,7 @@ def test_a_hostile_value_in_any_field_is_a_bad_record_or_a_sound_one(
 
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_truncated_or_changed_record_never_raises_anything_else(
-    record: Record, data: st.DataObject
+    record: DhtRecord, data: st.DataObject
 ) -> None:
     encoded = bytearray(encode_record(record))
     position = data.draw(st.integers(0, len(encoded) - 1))
@@ -151,7 +151,9 @@ def test_a_truncated_or_changed_record_never_raises_anything_else(
         (SCORES, "scores", [dataclasses.asdict(SCORES.scores[0]) | {"round": 2**31}]),
     ],
 )
-def test_values_outside_the_schema_are_refused(record: Record, field: str, value: object) -> None:
+def test_values_outside_the_schema_are_refused(
+    record: DhtRecord, field: str, value: object
+) -> None:
     values = json.loads(encode_record(record)) | {field: value}
     with pytest.raises(BadRecord, match=field) as refused:
         decode_record(type(record), json.dumps(values).encode())

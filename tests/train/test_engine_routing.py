@@ -5,9 +5,9 @@ import torch
 
 from swarm.codecs import allocate, encode_unit, fill, mean_of
 from swarm.experts import expert_of_unit, shared_shapes
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.protocol.layout import layout_of
-from swarm.train.schedule import guidance_at
+from swarm.train.schedule import routing_controls_at
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine import frozen_copy, poison
 
@@ -71,7 +71,9 @@ def test_an_engine_with_biases_and_noise_goes_on_from_its_saved_state():
 
     def on(engine, steps):
         for step in steps:
-            engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, "peer", step))
+            engine.step(
+                batch(run, step), lr=1e-2, controls=routing_controls_at(step, run, "peer", step)
+            )
 
     straight, stopped = new_engine(run, [0, 2]), new_engine(run, [0, 2])
     on(straight, range(4))
@@ -89,8 +91,8 @@ def test_what_guides_a_step_is_seen_in_its_statistics():
     plain, guided = new_engine(run, [0, 1]), new_engine(run, [0, 1])
     stats = plain.step(batch(run, 0), lr=1e-2)
     assert (stats.dropped, stats.similarity) == (0, None)
-    guidance = Guidance(capacity_factor=0.5, own_expert_bias=5.0, probe=True)
-    stats = guided.step(batch(run, 0), lr=1e-2, guidance=guidance)
+    controls = RoutingControls(capacity_factor=0.5, own_expert_bias=5.0, probe=True)
+    stats = guided.step(batch(run, 0), lr=1e-2, controls=controls)
     # Nearly all choose the two own experts, each of which takes a quarter of the choices.
     assert [layer[:2] for layer in stats.expert_tokens] == [(64, 64), (64, 64)]
     assert stats.dropped == 2 * 2 * (2 * 32 - 2 * 8)  # layers, micro-batches, choices less places
@@ -106,7 +108,7 @@ def test_noise_spreads_over_micro_batches_apart():
     seen = []
     losses = engine._model.losses
     engine._model.losses = lambda *given: seen.append(losses(*given)) or seen[-1]
-    engine.step(rows, lr=1e-2, guidance=Guidance(noise_seed=4))
+    engine.step(rows, lr=1e-2, controls=RoutingControls(noise_seed=4))
     assert not torch.equal(seen[0].expert_tokens, seen[1].expert_tokens)
 
 
@@ -126,7 +128,9 @@ EVERYTHING = {
 
 def guided(engine, run, steps):
     return [
-        engine.step(batch(run, step), lr=1e-2, guidance=guidance_at(step, run, "peer", step))
+        engine.step(
+            batch(run, step), lr=1e-2, controls=routing_controls_at(step, run, "peer", step)
+        )
         for step in range(steps)
     ]
 

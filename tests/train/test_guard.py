@@ -6,7 +6,7 @@ import torch
 
 from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.guard import Guard, LossScale, clip_factors, total_norm
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
@@ -77,10 +77,10 @@ def test_small_gradients_survive_in_fp16_through_the_scale():
     for scale in (2.0**-12, 2.0**16):
         engine = new_engine(run, [0, 1], **FP16)
         engine._guard.scale = LossScale(scale)
-        engine._accumulate(batch(run, 0), Guidance())
+        engine._accumulate(batch(run, 0), RoutingControls())
         found[scale] = engine._model.trained_parameters()[name].grad / scale
     exact = new_engine(run, [0, 1])
-    exact._accumulate(batch(run, 0), Guidance())
+    exact._accumulate(batch(run, 0), RoutingControls())
     wanted = exact._model.trained_parameters()[name].grad
     # fp16 keeps 11 bits, as activations and gradients; below 6e-8 it keeps none.
     assert (found[2.0**16] - wanted).norm() < 0.01 * wanted.norm()

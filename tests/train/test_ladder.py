@@ -7,7 +7,7 @@ import pytest
 from swarm.config import RunConfig, parse_config
 from swarm.train.ladder import Machine, Wishes, describe, most_experts, plan_engine, rungs
 from swarm.train.memory import need_of
-from swarm.train.options import Boundaries, EngineKind
+from swarm.train.options import ActivationCheckpoints, EngineKind
 from tests.train.runs import tiny_run
 
 GB = 10**9
@@ -107,13 +107,15 @@ def test_half_a_million_tokens_of_context_of_the_7b_fit_one_gpu():
         optimizer={"clip": "unit"},
         phases={},
     )
-    wishes = Wishes(engine="streaming", boundaries="host_bf16")
+    wishes = Wishes(engine="streaming", activation_checkpoints="host_bf16")
     plan = plan_engine(run, 8, gpu(141, 128), wishes)
     assert plan.fits
     options = plan.options
     inputs = (
         need_of(run, 8, options).host
-        - need_of(run, 8, replace(options, boundaries=Boundaries.DEVICE)).host
+        - need_of(
+            run, 8, replace(options, activation_checkpoints=ActivationCheckpoints.DEVICE)
+        ).host
     )
     assert inputs == pytest.approx(34.4e9, rel=0.01)
 
@@ -135,11 +137,13 @@ def test_where_nothing_fits_the_plan_says_so_and_needs_least():
 
 def test_wishes_are_kept():
     run = of_file("spes_2b")
-    wishes = Wishes(engine="streaming", moments="int8", frozen="int8", boundaries="host_bf16")
+    wishes = Wishes(
+        engine="streaming", moments="int8", frozen="int8", activation_checkpoints="host_bf16"
+    )
     for options in rungs(run, gpu(24, 64), wishes):
         assert options.kind is EngineKind.STREAMING
         assert (options.moments, options.frozen) == ("int8", "int8")
-        assert options.boundaries is Boundaries.HOST_BF16
+        assert options.activation_checkpoints is ActivationCheckpoints.HOST_BF16
     only = rungs(run, gpu(24, 64), Wishes(engine="resident", recompute="layer", moments="fp32"))
     assert [options.recompute for options in only] == ["layer"]
     assert rungs(run, gpu(24, 64), Wishes(precision="fp16"))[0].compute == "fp16"
@@ -178,8 +182,8 @@ def test_a_level_is_described_in_words():
     assert words[0] == "streaming, all weights stay on the device, bf16 moments"
     assert words[1] == "streaming, 12 of 16 layers stay on the device, bf16 moments"
     assert words[-1] == (
-        "streaming, every layer is streamed, boundaries on the host, frozen experts on disk, "
-        "bf16 moments"
+        "streaming, every layer is streamed, activation checkpoints on the host, "
+        "frozen experts on disk, bf16 moments"
     )
     assert len(set(words)) == len(words)
 

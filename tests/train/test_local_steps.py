@@ -12,7 +12,7 @@ from swarm.errors import TrainingDiverged
 from swarm.train import local_steps
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import Task, train_local_steps
-from swarm.train.schedule import guidance_at, learning_rate
+from swarm.train.schedule import learning_rate, routing_controls_at
 from tests.train.runs import LENGTH, all_names, new_engine, patterned_shards, same, tiny_run
 
 RUN = tiny_run()
@@ -22,10 +22,11 @@ class Recorder:
     """Stands where an engine would, notes what it is asked and answers from a list."""
 
     def __init__(self, losses):
-        self.losses, self.asked = iter(losses), []
+        self.losses, self.asked, self.masks = iter(losses), [], []
 
-    def step(self, tokens_BT1, *, lr, guidance):
-        self.asked.append((tokens_BT1, lr, guidance))
+    def step(self, tokens_BT1, *, lr, controls, masks):
+        self.asked.append((tokens_BT1, lr, controls))
+        self.masks.append(masks)
         loss = next(self.losses)
         tokens = ((32, 96), (64, 64))
         return StepStats(loss, loss - 1, 0.0, 0.0, 0.0, 1.0, 64, tokens, skipped=loss != loss)
@@ -37,7 +38,7 @@ DEALT = ((40, 90), (7, 30))
 def run_steps(
     engine, *, run=RUN, step=0, done=0, local_steps=3, stop=lambda: False, on_step=lambda *_: None
 ):
-    with Loader(patterned_shards(), run) as loader:
+    with Loader(patterned_shards(), run, end_of_text=70) as loader:
         return train_local_steps(
             engine,
             loader,
@@ -53,11 +54,11 @@ def test_batches_are_those_dealt_and_learning_rates_those_of_the_runs_cumulative
     engine, told = Recorder([5.0, 4.0, 3.0]), []
     stats = run_steps(engine, step=7, on_step=lambda step, _: told.append(step))
     with Loader(patterned_shards(), RUN) as loader:
-        for local_step, (tokens_BT1, lr, guidance) in enumerate(engine.asked):
+        for local_step, (tokens_BT1, lr, controls) in enumerate(engine.asked):
             assert torch.equal(tokens_BT1, loader.read(DEALT, local_step, 4 * LENGTH))
             assert lr == learning_rate(7 + local_step, RUN)
             sample, last = 40 + 4 * local_step, local_step == 2
-            assert guidance == guidance_at(7 + local_step, RUN, "me", sample, probe=last)
+            assert controls == routing_controls_at(7 + local_step, RUN, "me", sample, probe=last)
     assert told == [7, 8, 9]
     assert (stats.steps, stats.tokens, stats.skipped, stats.completed) == (3, 192, 0, True)
     assert (stats.loss, stats.cross_entropy) == (4.0, 3.0)
@@ -70,7 +71,7 @@ def test_in_a_round_of_an_agreed_time_all_steps_have_the_learning_rate_of_the_ti
     engine = Recorder([5.0, 4.0, 3.0])
     run_steps(engine, run=run, step=7)
     assert {lr for _, lr, _ in engine.asked} == {learning_rate(7, run)}
-    assert len({guidance.noise_seed for _, _, guidance in engine.asked}) == 3
+    assert len({controls.noise_seed for _, _, controls in engine.asked}) == 3
 
 
 def test_steps_go_on_where_earlier_ones_on_the_same_deal_ended():
@@ -183,3 +184,15 @@ def test_the_demo_model_learns_the_standard_library(tmp_path):
     # ln 260 = 5.56: a model that knows nothing yet.
     assert before == pytest.approx(5.56, abs=0.05)
     assert loss() < 3.0
+
+
+def test_steps_are_masked_as_the_run_says():
+    engine = Recorder([3.0] * 3)
+    run_steps(engine)
+    assert engine.masks == [None] * 3
+    run = tiny_run(data={"attention": "document"})
+    engine = Recorder([3.0] * 3)
+    run_steps(engine, run=run)
+    for (tokens_BT1, *_), masks in zip(engine.asked, engine.masks, strict=True):
+        assert torch.equal(masks.starts_BT, tokens_BT1[:, :-1] == 70)
+        assert masks.starts_BT.any()

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from swarm.model.routing import Guidance
-from swarm.train.schedule import guidance_at, learning_rate, schedule_step
+from swarm.model.routing import RoutingControls
+from swarm.train.schedule import learning_rate, routing_controls_at, schedule_step
 from tests.train.runs import tiny_run
 
 RUN = tiny_run(optimizer={"lr": 4e-4, "warmup_steps": 10, "schedule_steps": 110})
@@ -53,14 +53,18 @@ def test_own_expert_bias_falls_to_zero_over_its_share_of_the_schedule():
         optimizer={"schedule_steps": 200},
         routing={"own_expert_bias": 3.0, "own_expert_bias_share": 0.5},
     )
-    found = [guidance_at(step, run, "A", 0).own_expert_bias for step in (0, 25, 50, 99, 100, 199)]
+    found = [
+        routing_controls_at(step, run, "A", 0).own_expert_bias for step in (0, 25, 50, 99, 100, 199)
+    ]
     assert found == pytest.approx([3.0, 2.25, 1.5, 0.03, 0.0, 0.0])
     assert found[-2:] == [0.0, 0.0]
 
 
 def test_the_balance_factor_rises_to_one_as_in_spes():
     run = tiny_run(optimizer={"schedule_steps": 500}, routing={"balance_factor": 0.7})
-    found = [guidance_at(step, run, "A", 0).balance_factor for step in (0, 50, 99, 100, 400)]
+    found = [
+        routing_controls_at(step, run, "A", 0).balance_factor for step in (0, 50, 99, 100, 400)
+    ]
     # start + (end - start) * step / (20 % of all steps), in the reference code.
     assert found == pytest.approx([0.7, 0.85, 0.997, 1.0, 1.0])
     assert found[-2:] == [1.0, 1.0]
@@ -68,21 +72,21 @@ def test_the_balance_factor_rises_to_one_as_in_spes():
 
 def test_noise_differs_between_samples_peers_and_runs_and_comes_back():
     seeds = {
-        guidance_at(7, tiny_run(run={"seed": seed}), peer, sample).noise_seed
+        routing_controls_at(7, tiny_run(run={"seed": seed}), peer, sample).noise_seed
         for sample in range(5)
         for seed in range(5)
         for peer in "ABCDE"
     }
     assert len(seeds) == 125
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert guidance_at(3, RUN, "A", 2) == guidance_at(3, RUN, "A", 2)
+    assert routing_controls_at(3, RUN, "A", 2) == routing_controls_at(3, RUN, "A", 2)
 
 
 def test_by_default_nothing_guides_the_routing():
-    guidance = guidance_at(5, RUN, "A", 1)
-    assert guidance == Guidance(noise_seed=guidance.noise_seed)
-    assert guidance_at(5, RUN, "A", 1, probe=True).probe
-    assert guidance_at(5, tiny_run(loss={"similarity_weight": 0.1}), "A", 1).draw_apart
+    controls = routing_controls_at(5, RUN, "A", 1)
+    assert controls == RoutingControls(noise_seed=controls.noise_seed)
+    assert routing_controls_at(5, RUN, "A", 1, probe=True).probe
+    assert routing_controls_at(5, tiny_run(loss={"similarity_weight": 0.1}), "A", 1).draw_apart
 
 
 def test_a_round_of_an_agreed_time_is_trained_at_one_point_of_the_schedule():

@@ -7,7 +7,7 @@ import torch
 
 from swarm.errors import StateError
 from swarm.experts import expert_of, expert_shapes, shared_shapes
-from swarm.train.options import Boundaries
+from swarm.train.options import ActivationCheckpoints
 from swarm.train.streaming.arena import ALIGNMENT, Packing
 from swarm.train.streaming.units import HostUnit
 from tests.train.runs import all_names, batch, bits, new_engine, new_streaming, same, tiny_run
@@ -46,7 +46,12 @@ def assert_equal_for_steps(run, left, right, steps=5):
     [
         pytest.param({}, {}, {}, id="everything streamed"),
         pytest.param({}, {}, {"resident_layers": None}, id="weights stay"),
-        pytest.param({}, {}, {"resident_layers": 1, "boundaries": Boundaries.HOST}, id="mixed"),
+        pytest.param(
+            {},
+            {},
+            {"resident_layers": 1, "activation_checkpoints": ActivationCheckpoints.HOST},
+            id="mixed",
+        ),
         pytest.param(BF16, {}, {}, id="bf16"),
         pytest.param(BY_UNIT, {}, {"gradient_buffers": 1}, id="updates overlap backward"),
         pytest.param(BF16, {"frozen": "int8", "moments": "int8"}, {}, id="int8"),
@@ -174,9 +179,12 @@ def test_one_engine_goes_on_from_the_state_of_the_other(engines, first):
     assert same(there.read(all_names(run)), straight.read(all_names(run)))
 
 
-def test_boundaries_in_bf16_cost_little(engines):
+def test_activation_checkpoints_in_bf16_cost_little(engines):
     run = tiny_run()
-    exact, rounded = engines(run, OWNED), engines(run, OWNED, boundaries=Boundaries.HOST_BF16)
+    exact, rounded = (
+        engines(run, OWNED),
+        engines(run, OWNED, activation_checkpoints=ActivationCheckpoints.HOST_BF16),
+    )
     for step in range(5):
         left = exact.step(batch(run, step), lr=1e-3)
         right = rounded.step(batch(run, step), lr=1e-3)
@@ -330,7 +338,11 @@ def test_a_packing_is_exact_up_to_alignment():
     ("sections", "only"),
     [
         pytest.param({}, {}, id="streamed"),
-        pytest.param(BF16, {"boundaries": Boundaries.HOST}, id="bf16, boundaries on the host"),
+        pytest.param(
+            BF16,
+            {"activation_checkpoints": ActivationCheckpoints.HOST},
+            id="bf16, checkpoints on the host",
+        ),
         pytest.param(BY_UNIT, {"gradient_buffers": 1, "resident_layers": 1}, id="by unit"),
         pytest.param(
             {"train": {"micro_batch_sequences": 1}}, {"pass_micro_batches": 2}, id="passes"

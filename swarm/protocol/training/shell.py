@@ -10,10 +10,10 @@ that takes time is awaited: a real shell blocks its thread, a simulated one lets
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from swarm.protocol.adoption import Adoption, Carried
+from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -67,8 +67,10 @@ class SavedWork:
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
     """Empty in what is to be saved: its values are not stored yet."""
-    carried: Carried = frozenset()
+    carried: frozenset[Unit] = frozenset()
     """What the round before left out, see `adopt`."""
+    part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Training.part_bases`."""
 
     @property
     def completed(self) -> bool:

@@ -20,16 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.masks import Masks
 from swarm.experts import Slice
-from swarm.model.attention import rotary_tables
+from swarm.model.attention import Positions, rotary_tables
 from swarm.model.losses import output_losses
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import Update
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
+from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
-from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.device import EMBEDDING, DeviceSide
 from swarm.train.streaming.gradients import Accumulator
 from swarm.train.streaming.host import GradientOffload, HostOptimizer
@@ -51,7 +53,9 @@ class StreamingEngine:
         self._run, self._options = run, options
         self._store = HostStore(run, options)
         self._device = DeviceSide(run, options, self._store)
-        self._boundaries = BoundaryStore(self._device.bus, options.boundaries)
+        self._checkpoints = ActivationCheckpointStore(
+            self._device.bus, options.activation_checkpoints
+        )
         self._host = HostOptimizer(options.host_threads)
         self._guard = Guard(options.compute)
         self._updates = 0
@@ -84,8 +88,8 @@ class StreamingEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Masters, moments, frozen experts, gradients and boundaries, mapped files included."""
-        return self._store.num_bytes + self._device.host_bytes + self._boundaries.num_bytes
+        """Masters, moments, frozen experts, gradients, activation checkpoints; mapped files too."""
+        return self._store.num_bytes + self._device.host_bytes + self._checkpoints.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
         """See `Engine`."""
@@ -169,24 +173,32 @@ class StreamingEngine:
         """Ends the threads and gives all memory back."""
         self._host.close()
         self._device.release()
-        self._boundaries.close()
+        self._checkpoints.close()
         self._store.close()
 
     # ------------------------------------------------ a step
 
-    def step(self, tokens_BT1: Tensor, *, lr: float, guidance: Guidance | None = None) -> StepStats:
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
         """See `Engine`."""
         self._whole, scale = True, self._guard.scale.value
-        micro_batches = tokens_BT1.split(self._run.train.micro_batch_sequences)
+        rows, there = self._run.train.micro_batch_sequences, self._device.bus.device
+        parts = micro_batches(tokens_BT1, masks, rows, there)
         update = Update(self._run.optimizer, lr, self._updates + 1)
-        guidances = [(guidance or Guidance()).part(k) for k in range(len(micro_batches))]
-        together = self._options.pass_micro_batches or len(micro_batches)
+        each = [(controls or RoutingControls()).part(k) for k in range(len(parts))]
+        together = self._options.pass_micro_batches or len(parts)
         passes: list[Pass] = []
         gone: dict[str, GradientOffload] = {}
-        for first in range(0, len(micro_batches), together):
+        for first in range(0, len(parts), together):
             part = slice(first, first + together)
-            one = self._begin(micro_batches[part], guidances[part], len(micro_batches), gone)
-            last = first + together >= len(micro_batches)
+            one = self._begin(parts[part], each[part], len(parts), gone)
+            last = first + together >= len(parts)
             gone = self._go(one, update if last and self._early else None)
             passes.append(one)
         norms = _norms(gone.values(), scale)
@@ -206,31 +218,34 @@ class StreamingEngine:
             grad_norm=norm,
             tokens=tokens_BT1[:, 1:].numel(),
             skipped=not finite,
+            masked=num_masked(masks),
             spike=self._guard.spiked,
             **(loss | routed.fields()),
         )
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`; the gradients leave for the host, which does nothing with them."""
-        gone = self._go(self._begin([tokens_BT1], [Guidance().part(0)], 1, {}), None)
+        gone = self._go(
+            self._begin([MicroBatch(tokens_BT1)], [RoutingControls().part(0)], 1, {}), None
+        )
         for offload in gone.values():
             offload.arrived.wait()
 
     def _begin(
         self,
-        micro_batches: Sequence[Tensor],
-        guidances: Sequence[Guidance],
+        parts: Sequence[MicroBatch],
+        controls: Sequence[RoutingControls],
         divisor: int,
         before: Mapping[str, GradientOffload],
     ) -> Pass:
-        self._boundaries.clear()
+        self._checkpoints.clear()
         self._device.prefetch_layer(0)
         return Pass(
             self._run,
             self._device,
-            self._boundaries,
-            micro_batches,
-            guidances=guidances,
+            self._checkpoints,
+            parts,
+            controls=controls,
             divisor=divisor,
             scale=self._guard.scale.value,
             before=before,
@@ -249,12 +264,12 @@ class StreamingEngine:
                     gone[name], functools.partial(self._factors_of_unit, scale), update
                 )
 
-        x = [self._embed(device, tokens_BT1[:, :-1]) for tokens_BT1 in one.micro_batches]
-        tables = self._tables(x[0].shape[1])
-        dx = one.head(one.forward(x, tables))
+        x = [self._embed(device, each.tokens_BT1[:, :-1]) for each in one.micro_batches]
+        positions = self._positions(x[0].shape[1])
+        dx = one.head(one.forward(x, positions))
         offload("head", device.head_gradients)
         for layer in reversed(range(self._run.model.num_hidden_layers)):
-            offload(f"layer.{layer}", one.layer_backward(layer, dx, tables))
+            offload(f"layer.{layer}", one.layer_backward(layer, dx, positions))
         offload("embedding", one.embedding_backward(dx))
         return gone
 
@@ -297,20 +312,20 @@ class StreamingEngine:
         self, device: DeviceSide, tokens_BT1: Tensor, scored_BT: Tensor, agreed: StandIn | None
     ) -> float:
         ids_BT, labels_N = tokens_BT1[:, :-1], tokens_BT1[:, 1:][scored_BT]
-        tables, x_BTD = self._tables(ids_BT.shape[1]), self._embed(device, ids_BT)
+        positions, x_BTD = self._positions(ids_BT.shape[1]), self._embed(device, ids_BT)
         for layer in range(self._run.model.num_hidden_layers):
             place = device.take_layer(layer)
             if agreed:
                 device.put_in(place, layer, agreed)
             assert place.layer is not None
-            x_BTD, _ = place.layer(x_BTD, tables)
+            x_BTD, _ = place.layer(x_BTD, positions)
             device.give_back(place)
         norm, head_VD = device.take_head()
         hidden_ND = norm(x_BTD)[scored_BT.to(device.bus.device)]
         labels_N = labels_N.to(device.bus.device)
         return output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)[1].item()
 
-    def _tables(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _positions(self, num_tokens: int) -> Positions:
         model = self._run.model
         device = self._device.bus.device
         return rotary_tables(num_tokens, model.dim_per_head, model.rope_theta, device)

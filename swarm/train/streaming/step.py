@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.model.attention import Positions
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.moe import Recall, Routing
-from swarm.model.routing import Guidance
+from swarm.model.routing import RoutingControls
+from swarm.train.micro_batches import MicroBatch
 from swarm.train.routed import Routed
-from swarm.train.streaming.boundaries import BoundaryStore
+from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator
 from swarm.train.streaming.host import GradientOffload
@@ -27,7 +29,7 @@ class Pass:
     """Forward and backward over one batch.
 
     Attributes:
-        micro_batches: its tokens, where they came from.
+        micro_batches: its tokens, where they came from, and their masks.
         terms: the terms of each micro-batch's loss, in the order of `Losses`.
         routed: where the tokens went.
     """
@@ -36,12 +38,12 @@ class Pass:
         self,
         run: RunConfig,
         device: DeviceSide,
-        boundaries: BoundaryStore,
-        micro_batches: Sequence[Tensor],
+        checkpoints: ActivationCheckpointStore,
+        micro_batches: Sequence[MicroBatch],
         *,
         divisor: int,
         scale: float,
-        guidances: Sequence[Guidance],
+        controls: Sequence[RoutingControls],
         before: Mapping[str, GradientOffload],
     ) -> None:
         """Prepares a pass.
@@ -49,19 +51,19 @@ class Pass:
         Args:
             run: the model and its losses.
             device: the one that computes.
-            boundaries: keeps the inputs of layers.
-            micro_batches: tokens [B, T + 1].
+            checkpoints: keeps the inputs of layers.
+            micro_batches: tokens and masks.
             divisor: micro-batches of the whole step.
             scale: of the loss.
-            guidances: of each micro-batch.
+            controls: of each micro-batch.
             before: gradients that earlier passes of this step have found, by unit.
         """
-        self._run, self._device, self._boundaries = run, device, boundaries
+        self._run, self._device, self._checkpoints = run, device, checkpoints
         self._scale, self.micro_batches = scale, micro_batches
         self._there = [
-            tokens_BT1.to(device.bus.device, non_blocking=True) for tokens_BT1 in micro_batches
+            each.tokens_BT1.to(device.bus.device, non_blocking=True) for each in micro_batches
         ]
-        self._divisor, self._guidances = divisor, guidances
+        self._divisor, self._controls = divisor, controls
         self._layers = run.model.num_hidden_layers
         self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
         self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
@@ -70,7 +72,7 @@ class Pass:
         self._before = before
 
     @torch.no_grad()
-    def forward(self, x: list[Tensor], tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+    def forward(self, x: list[Tensor], positions: Positions) -> list[Tensor]:
         """The last layer's output of each micro-batch; keeps every layer's input and routing."""
         device = self._device
         for layer in range(self._layers):
@@ -81,15 +83,18 @@ class Pass:
                 device.prefetch_head()
             assert place.layer is not None
             for index, x_BTD in enumerate(x):
-                self._boundaries.put((layer, index), x_BTD)
-                x[index], routing = place.layer(x_BTD, tables, *self._how(layer, index))
+                self._checkpoints.put((layer, index), x_BTD)
+                x[index], routing = place.layer(x_BTD, *self._how(layer, index, positions))
                 self._routings[layer].append(_leaves(routing))
             device.give_back(place)
         return x
 
-    def _how(self, layer: int, index: int) -> tuple[Recall, Guidance]:
-        """Recall and guidance of a layer for one micro-batch."""
-        return self._recalls[layer][index], self._guidances[index].part(layer)
+    def _how(
+        self, layer: int, index: int, positions: Positions
+    ) -> tuple[Positions, Recall, RoutingControls]:
+        """Positions, recall and controls of a layer for one micro-batch."""
+        own = positions._replace(documents=self.micro_batches[index].masked.documents)
+        return own, self._recalls[layer][index], self._controls[index].part(layer)
 
     def head(self, x: list[Tensor]) -> list[Tensor]:
         """The gradient at the last layer's output of each micro-batch; the head's are added up."""
@@ -100,11 +105,12 @@ class Pass:
         device, x_BTD = self._device, x_BTD.requires_grad_()
         norm, table_VD = device.take_head()
         head_VD = table_VD.detach().requires_grad_()
-        hidden_ND = norm(x_BTD).flatten(0, 1).to(device.compute)
-        labels_N = self._there[index][:, 1:].flatten()
-        output = output_losses(hidden_ND, head_VD, labels_N, self._run.loss.output_z_weight)
+        masked = self.micro_batches[index].masked
+        hidden_ND, labels_N = masked.scored(norm(x_BTD), self._there[index][:, 1:])
+        hidden_ND, z_weight = hidden_ND.to(device.compute), self._run.loss.output_z_weight
+        output = output_losses(hidden_ND, head_VD, labels_N, z_weight, masked.mean_over)
         routings = [layer[index] for layer in self._routings]
-        weight_E = self._guidances[index].count_weights(device.owned, routings[0].logits_NE)
+        weight_E = self._controls[index].count_weights(device.owned, routings[0].logits_NE)
         losses = combine(output, routings, self._run.loss, weight_E)
         total = losses.total / self._divisor * self._scale
         leaves = [leaf for routing in routings for leaf in _floats(routing)]
@@ -121,20 +127,18 @@ class Pass:
         self.terms.append(torch.stack([term.detach() for term in losses[:5]]))
         self.routed.add(losses)
 
-    def layer_backward(
-        self, layer: int, dx: list[Tensor], tables: tuple[Tensor, Tensor]
-    ) -> Accumulator:
+    def layer_backward(self, layer: int, dx: list[Tensor], positions: Positions) -> Accumulator:
         """Computes a layer again and goes back through it.
 
         Args:
             layer: which.
             dx: gradient at its output of each micro-batch; becomes that at its input.
-            tables: of the rotary angles.
+            positions: of all micro-batches.
 
         Returns:
             Its gradients, added up.
         """
-        device, boundaries = self._device, self._boundaries
+        device, checkpoints = self._device, self._checkpoints
         place = device.take_layer(layer)
         if layer > 0:
             device.prefetch_layer(layer - 1)
@@ -142,9 +146,9 @@ class Pass:
         gradients = device.next_accumulator(layer, self._before.get(f"layer.{layer}"))
         names = [f"model.layers.{layer}.{name}" for name in place.parameters]
         for index, dx_BTD in enumerate(dx):
-            x_BTD = boundaries.take((layer, index)).detach().requires_grad_()
-            boundaries.prefetch(self._taken_next(layer, index))
-            y_BTD, routing = place.layer(x_BTD, tables, *self._how(layer, index))
+            x_BTD = checkpoints.take((layer, index)).detach().requires_grad_()
+            checkpoints.prefetch(self._taken_next(layer, index))
+            y_BTD, routing = place.layer(x_BTD, *self._how(layer, index, positions))
             roots = [(y_BTD, dx_BTD), *_with_gradients(routing, self._routings[layer][index])]
             dx[index], *found = torch.autograd.grad(
                 [root for root, _ in roots],

@@ -1,4 +1,4 @@
-"""The folder in which the exports of a run stand, one of them named `latest`.
+"""The exports of a run in one folder, the newest named `latest`: added whole, old ones removed.
 
 Killed at any moment, each `round-...` in it is whole, and `latest` leads to one. An export is
 written into a hidden folder beside, made durable and renamed; then the link is replaced. What is to
@@ -38,7 +38,7 @@ class Kept:
     manifest: Digest
 
 
-class Shelf:
+class ExportManager:
     """See the module; one process at a time has it open."""
 
     def __init__(self, folder: Path, keep: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swarm.train.options import Boundaries
+from swarm.train.options import ActivationCheckpoints
 from swarm.train.streaming.arena import Arena
 from swarm.train.streaming.bus import Bus, Mark
 
@@ -16,10 +16,10 @@ Key = tuple[int, int]
 """Layer and micro-batch."""
 
 
-class BoundaryStore:
+class ActivationCheckpointStore:
     """Keeps the residual stream in front of every layer, on the device or in host memory."""
 
-    def __init__(self, bus: Bus, where: Boundaries) -> None:
+    def __init__(self, bus: Bus, where: ActivationCheckpoints) -> None:
         self._bus, self._where = bus, where
         self._kept: dict[Key, Tensor] = {}
         self._arenas: dict[Key, Arena] = {}
@@ -33,10 +33,10 @@ class BoundaryStore:
 
     def put(self, key: Key, x_BTD: Tensor) -> None:
         """Keeps one layer's input of one micro-batch."""
-        if self._where is Boundaries.DEVICE:
+        if self._where is ActivationCheckpoints.DEVICE:
             self._kept[key] = x_BTD
             return
-        if self._where is Boundaries.HOST_BF16:
+        if self._where is ActivationCheckpoints.HOST_BF16:
             x_BTD = x_BTD.bfloat16()
         host = self._host(key, x_BTD)
         self._left[key] = self._bus.send(host, x_BTD, self._bus.mark())
@@ -45,7 +45,11 @@ class BoundaryStore:
 
     def prefetch(self, key: Key) -> None:
         """Sets an input on its way back."""
-        if self._where is Boundaries.DEVICE or key not in self._kept or key in self._back:
+        if (
+            self._where is ActivationCheckpoints.DEVICE
+            or key not in self._kept
+            or key in self._back
+        ):
             return
         host = self._kept[key]
         target = torch.empty_like(host, device=self._bus.device)
@@ -56,7 +60,7 @@ class BoundaryStore:
 
     def take(self, key: Key) -> Tensor:
         """The input, fp32 on the device; it is not kept any longer."""
-        if self._where is Boundaries.DEVICE:
+        if self._where is ActivationCheckpoints.DEVICE:
             return self._kept.pop(key)
         self.prefetch(key)
         self._kept.pop(key)

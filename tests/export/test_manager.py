@@ -19,7 +19,7 @@ import torch
 from swarm import durable
 from swarm.errors import ConfigError, StateError, StateLocked
 from swarm.export.folder import FACTS_FILE
-from swarm.export.shelf import LATEST, PARTIAL, REMOVED, Shelf
+from swarm.export.manager import LATEST, PARTIAL, REMOVED, ExportManager
 from swarm.model.pretrained import open_checkpoint
 from tests.export.models import toy_run
 
@@ -47,10 +47,10 @@ def is_whole(path: Path) -> bool:
 
 
 def filled(folder: Path, *rounds: int, keep: int = 3) -> None:
-    shelf = Shelf(folder, keep)
+    manager = ExportManager(folder, keep)
     for number in rounds:
-        shelf.add(number, small(number))
-    shelf.close()
+        manager.add(number, small(number))
+    manager.close()
 
 
 def test_the_newest_are_kept_and_latest_leads_to_the_last(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_the_link_never_points_at_nothing(tmp_path: Path) -> None:
     filled(tmp_path, 2, 4)
     (tmp_path / LATEST).unlink()
     (tmp_path / LATEST).symlink_to("round-000002")  # as after a kill between the two renames
-    shelf = Shelf(tmp_path, 1)
+    manager = ExportManager(tmp_path, 1)
     assert os.readlink(tmp_path / LATEST) == "round-000004"
-    assert [one.round for one in shelf.exports] == [4]
-    shelf.close()
+    assert [one.round for one in manager.exports] == [4]
+    manager.close()
 
 
 def test_what_a_kill_left_is_cleared_and_what_others_put_there_is_not(tmp_path: Path) -> None:
@@ -76,30 +76,30 @@ def test_what_a_kill_left_is_cleared_and_what_others_put_there_is_not(tmp_path: 
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("half")
     (tmp_path / ".latest.new").symlink_to("round-000004")
-    Shelf(tmp_path, 1).close()
+    ExportManager(tmp_path, 1).close()
     assert names(tmp_path) == {"round-000002", "round-000009", "mine", LATEST}
 
 
 def test_a_folder_has_one_writer_and_one_run(tmp_path: Path) -> None:
     filled(tmp_path, 2)
-    shelf = Shelf(tmp_path, 1)
+    manager = ExportManager(tmp_path, 1)
     with pytest.raises(StateLocked, match="another swarm-export"):
-        Shelf(tmp_path, 1)
-    shelf.require_run("a")
+        ExportManager(tmp_path, 1)
+    manager.require_run("a")
     with pytest.raises(ConfigError, match="of the run a, not of b"):
-        shelf.require_run("b")
-    shelf.close()
+        manager.require_run("b")
+    manager.close()
     (tmp_path / "other" / LATEST).mkdir(parents=True)
     with pytest.raises(ConfigError, match="no link"):
-        Shelf(tmp_path / "other", 1)
+        ExportManager(tmp_path / "other", 1)
 
 
 def test_what_has_an_exports_name_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "round-000004").mkdir(parents=True)
-    shelf = Shelf(tmp_path, 1)
+    manager = ExportManager(tmp_path, 1)
     with pytest.raises(StateError, match=r"round-000004 is there already \(move it away"):
-        shelf.add(4, small(4))
-    shelf.close()
+        manager.add(4, small(4))
+    manager.close()
     assert list((tmp_path / "round-000004").iterdir()) == []
 
 
@@ -137,12 +137,12 @@ def test_an_error_at_any_step_leaves_whole_exports_and_the_next_start_goes_on(
     while True:
         folder = tmp_path / str(steps)
         filled(folder, 2, 4, keep=2)
-        shelf = Shelf(folder, 2)
+        manager = ExportManager(folder, 2)
         with pytest.MonkeyPatch.context() as patch:
             disk = Breaking(patch, steps)
             with contextlib.suppress(OSError):
-                shelf.add(6, small(6))
-        shelf.close()
+                manager.add(6, small(6))
+        manager.close()
         linked = folder / os.readlink(folder / LATEST)
         assert linked.name in ("round-000004", "round-000006") and is_whole(linked)
         assert all(map(is_whole, folder.glob("round-*"))), steps
@@ -216,9 +216,9 @@ def test_kill_9_at_any_moment_leaves_the_last_export_whole(
         if (folder / LATEST).is_symlink():  # the very first may have no link yet
             check_whole(folder / os.readlink(folder / LATEST))
         left_over += any(name.startswith(PARTIAL) for name in names(folder))
-        shelf = Shelf(folder, 2)
-        rounds = [one.round for one in shelf.exports]
-        shelf.close()
+        manager = ExportManager(folder, 2)
+        rounds = [one.round for one in manager.exports]
+        manager.close()
         assert rounds[-1] > newest and len(rounds) <= 2
         newest = rounds[-1]
         assert os.readlink(folder / LATEST) == f"round-{newest:06d}"

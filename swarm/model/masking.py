@@ -1,0 +1,172 @@
+"""What of a micro-batch is not attended to, and what of it is not in the loss.
+
+Attention within documents needs no mask: each document is computed as a sequence of its own, so
+that every kernel for causal attention does it, with fewer products than over the whole window.
+Documents of similar lengths are computed together. With a mask torch's fused kernel on a CPU took
+1.7 to 11 times as long, see `swarm/data/README.md`.
+
+Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
+S documents of one width, W their width, M places in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """The documents of a micro-batch, those of one width together.
+
+    Attributes:
+        widths: (S, W) of each group.
+        token_M: int64, the token of the micro-batch at each place; behind a document's end its
+            last token again, which no token of the document sees.
+        place_N: int64, the place of each token.
+    """
+
+    widths: tuple[tuple[int, int], ...]
+    token_M: Tensor
+    place_N: Tensor
+
+    def to(self, device: torch.device) -> Documents:
+        """The same on a device."""
+        return Documents(
+            self.widths,
+            self.token_M.to(device, non_blocking=True),
+            self.place_N.to(device, non_blocking=True),
+        )
+
+    def apply(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *given: Tensor) -> Tensor:
+        """Attention of each document by itself.
+
+        Args:
+            attend: of queries, keys and values [S, H, W, C], causal.
+            given: the three of the micro-batch, [B, H, T, C].
+
+        Returns:
+            What is attended to, [B, H, T, C].
+        """
+        packed = [self._packed(x_BHTC).split([s * w for s, w in self.widths]) for x_BHTC in given]
+        parts = []
+        for size, *part in zip(self.widths, *packed, strict=True):
+            q, k, v = (x_MHC.unflatten(0, size).transpose(1, 2) for x_MHC in part)
+            parts.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
+        out_NHC: Tensor = _Unpack.apply(  # type: ignore[no-untyped-call]
+            torch.cat(parts), self.token_M, self.place_N
+        )
+        sequences, _, length, _ = given[0].shape
+        out_BHTC: Tensor = out_NHC.unflatten(0, (sequences, length)).transpose(1, 2)
+        return out_BHTC
+
+    def _packed(self, x_BHTC: Tensor) -> Tensor:
+        x_NHC = x_BHTC.transpose(1, 2).flatten(0, 1)
+        packed_MHC: Tensor = _Pack.apply(  # type: ignore[no-untyped-call]
+            x_NHC, self.token_M, self.place_N
+        )
+        return packed_MHC
+
+
+class _Pack(torch.autograd.Function):
+    """Tokens to places. Places behind a document get no gradient, so nothing is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NHC: Tensor, token_M: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N)
+        return x_NHC.index_select(0, token_M)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (place_N,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place_N), None, None
+
+
+class _Unpack(torch.autograd.Function):
+    """Places to tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MHC: Tensor, token_M: Tensor, place_N: Tensor) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.places = len(token_M)
+        return x_MHC.index_select(0, place_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (place_N,) = ctx.saved_tensors
+        dout_NHC = gradients[0]
+        dx_MHC = dout_NHC.new_zeros((ctx.places, *dout_NHC.shape[1:]))
+        return dx_MHC.index_copy_(0, place_N, dout_NHC), None, None
+
+
+def documents_of(starts_BT: Tensor) -> Documents | None:
+    """The documents of a micro-batch; None where every sequence is of one.
+
+    Args:
+        starts_BT: bool, tokens with which a document begins. A sequence's first token begins one in
+            any case: of what came before it there is nothing in the sequence.
+    """
+    sequences, length = starts_BT.shape
+    if not starts_BT[:, 1:].any():
+        return None
+    starts_BT = starts_BT.clone()
+    starts_BT[:, 0] = True
+    start_X = starts_BT.flatten().nonzero()[:, 0]
+    size_X = start_X.diff(append=start_X.new_tensor([sequences * length]))
+    width_X = torch.tensor([min(_width(size), length) for size in size_X.tolist()])
+    widths, tokens = [], []
+    place_N = torch.empty(sequences * length, dtype=torch.int64)
+    first = 0
+    for width in sorted(set(width_X.tolist())):
+        start_S, size_S = start_X[width_X == width], size_X[width_X == width]
+        offset_W = torch.arange(width)
+        inside_SW = offset_W < size_S[:, None]
+        token_SW = start_S[:, None] + torch.minimum(offset_W, size_S[:, None] - 1)
+        place_SW = first + torch.arange(len(start_S) * width).view(token_SW.shape)
+        place_N[token_SW[inside_SW]] = place_SW[inside_SW]
+        widths.append((len(start_S), width))
+        tokens.append(token_SW.flatten())
+        first += token_SW.numel()
+    return Documents(tuple(widths), torch.cat(tokens), place_N)
+
+
+WASTE = 1.5
+"""Places for each token at most, see `_width`."""
+
+
+def _width(size: int) -> int:
+    """The width at which a document is computed: 2, 3, 4, 6, 8, 12, 16, ... and 1.
+
+    So there are few widths, and less than half of a document's size is added.
+    """
+    step = 1 << max((size - 1).bit_length() - 2, 0)
+    return -(-size // step) * step
+
+
+class Masked(NamedTuple):
+    """What is masked of one micro-batch, on the device that computes.
+
+    Attributes:
+        documents: within which attention stays; None: it sees the whole sequence.
+        scored_BT: bool, predictions that are in the cross-entropy and the output z-loss; None: all.
+        mean_over: their number in the step, divided by its micro-batches: what the sums are divided
+            by, so that the mean over micro-batches is one over predictions. None: the predictions
+            of this micro-batch.
+    """
+
+    documents: Documents | None = None
+    scored_BT: Tensor | None = None
+    mean_over: float | None = None
+
+    def scored(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the head, [N, D], and labels, [N], of the predictions that are scored."""
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+        if self.scored_BT is None:
+            return hidden_ND, labels_N
+        scored_N = self.scored_BT.flatten()
+        return hidden_ND[scored_N], labels_N[scored_N]
+
+
+UNMASKED = Masked()
