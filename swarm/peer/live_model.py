@@ -36,6 +36,7 @@ from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, reader, store_content
 from swarm.peer.live_deltas import difference, follow
+from swarm.peer.putting_aside import put_aside
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
@@ -125,6 +126,8 @@ class LiveModel:
         """Of each owned expert: the agreed value that its local progress started from."""
         self.held: dict[Unit, Digest] = {}
         """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+        self.local_parts: frozenset[Unit] = frozenset()
+        """Parts of the shared tensors whose values in the engine are not the agreed ones."""
         self._offered: tuple[Digest, ...] = ()
         self._rests_on = frozenset[Digest]()
         """Values that the next deltas are counted from."""
@@ -181,11 +184,13 @@ class LiveModel:
             self.engine.own(mine)
             for expert, choice in decision.experts.items():
                 self._adopt_expert(manifest, expert, choice, before)
+            self._write_others(manifest, set(mine))
             if decision.shared in _FOLLOWING:
-                for unit in self._shared_units:
+                for unit in [u for u in self._shared_units if u not in decision.kept_parts]:
                     self._follow(manifest, unit, before, decision.shared_from.get(unit))
-            is_done = decision.shared in (Action.KEEP, *_FOLLOWING)
-            self._write_others(manifest, set(mine), keep_shared=is_done)
+                self.local_parts = frozenset(self._shared_units)
+            elif decision.shared is not Action.KEEP:
+                self._write_shared(manifest, decision.kept_parts)
             self._rest_on(manifest, decision.bases.values())
         self.bases = decision.bases
 
@@ -256,10 +261,12 @@ class LiveModel:
         """
         self.held = {}
         with self.agreed.held(_digests(tip)):
-            self._write_others(tip, set(self.engine.owned), keep_shared=True)
+            self._write_others(tip, set(self.engine.owned))
             self._rest_on(tip, self.bases.values())
+        if self.is_coded:
+            self.local_parts = frozenset(self._shared_units)
 
-    def _write_others(self, manifest: Manifest, mine: set[int], *, keep_shared: bool) -> None:
+    def _write_others(self, manifest: Manifest, mine: set[int]) -> None:
         for unit, entry in manifest.entries.items():
             expert = expert_of_unit(unit)
             if expert is None or expert in mine or self.held.get(unit) == entry.digest:
@@ -270,8 +277,12 @@ class LiveModel:
             else:
                 self._write(manifest, unit)
             self.held[unit] = entry.digest
-        for unit in () if keep_shared else self._shared_units:
-            self.begin_anew(manifest, unit)
+
+    def _write_shared(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
+        for unit in self._shared_units:
+            if unit not in kept:
+                self.begin_anew(manifest, unit)
+        self.local_parts = kept
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
         """A matrix at a time: frozen ones may be stored with scales of whole rows."""
@@ -308,7 +319,12 @@ class LiveModel:
             unit = expert_unit(expert)
             return self.agreed.tensor(manifest.entries[unit].digest, unit, name)
 
-        with self.agreed.held(manifest.entries[expert_unit(e)].digest for e in self.bases):
+        units = [*map(expert_unit, self.bases), *self.local_parts]
+        begin_anew = partial(self.begin_anew, manifest)
+        aside = put_aside(
+            self.engine, self.agreed.store, self.agreed.layout, self.local_parts, begin_anew
+        )
+        with self.agreed.held(manifest.entries[u].digest for u in units), aside:
             return held_out.mean(
                 lambda tokens, scored: self.engine.evaluate(tokens, scored_BT=scored, agreed=agreed)
             )

@@ -118,6 +118,7 @@ class Trainer(TrainingShell):
         logger.info("resume %s", loaded.reason)
         self.model.bases = dict(work.expert_bases)
         self.offering.resume(tip, work)
+        self.model.local_parts = frozenset(work.part_bases)
         restore_rng(loaded.state.rng, torch.device("cpu"))
         return work
 

@@ -1,5 +1,10 @@
 """What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
 
+Shared tensors restart from what a round has made of them, whether this peer was in it or not: what
+it offered is all that it had, since it trains on only once the round is over. Parts that were not
+due are another matter [U3]: their progress goes on and is offered when they are, as long as their
+agreed value is the one that it started from.
+
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
@@ -27,13 +32,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer
-
-Carried = frozenset[int | None]
-"""Experts; None stands for the shared tensors."""
 
 
 class Action(Enum):
@@ -75,6 +78,10 @@ class Adoption:
     """Of every expert that was or is mine, in order."""
     shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
     """If the shared tensors are CORRECTED: what I offered of each part."""
+    kept_parts: frozenset[Unit] = field(default=frozenset())
+    """Parts of the shared tensors that go on from where they are, whatever becomes of the rest."""
+    carried: frozenset[Unit] = field(default=frozenset())
+    """Units whose steps go on from a round that left them out; a second one may not [W8]."""
 
     @property
     def bases(self) -> dict[int, Digest]:
@@ -94,17 +101,6 @@ class Adoption:
         restarted = (Action.RESTART, Action.DROP, Action.TAKE_UP)
         return frozenset(e for e, choice in self.experts.items() if choice.action not in restarted)
 
-    def carried_after(self, before: Carried) -> Carried:
-        """What goes on from a round that left it out, and is not to be left out again [W8]."""
-        choices: dict[int | None, Action] = {None: self.shared}
-        choices |= {expert: each.action for expert, each in self.experts.items()}
-        return frozenset(
-            what
-            for what, action in choices.items()
-            if action is Action.CARRIED
-            or (what in before and action in (Action.KEEP, Action.REBASE))
-        )
-
 
 def adopt(
     me: PeerId,
@@ -113,7 +109,8 @@ def adopt(
     previous: Digest,
     bases: Mapping[int, Digest],
     offers: Sequence[Offer],
-    carried: Carried = frozenset(),
+    carried: frozenset[Unit] = frozenset(),
+    part_bases: Mapping[Unit, Digest] = MappingProxyType({}),
 ) -> Adoption:
     """Decides on every piece of local progress.
 
@@ -124,7 +121,9 @@ def adopt(
         bases: base digest of each expert with local progress.
         offers: what this peer offered since then: late progress, the finished round. Training
             since then stays in the master.
-        carried: what the round before left out already.
+        carried: units that the round before left out already.
+        part_bases: agreed value that the progress of each part of the shared tensors started from;
+            empty where every round renews all of them.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.
@@ -144,12 +143,14 @@ def adopt(
             decision = _decide_expert(me, expert, manifest, bases.get(expert), offers)
             base = bases.get(expert)
             if base is not None and decision.action is Action.RESTART:
-                again = expert in carried
+                again = expert_unit(expert) in carried
                 decision = (
                     _decide_moved(me, expert, manifest, base, offers, again=again) or decision
                 )
             decisions[expert] = decision
-    return Adoption(shared, shared_reason, decisions, known)
+    kept = _kept_parts(manifest, part_bases)
+    going_on = _going_on(manifest, shared, kept, decisions, carried)
+    return Adoption(shared, shared_reason, decisions, known, kept, going_on)
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
@@ -161,26 +162,6 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
         is_counted: whether that took this peer's finished round in.
     """
     return frozenset() if is_counted else late & adoption.kept
-
-
-def due_units(me: PeerId, tip: Manifest, experts_every: int) -> tuple[Unit, ...]:
-    """Units that a peer offers for the round after `tip`: the shared parts, and its experts.
-
-    Experts are exchanged only in every `experts_every`-th training round; between these their
-    owners go on from where they are.
-    """
-    with_experts = experts_due(tip, experts_every)
-    due = []
-    for unit in tip.entries:
-        expert = expert_of_unit(unit)
-        if expert is None or (with_experts and me in tip.owners.get(expert, ())):
-            due.append(unit)
-    return tuple(sorted(due))
-
-
-def experts_due(tip: Manifest, experts_every: int) -> bool:
-    """Whether the training round after `tip` exchanges experts."""
-    return (tip.round + 1) % experts_every == 0
 
 
 def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Action, str]:
@@ -196,6 +177,15 @@ def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Ac
     return Action.RESTART, (
         f"round {manifest.round} went on without my values; shared progress from an older "
         "state may not be offered"
+    )
+
+
+def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
+    """Parts that the manifest left as they were: their progress extends what is agreed [S1]."""
+    return frozenset(
+        unit
+        for unit, base in part_bases.items()
+        if manifest.entries[unit].digest == base and unit not in manifest.sources
     )
 
 
@@ -241,6 +231,27 @@ def _decide_expert(
     )
 
 
+def _going_on(
+    manifest: Manifest,
+    shared: Action,
+    kept: frozenset[Unit],
+    experts: Mapping[int, ExpertDecision],
+    carried: frozenset[Unit],
+) -> frozenset[Unit]:
+    """Units whose steps have been left out by one round, and are in no agreed value yet [W8]."""
+    actions = {expert_unit(expert): choice.action for expert, choice in experts.items()}
+    for unit in manifest.entries:
+        if expert_of_unit(unit) is None:
+            is_kept = shared is Action.KEEP or unit in kept
+            actions[unit] = Action.KEEP if is_kept else shared
+    stays = (Action.KEEP, Action.REBASE)
+    return frozenset(
+        unit
+        for unit, action in actions.items()
+        if action is Action.CARRIED or (action in stays and unit in carried)
+    )
+
+
 def _moves_shared(manifest: Manifest) -> bool:
     """Whether a training round moved shared tensors by deltas."""
     moved = (unit for unit in manifest.deltas.values() if expert_of_unit(unit) is None)
@@ -248,7 +259,7 @@ def _moves_shared(manifest: Manifest) -> bool:
 
 
 def _decide_coded_shared(
-    me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: Carried
+    me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
 ) -> tuple[Action, str, Mapping[Unit, Digest]]:
     """As `_decide_shared` of a round on the previous tip; with my counted blobs [W8]."""
     counted = {
@@ -257,7 +268,8 @@ def _decide_coded_shared(
         if expert_of_unit(unit) is None and me in dict(values)
     }
     if not counted:
-        if None in carried:
+        moved = {unit for unit in manifest.sources if expert_of_unit(unit) is None}
+        if carried & moved:
             return Action.RESTART, "a second round in a row went on without my values", {}
         return Action.CARRIED, f"round {manifest.round} went on without my values; they go on", {}
     for offer in offers:

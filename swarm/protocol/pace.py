@@ -7,7 +7,7 @@ ended feeds on itself; the word of peers about their own steps does not [C3].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from swarm.experts import expert_of_unit
@@ -34,11 +34,22 @@ class Pace:
         if num_bytes >= 2**20 and seconds > 0:
             self._rates.append(num_bytes / seconds)
 
-    def measured(self) -> Measured:
-        """What the timers are computed from; the slowest recent rate counts."""
-        sizes = self.unit_bytes.items()
+    def measured(self, due: Set[Unit]) -> Measured:
+        """What the timers are computed from; the slowest recent rate counts.
+
+        Args:
+            due: units that the next manifest may renew; all that a peer lacks of it is among them.
+        """
+        sizes = {unit: size for unit, size in self.unit_bytes.items() if unit in due}
+        shared = (size for unit, size in sizes.items() if expert_of_unit(unit) is None)
         return Measured(
-            reduce_bytes=sum(size for unit, size in sizes if expert_of_unit(unit) is None),
-            proposal_bytes=sum(self.unit_bytes.values()),
-            rate_bytes_per_s=min(self._rates, default=0.0),
+            reduce_bytes=sum(shared),
+            proposal_bytes=sum(sizes.values()),
+            model_bytes=sum(self.unit_bytes.values()),
+            rate_bytes_per_s=self.rate_bytes_per_s,
         )
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """At which this peer receives from others: the slowest recent one; 0 if none is known."""
+        return min(self._rates, default=0.0)

@@ -73,6 +73,7 @@ class PrivateState:
         rng: states of torch's random generators, see `read_rng`.
         carried: what the round before left out already, see `swarm.protocol.adoption`.
         deltas: unit -> digest of the delta that makes its offered value, where there is one.
+        part_bases: part of the shared tensors -> the same, if not all are due in each round.
     """
 
     engine: EngineState
@@ -86,8 +87,9 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
-    carried: frozenset[int | None] = frozenset()
+    carried: frozenset[str] = frozenset()
     deltas: Mapping[str, str] = field(default_factory=dict)
+    part_bases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,8 +298,10 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
     if state.deltas:
         meta["deltas"] = dict(state.deltas)
     if state.carried:
-        meta["carried"] = sorted(state.carried, key=str)
+        meta["carried"] = sorted(state.carried)
     meta["offered"] = dict(state.offered)
+    if not state.part_bases:
+        del meta["part_bases"]
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]

@@ -20,18 +20,20 @@ from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
-from swarm.protocol.adoption import Action, Adoption, Carried, adopt, due_units
+from swarm.protocol.adoption import Action, Adoption, adopt
 from swarm.protocol.events import Reduce
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Digest, Entry, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import Rules
+from swarm.protocol.schedule import Schedule
 from swarm.protocol.training import SavedWork
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import founded_in
 from tests.train.runs import tiny_run
 
 PEERS = ("me", "you")
+EACH_ROUND = Schedule()
 CODED = {"shared_coding": "b2", "experts_coding": "b1", "part_bytes": 4096}
 
 
@@ -52,7 +54,7 @@ class Swarm:
             peer: Offering(live, cast(Rounds, rounds), cast(PeerStatus, None))
             for peer, live in self.lives.items()
         }
-        self.carried: dict[str, Carried] = dict.fromkeys(PEERS, frozenset())
+        self.carried: dict[str, frozenset[Unit]] = dict.fromkeys(PEERS, frozenset())
 
         def unpin(digest: Digest) -> None:
             self.store.unpin([digest])
@@ -79,7 +81,7 @@ class Swarm:
             carried=self.carried[peer],
         )
         live.adopt(manifest, decision, self.tip)
-        self.carried[peer] = decision.carried_after(self.carried[peer])
+        self.carried[peer] = decision.carried
         if not decision.keeps_all:
             self.offerings[peer].changed()
         return decision
@@ -94,7 +96,7 @@ class Swarm:
 
     def parts(self, peer: str) -> Iterator[tuple[Unit, Slice, tuple[int, int]]]:
         """The slices of the units that a peer trains, and where they lie in these."""
-        for unit in due_units(peer, self.tip, 1):
+        for unit in EACH_ROUND.due_of(peer, self.tip):
             start = 0
             for piece in self.layout.by_unit[unit].slices:
                 stop = start + piece.stop - piece.start
@@ -124,7 +126,7 @@ class Swarm:
         offers: dict[str, Offer] = {}
         for peer, live in self.lives.items():
             units = {}
-            for unit in due_units(peer, self.tip, 1):
+            for unit in EACH_ROUND.due_of(peer, self.tip):
                 expert = expert_of_unit(unit)
                 base = self.tip.entries[unit].digest if expert is None else live.bases[expert]
                 units[unit] = self.offerings[peer].offered(self.tip, unit, base, 64)
@@ -194,7 +196,7 @@ def moves(swarm: Swarm, seed: int, scale: float = 1e-3) -> dict[Unit, Tensor]:
 def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> None:
     swarm = Swarm(tiny_run(wire={**CODED, "experts": experts}))
     units = [each.unit for each in swarm.layout.units]
-    trained = {(p, u): swarm.live(p, u) for p in PEERS for u in due_units(p, swarm.tip, 1)}
+    trained = {(p, u): swarm.live(p, u) for p in PEERS for u in EACH_ROUND.due_of(p, swarm.tip)}
     sums = {unit: swarm.agreed(unit) for unit in units if expert_of_unit(unit) is None}
     for number in range(6):
         for index, peer in enumerate(PEERS):
@@ -274,7 +276,7 @@ def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -
     for live in swarm.lives.values():
         live.keep_offered = lambda digests: None  # type: ignore[method-assign]
     swarm.round()
-    for unit in due_units("me", swarm.tip, 1):
+    for unit in EACH_ROUND.due_of("me", swarm.tip):
         if expert_of_unit(unit) is None:
             assert torch.equal(swarm.live("me", unit), swarm.agreed(unit))
 
@@ -285,7 +287,7 @@ def test_after_a_restart_the_very_blobs_are_offered_that_were_named(
     swarm = Swarm(tiny_run(wire=CODED))
     swarm.train("me", moves(swarm, 1))
     live, tip = swarm.lives["me"], swarm.tip
-    coded = [u for u in due_units("me", tip, 1) if swarm.layout.by_unit[u].coding != "none"]
+    coded = [u for u in EACH_ROUND.due_of("me", tip) if swarm.layout.by_unit[u].coding != "none"]
     bases = {unit: tip.entries[unit].digest for unit in coded}
     first = {u: swarm.offerings["me"].offered(tip, u, bases[u], 64) for u in coded}
     saved = SavedWork(

@@ -388,7 +388,7 @@ def test_my_delta_is_taken_off_once_it_is_in_the_mean() -> None:
     assert adoption.shared_from == {u: mine.units[u].digest for u in (NORMS, SHARED)}
     expert = adoption.experts[0]
     assert (expert.action, expert.rebase_from) == (Action.CORRECTED, mine.units[EXPERT].digest)
-    assert adoption.carried_after(frozenset([0, None])) == frozenset()
+    assert adoption.carried == frozenset()
 
 
 def test_a_delta_that_is_not_known_to_be_mine_begins_anew() -> None:
@@ -407,9 +407,8 @@ def test_what_a_round_left_out_goes_on_once() -> None:
     assert adoption.shared is Action.CARRIED
     assert adoption.experts[0].action is Action.CARRIED
     assert adoption.kept == {0}
-    carried = adoption.carried_after(frozenset())
-    assert carried == {0, None}
-    again = adopted("BC", [], carried=carried)
+    assert adoption.carried == {EXPERT, NORMS, SHARED}
+    again = adopted("BC", [], carried=adoption.carried)
     assert (again.shared, again.experts[0].action) == (Action.RESTART, Action.RESTART)
 
 

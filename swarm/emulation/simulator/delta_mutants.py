@@ -18,7 +18,7 @@ from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Tag
-from swarm.experts import expert_unit
+from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.adoption import Action, Adoption
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.remainders import Remainders
@@ -63,7 +63,8 @@ class _TokensCarried(Training):
     async def adopt(self, newer: Sequence[Applied]) -> None:
         work = self.work
         await super().adopt(newer)
-        if None in self.carried and work and work.completed:
+        is_shared = any(expert_of_unit(unit) is None for unit in self.carried)
+        if is_shared and work and work.completed:
             self.work = work
 
 

@@ -42,6 +42,8 @@ class PrivateState:
     """Of units that move by deltas."""
     named: Mapping[Unit, OfferedUnit] = field(default_factory=dict)
     """What was offered of these."""
+    started: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Model.started`."""
 
 
 class Disk:

@@ -22,7 +22,6 @@ from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import Draw, Mix, Scenario
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
-from swarm.experts import shared_unit
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
 
@@ -245,7 +244,7 @@ class ExtendedDraw(Draw):
         """One part of the shared tensors stays as norms and routers do."""
         moved = self.random.choice(["experts", "shared", "both", "both"])
         units = [*rules.expert_units] if moved != "shared" else []
-        units += [shared_unit(1)] if moved != "experts" else []
+        units += [rules.shared_units[-1]] if moved != "experts" else []
         return replace(
             rules,
             unit_coding=dict.fromkeys(units, "b2"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from swarm.emulation.simulator.bringing import check_brought
 from swarm.emulation.simulator.delta_invariants import DeltaInvariants
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_votes
@@ -14,7 +15,6 @@ from swarm.emulation.simulator.ledger import Ledger
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
-from swarm.protocol.adoption import experts_due
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
@@ -285,15 +285,19 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
+        due = self.rules.schedule.due(parent)
+        check_brought(manifest, parent, due, self.liar)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
                 require(
-                    entry == parent.entries[unit] and expert_of_unit(unit) is not None,
+                    entry == parent.entries[unit]
+                    and not (unit in due and expert_of_unit(unit) is None),
                     "I8",
-                    f"{name}: {unit} changed without sources",
+                    f"{name}: {unit} changed without sources, or lacks them",
                 )
                 continue
+            require(unit in due, "U3", f"{name}: {unit} was not due")
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
             if unit in self.rules.unit_coding:
@@ -350,8 +354,7 @@ class Invariants:
         else:
             allowed: Collection[PeerId] = set(parent.owners[expert])
             require(
-                experts_due(parent, self.rules.experts_every)
-                and all(peer in allowed for peer in peers),
+                all(peer in allowed for peer in peers),
                 "I7",
                 f"{name}: {unit} is from {peers}, its owners are {parent.owners[expert]}",
             )

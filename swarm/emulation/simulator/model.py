@@ -34,7 +34,9 @@ class Model:
         self.me, self.disk, self.task = me, disk, task
         self.progress: dict[int, Progress] = {}
         self.shared: dict[Unit, Digest] = {}
-        """Trained values of the shared tensors."""
+        """Values of the shared tensors after the finished local steps."""
+        self.started: dict[Unit, Digest] = {}
+        """Agreed values that parts which were not due really were trained from."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
         self.deltas = self.deltas_type(me, disk, task.rules, task.values)
@@ -43,6 +45,7 @@ class Model:
         """Goes on from the private state."""
         self.progress, offered = dict(private.progress), private.work.offered
         self.shared = {u: d for u, d in offered.items() if expert_of_unit(u) is None}
+        self.started = dict(private.started)
         self.offered = set(offered.values())
         self.deltas.load(private)
 
@@ -84,7 +87,7 @@ class Model:
             expert = expert_of_unit(unit)
             if unit in self.deltas.live:
                 units[unit] = self.deltas.offer(unit, base)
-                self.task.values.reads[units[unit].digest] = read
+                self.task.values.reads.setdefault(units[unit].digest, read)
                 continue
             if expert is not None:
                 value = self.progress[expert].value
@@ -92,7 +95,7 @@ class Model:
             elif unit in self.shared:
                 value = self.shared[unit]
             else:
-                value = self.shared[unit] = self._trained(unit, base)
+                value = self.shared[unit] = self._trained(unit, self.started.get(unit, base))
                 self.task.values.reads[value] = read
             units[unit] = OfferedUnit(value, self.task.rules.unit_bytes[unit], base)
         return units
@@ -102,10 +105,11 @@ class Model:
     def adopt(self, manifest: Manifest, decision: Adoption) -> list[int]:
         """Moves to an agreed state; returns experts taken up that others have trained."""
         if decision.shared is not Action.KEEP:
-            self.shared = {}
+            self._restart(manifest, decision.kept_parts)
         for unit in self.deltas.shared:
-            taken = decision.shared_from.get(unit)
-            self.deltas.adopt(unit, Step(decision.shared, manifest.entries[unit], taken))
+            action = Action.KEEP if unit in decision.kept_parts else decision.shared
+            step = Step(action, manifest.entries[unit], decision.shared_from.get(unit))
+            self.deltas.adopt(unit, step)
         for expert, choice in decision.experts.items():
             self._follow(expert, choice, manifest)
         owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
@@ -116,6 +120,17 @@ class Model:
             for expert, choice in decision.experts.items()
             if choice.action is Action.TAKE_UP and manifest.entries[expert_unit(expert)].version > 0
         ]
+
+    def _restart(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
+        self.shared = {}
+        if self.task.rules.shared_every > 1:
+            for unit in self.task.rules.shared_units:
+                agreed = manifest.entries[unit].digest
+                if unit in kept and unit in self.started:
+                    continue
+                if self.started.get(unit) == agreed and unit not in manifest.sources:
+                    raise Violation("S1", f"{self.me} drops its progress on {unit}")
+                self.started[unit] = agreed
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
         unit = expert_unit(expert)

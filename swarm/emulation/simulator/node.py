@@ -88,7 +88,6 @@ class Node(Ports):
         self.fetcher: Fetcher
         self.exchange: Exchange
         self.remainders: Remainders[Mapping[Tag, int]] = Remainders("", 0)
-        """Of means of deltas that this peer has made."""
         self.has_moments = world.setup.copy_s is not None
         self._adapts_timers = world.setup.has_adapted_timers
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -170,7 +169,7 @@ class Node(Ports):
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            timers = self.world.cast.timers(self._pace.measured(), timers)
+            timers = self.world.cast.timers(self.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:

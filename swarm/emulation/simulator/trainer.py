@@ -210,6 +210,7 @@ class Trainer(TrainingShell):
             dict(self.model.progress),
             dict(self.model.deltas.live),
             dict(self.model.deltas.named),
+            dict(self.model.started),
         )
         await self._pass(WRITE_S)
         return units

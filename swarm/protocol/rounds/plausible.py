@@ -40,18 +40,20 @@ def update_bound(
 def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
     """Local steps behind a value at most.
 
-    Shared tensors begin anew with each tip. An expert's local progress goes on through rounds that
-    did not count it [S2], and each of these gave its owner no more than it was dealt [T2]. Where
-    deltas are averaged, the steps of one round that left them out may be carried on [W8].
+    Shared tensors begin anew with each tip where all of them are due in each round. An expert's
+    local progress goes on through rounds that did not count it [S2], and so does that of a part
+    that was not due [S1]; each of these gave its owner no more than it was dealt [T2]. Where
+    deltas are averaged, the steps of one period that left them out may be carried on [W8].
     """
     batch = rules.batch_tokens_at(tip.tokens)
-    is_carried = unit in rules.averaged_deltas
-    if unit not in rules.expert_units and not is_carried:
+    is_expert, is_carried = unit in rules.expert_units, unit in rules.averaged_deltas
+    if not is_expert and rules.shared_every == 1 and not is_carried:
         return tokens // batch
     text = tip.founding.text
     dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)
     a_round = max(tokens, dealt * rules.sequence_length) // batch
-    if unit not in rules.expert_units:
+    period = rules.experts_every if is_expert else rules.shared_every
+    if not is_expert and rules.shared_every == 1:
         return tokens // batch + a_round
-    carried = rules.experts_every if is_carried else 0
-    return a_round * (max(1, tip.round + 1 - tip.entries[unit].version) + carried)
+    rounds = max(1, tip.round + 1 - tip.entries[unit].version)
+    return a_round * (rounds + period * is_carried)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -13,6 +13,8 @@ from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import UNCODED, Manifest, Member, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.schedule import Schedule
 from swarm.protocol.updates import StepBound
 from swarm.protocol.voting import Electorate, with_voters
 
@@ -54,12 +56,18 @@ class Rules:
     """Peers that the run is planned for."""
     round_seconds: float | None = None
     """How long local steps take, as many as fit; None: `local_steps_at`, the exact mode."""
+    shared_every: int = 1
+    """Each part of the shared tensors is due in one of so many training rounds."""
+    stagger: bool = False
+    """Whether each round exchanges its slice of the units, see `Schedule`."""
+    rounds: int | None = None
+    """Training rounds of the run; None: without end."""
     is_dealt: bool = False
     """Whether there is one text that is dealt to the members [T1]."""
     silent_limit: int = 3
-    """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
+    """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
     owner_silent_limit: int = 1
-    """Silent rounds after which a member keeps its experts; it votes on until K [R4]."""
+    """Silent cycles after which a member keeps its experts; it votes on until K [R4]."""
     step_bound: StepBound | None = None
     """How far a local step moves an element at most [U1]; None: values are not judged."""
     is_open: bool = True
@@ -84,6 +92,9 @@ class Rules:
             unit_coding={u.unit: u.coding for u in layout.units if u.coding != UNCODED},
             delta_bytes={u.unit: coded_bytes(u) for u in layout.units if u.coding != UNCODED},
             experts_every=run.round.experts_every,
+            shared_every=run.round.shared_every,
+            stagger=run.round.stagger,
+            rounds=run.run.rounds,
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
             batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
             sequence_length=run.data.sequence_length,
@@ -150,6 +161,32 @@ class Rules:
     def has_coded_shared(self) -> bool:
         """Whether shared tensors move by deltas, so that what is left over is carried on [W8]."""
         return any(unit in self.unit_coding for unit in self.shared_units)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Which units are due when."""
+        return Schedule(self.experts_every, self.shared_every, self.stagger, self.rounds)
+
+    @property
+    def silent_rounds(self) -> int:
+        """Silent rounds that a member survives [R1]."""
+        return self.silent_limit * self.schedule.cycle
+
+    @property
+    def owner_silent_rounds(self) -> int:
+        """Silent rounds after which a member still keeps its experts [R4]."""
+        return self.owner_silent_limit * self.schedule.cycle
+
+    def may_be_renewed(self, tip: Manifest) -> Set[Unit]:
+        """Units that the next manifest may renew: time-outs have to leave room for these.
+
+        Where rounds have no slices of their own, time-outs are the same in all: of everything.
+        """
+        if not self.stagger:
+            return self.unit_bytes.keys()
+        if merge_due(tip, self.merging):
+            return self.expert_units.keys()
+        return self.schedule.due(tip)
 
     @cached_property
     def shared_units(self) -> tuple[Unit, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from swarm.protocol.adoption import Adoption, Carried
+from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
 from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
@@ -67,10 +67,12 @@ class SavedWork:
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
     """Empty in what is to be saved: its values are not stored yet."""
-    carried: Carried = frozenset()
+    carried: frozenset[Unit] = frozenset()
     """What the round before left out, see `adopt`."""
     deltas: Mapping[Unit, Digest] = field(default_factory=dict)
     """Those that make the offered values of verbatim units [W5]; empty as `offered`."""
+    part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Training.part_bases`."""
 
     @property
     def completed(self) -> bool:
