@@ -30,7 +30,7 @@ from swarm.protocol.schedule import Schedule
 from swarm.protocol.training import SavedWork
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import founded_in
-from tests.train.runs import tiny_run
+from tests.train.runs import held_out, tiny_run
 
 PEERS = ("me", "you")
 EACH_ROUND = Schedule()
@@ -220,6 +220,20 @@ def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> Non
         left = swarm.live(peer, unit) - swarm.agreed(unit)
         rounded_off = 2**-8 * value.abs().max() if experts == "bf16" else 0.0
         assert left.abs().max() < 12e-3 + rounded_off, "what is not sent does not grow"
+
+
+def test_the_held_out_loss_is_of_the_agreed_values_and_leaves_the_live_ones_alone() -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    for index, peer in enumerate(PEERS):
+        swarm.train(peer, moves(swarm, index, scale=0.05))
+    swarm.round()
+    shared = [each.unit for each in swarm.layout.units if expert_of_unit(each.unit) is None]
+    before = {(peer, unit): swarm.live(peer, unit) for peer in PEERS for unit in shared}
+    text = held_out(swarm.run)
+    losses = [swarm.lives[peer].evaluate(swarm.tip, text) for peer in PEERS]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(swarm.live(peer, unit), kept) for (peer, unit), kept in before.items())
+    assert any(not torch.equal(kept, swarm.agreed(unit)) for (_, unit), kept in before.items())
 
 
 def test_a_peer_that_is_left_out_keeps_its_steps_for_the_next_round() -> None:
