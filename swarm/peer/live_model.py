@@ -216,7 +216,10 @@ class LiveModel:
         over the value before.
         """
         layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
-        base = manifest.entries[unit].base or (before.entries[unit].digest if before else None)
+        is_known = before is not None and before.digest != manifest.digest
+        base = before.entries[unit].digest if before and is_known else manifest.entries[unit].base
+        if base == after:  # no round has moved it
+            return
         if layout.coding == "none" and offered:
             base, offered = offered, None
         if base is None:

@@ -121,7 +121,9 @@ class Swarm:
             return torch.zeros(self.layout.by_unit[unit].num_elements)
         return values_in(self.store.get(digest) or b"", "fp32")
 
-    def round(self, counted: Sequence[str] = PEERS) -> dict[str, Adoption]:
+    def round(
+        self, counted: Sequence[str] = PEERS, without: Sequence[Unit] = ()
+    ) -> dict[str, Adoption]:
         """Everybody offers, some are counted, all adopt; what nobody keeps is collected."""
         offers: dict[str, Offer] = {}
         for peer, live in self.lives.items():
@@ -138,7 +140,7 @@ class Swarm:
         for unit, entry in self.tip.entries.items():
             offered = {p: o.units[unit] for p, o in offers.items() if unit in o.units}
             values = tuple((p, each.digest) for p, each in offered.items() if p in counted)
-            if values:
+            if values and unit not in without:
                 entries[unit] = self._moved(unit, entry, values, offered)
                 sources[unit] = values
         number = self.tip.round + 1
@@ -254,6 +256,18 @@ def test_a_peer_that_is_left_out_keeps_its_steps_for_the_next_round() -> None:
     decisions = swarm.round(counted=["me"])
     assert decisions["you"].shared is Action.RESTART, "not twice in a row"
     assert torch.equal(swarm.live("you", unit), swarm.agreed(unit))
+
+
+def test_a_part_that_a_round_does_not_move_is_left_as_it_is() -> None:
+    swarm = Swarm(tiny_run(wire=CODED))
+    unit = next(u.unit for u in swarm.layout.units if u.coding == "b2")
+    for number in range(2):
+        for peer in PEERS:
+            swarm.train(peer, moves(swarm, number))
+        before = swarm.live("me", unit)
+        decisions = swarm.round(without=[unit] if number else [])
+    assert decisions["me"].shared is Action.CORRECTED
+    assert torch.equal(swarm.live("me", unit), before)
 
 
 def test_two_owners_of_an_expert_close_the_loop_as_shared_tensors_do() -> None:
