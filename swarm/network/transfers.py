@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from swarm.codecs import Content, check_finite, check_update
 from swarm.errors import BadBlob
@@ -41,7 +42,9 @@ class Transfers:
     ) -> None:
         self.downloads = Downloads(node, store)
         self.aside = Downloads(node, BlobStore())
-        self.pace = Pace({unit.unit: unit.num_bytes for unit in layout.units})
+        cap = node.traffic.down.mbit
+        sizes = {unit.unit: unit.num_bytes for unit in layout.units}
+        self.pace = Pace(sizes, cap * 1e6 / 8 if cap else inf)
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver
         self._running: dict[Purpose, asyncio.Task[None]] = {}

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.deadlines import Measured
+from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, Measured
 from swarm.protocol.manifest import Unit
 
 KEPT = 16
@@ -24,9 +25,11 @@ class Pace:
 
     Attributes:
         unit_bytes: size of every unit.
+        cap_bytes_per_s: of what this peer receives, as a person has set it.
     """
 
     unit_bytes: Mapping[Unit, int]
+    cap_bytes_per_s: float = inf
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
@@ -35,10 +38,13 @@ class Pace:
             self._rates.append(num_bytes / seconds)
 
     def measured(self) -> Measured:
-        """What the timers are computed from; the slowest recent rate counts."""
+        """What the timers are computed from; the slowest recent rate counts, or a lower cap."""
         sizes = self.unit_bytes.items()
+        rate = min(self._rates, default=0.0)
+        if self.cap_bytes_per_s < (rate or ASSUMED_RATE_BYTES_PER_S):
+            rate = self.cap_bytes_per_s
         return Measured(
             reduce_bytes=sum(size for unit, size in sizes if expert_of_unit(unit) is None),
             proposal_bytes=sum(self.unit_bytes.values()),
-            rate_bytes_per_s=min(self._rates, default=0.0),
+            rate_bytes_per_s=rate,
         )

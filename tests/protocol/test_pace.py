@@ -22,6 +22,17 @@ def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
     assert pace.measured().rate_bytes_per_s == 2 * MIB
 
 
+def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
+    """A capped convener gives others the time that its own link takes."""
+    assert Pace(UNITS, cap_bytes_per_s=1e6).measured().rate_bytes_per_s == 1e6
+    assert Pace(UNITS, cap_bytes_per_s=1e9).measured().rate_bytes_per_s == 0.0
+    pace = Pace(UNITS, cap_bytes_per_s=1e6)
+    pace.fetched(8 * MIB, 1.0)
+    assert pace.measured().rate_bytes_per_s == 1e6
+    pace.fetched(MIB, 2.0)
+    assert pace.measured().rate_bytes_per_s == MIB / 2
+
+
 def test_only_recent_measurements_count() -> None:
     pace = Pace(UNITS)
     pace.fetched(MIB, 100.0)
