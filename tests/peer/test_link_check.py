@@ -45,6 +45,24 @@ def test_the_verdict_is_by_what_one_peer_more_moves_in_a_round(
     assert verdict.needed_mbit == pytest.approx(NEEDED_MBIT)
 
 
+@pytest.mark.parametrize(
+    ("times_needed", "share", "times"),
+    [(1.0, "50%", "32.3"), (0.25, "20%", "129"), (32.0, "97%", "1.01"), (33.0, None, "")],
+)
+def test_how_far_a_run_does_not_fit_the_link_is_said_in_the_same_line(
+    times_needed: float, share: str | None, times: str
+) -> None:
+    """With rounds that stop for their bytes 97 % takes 0.97 / 0.03 times what a round needs."""
+    rate_mbit = times_needed * NEEDED_MBIT
+    text = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (None, rate_mbit)).text
+    needed = NEEDED_MBIT * 0.97 / 0.03
+    said = (
+        f"; so {share} of the time is computed, and 97% takes {needed:.3g} Mbit/s each way, "
+        f"{times} times as much, or other settings (swarm-plan --link)"
+    )
+    assert text.endswith(said) if share else "of the time" not in text
+
+
 def test_before_anybody_has_trained_nothing_is_held_against_a_link() -> None:
     verdict = verdict_for(RUN, TIP, {"A": record(tokens_per_s=0.0)}, (1e-9, 1e-9))
     assert verdict.fitness is Fitness.UNKNOWN
