@@ -12,7 +12,7 @@ from rich.table import Table
 
 from swarm.config import NetworkSection, RunConfig
 from swarm.config.amounts import LinkRates, link_rates
-from swarm.emulation.links import LINKS
+from swarm.emulation.link_profiles import LINKS
 from swarm.model.link_plan import (
     ASSUMED,
     LinkPlan,
@@ -79,7 +79,7 @@ def link_named(text: str) -> LinkRates:
     named = LINKS.get(text)
     if named is None:
         return link_rates(text)
-    return LinkRates(named.up_mbit, named.down_mbit, named.rtt_ms, named.loss_pct)
+    return LinkRates(named.up_mbit, named.down_mbit, named.rtt_ms, named.mean_loss_pct)
 
 
 def table_for(
