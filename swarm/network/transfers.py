@@ -42,9 +42,9 @@ class Transfers:
     ) -> None:
         self.downloads = Downloads(node, store)
         self.aside = Downloads(node, BlobStore())
-        cap = node.traffic.down.mbit
+        caps = (node.traffic.down.mbit, node.traffic.up.mbit)
         sizes = {unit.unit: unit.num_bytes for unit in layout.units}
-        self.pace = Pace(sizes, cap * 1e6 / 8 if cap else inf)
+        self.pace = Pace(sizes, *(mbit * 1e6 / 8 if mbit else inf for mbit in caps))
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver
         self._running: dict[Purpose, asyncio.Task[None]] = {}

@@ -26,10 +26,13 @@ class Pace:
     Attributes:
         unit_bytes: size of every unit.
         cap_bytes_per_s: of what this peer receives, as a person has set it.
+        cap_of_others_bytes_per_s: what others are taken to send at most, until something was
+            received: as much as this peer, since nobody tells them its cap or it theirs.
     """
 
     unit_bytes: Mapping[Unit, int]
     cap_bytes_per_s: float = inf
+    cap_of_others_bytes_per_s: float = inf
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
@@ -40,9 +43,11 @@ class Pace:
     def measured(self) -> Measured:
         """What the timers are computed from; the slowest recent rate counts, or a lower cap."""
         sizes = self.unit_bytes.items()
-        rate = min(self._rates, default=0.0)
-        if self.cap_bytes_per_s < (rate or ASSUMED_RATE_BYTES_PER_S):
-            rate = self.cap_bytes_per_s
+        rate, cap = min(self._rates, default=0.0), self.cap_bytes_per_s
+        if not rate:
+            cap = min(cap, self.cap_of_others_bytes_per_s)
+        if cap < (rate or ASSUMED_RATE_BYTES_PER_S):
+            rate = cap
         return Measured(
             reduce_bytes=sum(size for unit, size in sizes if expert_of_unit(unit) is None),
             proposal_bytes=sum(self.unit_bytes.values()),

@@ -33,6 +33,14 @@ def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
     assert pace.measured().rate_bytes_per_s == MIB / 2
 
 
+def test_a_peer_that_sends_slowly_expects_no_more_of_others_until_it_knows() -> None:
+    """All behind lines of 5 Mbit/s lost their first round to time-outs for 20 (measured)."""
+    pace = Pace(UNITS, cap_of_others_bytes_per_s=6e5)
+    assert pace.measured().rate_bytes_per_s == 6e5
+    pace.fetched(8 * MIB, 1.0)
+    assert pace.measured().rate_bytes_per_s == 8 * MIB
+
+
 def test_only_recent_measurements_count() -> None:
     pace = Pace(UNITS)
     pace.fetched(MIB, 100.0)
