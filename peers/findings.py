@@ -17,6 +17,10 @@ CLOCK_LIMIT_S = 3.0
 CLOCK_NEAR_S = 1.0
 LONG_RTT_MS = 1000.0
 FEW_FILES = 1024
+HOME_MBIT = 60.0
+"""Uplinks up to this keep what is sent waiting long enough for others to miss a sign of life."""
+CAP_SHARE = 0.92
+"""Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
 
 
 class Level(Enum):
@@ -284,7 +288,11 @@ def _of_versions(version: str, sights: Sequence[Sight]) -> Finding:
 def _of_rates(down_mbit: float | None, up_mbit: float | None) -> Finding:
     if down_mbit is None or up_mbit is None:
         return Finding("rate", Level.WARNING, "not measured: no peer took part", "try again later")
-    return Finding("rate", Level.GOOD, f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up")
+    text = f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up"
+    if up_mbit <= HOME_MBIT:
+        cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
+        text += f"; with {cap} messages do not queue behind blobs on such a line"
+    return Finding("rate", Level.GOOD, text)
 
 
 def _of_needs(needs: Needs, local: Local) -> list[Finding]:
