@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 
 BURST_S = 0.25
 """A machine that was idle may send or take so much at once. Over t seconds a cap is exceeded by at
@@ -33,7 +34,7 @@ class Bucket:
             burst_s: what it holds, in seconds of that rate.
         """
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
-        self._paid_s = float("-inf")
+        self._paid_s = -inf
 
     def take(self, now_s: float, num_bytes: int) -> float:
         """Takes tokens, be they there or not; returns after how many seconds they are.
@@ -53,26 +54,28 @@ class Throttle:
 
     Attributes:
         mbit: the cap in Mbit/s; None: there is none, and nobody waits.
+        bytes_per_s: the same; inf without.
     """
 
     def __init__(
         self, mbit: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.mbit = mbit
-        self._bucket = Bucket(mbit * 1e6 / 8) if mbit else None
+        self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
+        self._bucket = Bucket(self.bytes_per_s) if mbit else None
         self._clock, self._lock = clock, threading.Lock()
 
     def part_bytes(self, most: int) -> int:
         """How many bytes to move at a time, of at most so many."""
         if not self.mbit:
             return most
-        burst = int(self.mbit * 1e6 / 8 * BURST_S)
+        burst = int(self.bytes_per_s * BURST_S)
         return min(most, LARGEST_PART_BYTES, max(burst, SMALLEST_PART_BYTES))
 
     @property
     def most_streams(self) -> float:
         """Streams at a time of which each gets on fast enough for whoever waits for it."""
-        return max(2, self.mbit * 1e6 / 8 // PROGRESS_BYTES_PER_S) if self.mbit else float("inf")
+        return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
 
     def count(self, num_bytes: int) -> float:
         """Counts bytes that are moved at once; returns how long others would have waited, in s."""

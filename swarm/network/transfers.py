@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 
 from swarm.codecs import Content, check_finite, check_update
 from swarm.errors import BadBlob
@@ -42,9 +41,11 @@ class Transfers:
     ) -> None:
         self.downloads = Downloads(node, store)
         self.aside = Downloads(node, BlobStore())
-        caps = (node.traffic.down.mbit, node.traffic.up.mbit)
-        sizes = {unit.unit: unit.num_bytes for unit in layout.units}
-        self.pace = Pace(sizes, *(mbit * 1e6 / 8 if mbit else inf for mbit in caps))
+        self.pace = Pace(
+            {unit.unit: unit.num_bytes for unit in layout.units},
+            cap_bytes_per_s=node.traffic.down.bytes_per_s,
+            cap_of_others_bytes_per_s=node.traffic.up.bytes_per_s,
+        )
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver
         self._running: dict[Purpose, asyncio.Task[None]] = {}

@@ -276,8 +276,7 @@ class Peer:
         host = Host.open(config, Path(folder), observer, check)
         with ExitStack() as undo:
             undo.callback(host.close)
-            stop = stop or Stop(config.peer.leave_timeout_s)
-            starter = Starter(host, wanted, stop, observer)
+            starter = Starter(host, wanted, stop or Stop(config.peer.leave_timeout_s), observer)
             peer = cls(starter, way(starter))
             undo.pop_all()
             return peer
