@@ -10,17 +10,13 @@ from statistics import median
 
 from swarm.config.amounts import LinkRates
 from swarm.model.link_plan import carried_mbit
-from swarm.protocol.fitness import Fitness, LinkVerdict
+from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice
 
 CLOCK_LIMIT_S = 3.0
 """Beyond it peers refuse each other's pings (hivemind)."""
 CLOCK_NEAR_S = 1.0
 LONG_RTT_MS = 1000.0
 FEW_FILES = 1024
-HOME_MBIT = 60.0
-"""Uplinks up to this keep what is sent waiting long enough for others to miss a sign of life."""
-CAP_SHARE = 0.92
-"""Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
 
 
 class Level(Enum):
@@ -289,9 +285,8 @@ def _of_rates(down_mbit: float | None, up_mbit: float | None) -> Finding:
     if down_mbit is None or up_mbit is None:
         return Finding("rate", Level.WARNING, "not measured: no peer took part", "try again later")
     text = f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up"
-    if up_mbit <= HOME_MBIT:
-        cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
-        text += f"; with {cap} messages do not queue behind blobs on such a line"
+    if advice := cap_advice(up_mbit):
+        text += f"; {advice}"
     return Finding("rate", Level.GOOD, text)
 
 

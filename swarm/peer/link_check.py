@@ -15,7 +15,7 @@ from swarm.model.link_plan import TRANSFERS_ALONE, needed_mbit, plan_link, setti
 from swarm.network.node import Node
 from swarm.network.probing import measure_mbit
 from swarm.peer.forecast import WANTED_UTILISATION
-from swarm.protocol.fitness import Fitness, LinkVerdict, link_verdict, training_s
+from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice, link_verdict, training_s
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.records import PeerRecord
 
@@ -106,6 +106,9 @@ async def measured_verdict(
             break
         logger.info("link=hopeless, measured again in %.0f s: %s", RETRY_S, verdict.text)
         await asyncio.sleep(RETRY_S)
+    advice = cap_advice(best[1]) if best[1] and node.traffic.up.mbit is None else None
+    if advice:
+        logger.info("link: %.3g Mbit/s up; %s", best[1], advice)
     return verdict
 
 
