@@ -132,6 +132,9 @@ def follow(
                 published(folder, facts)
 
             source = FromPeers(observer, store, run_id)
+            manager.require_run(source.run_id)
+            if evaluator:
+                evaluator.repeat_newest(source.run_id, observer)
             Follower(source, manager, plan.every, form, (add_task,), after, click.echo).follow()
 
 
