@@ -113,8 +113,8 @@ def test_either_side_can_cap_a_transfer(peers: Peers, capped: str) -> None:
     assert got == blob
     assert took_s + BURST_S >= NUM_BYTES * 8 / (CAP_MBIT * 1e6)
     assert not client.traffic.refused
-    rate = measure_mbit(client, server.peer_id, is_down=True, limit_s=1.0, num_bytes=MIB)
-    assert client.run(rate, WAIT_S) <= 1.2 * CAP_MBIT, "what others measure is the cap"
+    rate = measure_mbit(client, server.peer_id, is_down=True, limit_s=5.0, num_bytes=4 * MIB)
+    assert client.run(rate, WAIT_S) <= 2 * CAP_MBIT, "others measure the cap, and not loopback"
 
 
 def test_a_stream_lasts_as_long_as_its_answers_get_on(
