@@ -44,7 +44,6 @@ from swarm.network.identity import (
 from swarm.network.inbound import MANY
 from swarm.network.slices import ASSIGNED_AT_ONCE, JOINED_AT_ONCE
 from swarm.protocol import wire
-from swarm.protocol.adoption import due_units
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import PIECE_BYTES, digest_of, num_pieces
 from swarm.protocol.layout import layout_of
@@ -172,7 +171,7 @@ class Swarm:
                 self.rules.unit_bytes[unit],
                 tip.entries[unit].digest,
             )
-            for unit in due_units(peer, tip, self.rules.experts_every)
+            for unit in self.rules.schedule.due_of(peer, tip)
         }
         return Offer(tip.digest, 100, 100 * 2**21, units)
 
@@ -334,7 +333,7 @@ def decision_rows(swarm: Swarm) -> list[dict[str, Any]]:
         "successor_problem": lambda: successor_problem(swarm.manifest, tip, rules, due=False),
         "assign, half the owners lost": lambda: _assign(swarm, lost),
         "assign, nobody lost": lambda: _assign(swarm, shares),
-        "units due": lambda: due_units(reducer, tip, rules.experts_every),
+        "units due": lambda: rules.schedule.due_of(reducer, tip),
         "certificate verified": lambda: [
             verify(swarm.identity.peer_id, statement, signature)
             for _ in range(swarm.num_peers // 2 + 1)

@@ -41,7 +41,12 @@ class InProcessSwarm:
     def __init__(self, run: RunConfig, loader: Loader) -> None:
         """All with the initial model and their shares of the experts."""
         exact = {run.wire.shared, run.wire.experts, run.train.frozen, run.train.compute}
-        assert exact == {"fp32"} and run.round.experts_every == 1 and not run.round.seconds
+        assert (
+            exact == {"fp32"}
+            and run.round.experts_every == 1
+            and not run.round.stagger
+            and not run.round.seconds
+        )
         self.run, self.loader = run, loader
         self.peers = tuple(f"peer-{number:02}" for number in range(run.run.peers))
         self.owners = assign(

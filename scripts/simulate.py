@@ -25,7 +25,8 @@ G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow l
 timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time. Large swarms,
 only by --classes: S 64 peers (some seconds each), T 256 peers (half a minute each). Hostile ones,
 likewise: P a member that lies and strangers that forge, W one that votes twice, Q a peer that was
-away for 300 rounds. Exit status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
+away for 300 rounds. A small letter: that class with round.stagger. Exit status: 0 if no invariant
+broke (with --mutant: if one did), else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")

@@ -29,6 +29,7 @@ def size_problem(
     inner: int,
     heads: int,
     part_bytes: int,
+    shared_every: int,
 ) -> str | None:
     """Why a model is too large to be listed, or None; the sizes are a little overestimated.
 
@@ -40,6 +41,7 @@ def size_problem(
         inner: elements of an expert's state.
         heads: elements of all heads' queries, keys and values together, with the output.
         part_bytes: largest size of a part of the shared tensors.
+        shared_every: their number is a multiple of this.
 
     Returns:
         A text that begins with the key to change.
@@ -58,7 +60,7 @@ def size_problem(
             f"model.hidden_size: the model has {elements} parameters (limit {MAX_ELEMENTS}); "
             "make it smaller"
         )
-    units = shared * _FP32_BYTES // part_bytes + 2 + experts
+    units = shared * _FP32_BYTES // part_bytes + 2 * shared_every + experts
     if units > MAX_UNITS:
         return (
             f"wire.part_bytes: in parts of {part_bytes} bytes the shared tensors and the experts "

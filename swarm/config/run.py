@@ -153,6 +153,11 @@ class RoundConfig(Section):
     peer takes `local_steps`, which is the exact mode."""
     experts_every: Positive = 1
     """Experts are exchanged every so many rounds; 1 is SPES."""
+    shared_every: Annotated[int, Field(gt=0, le=64)] = 1
+    """Each part of the shared tensors is averaged every so many rounds; above 1 with `stagger`."""
+    stagger: bool = False
+    """Whether each round exchanges its slice of what is due within a cycle, so that all move the
+    same number of bytes; an expert that missed its round is made up for in the next."""
     roster_after_s: Seconds = 6.0
     """D1: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
@@ -227,6 +232,11 @@ class RunConfig(Section):
         self._check_batches()
         self._check_merging()
         self._check_routing()
+        if self.round.shared_every > 1 and not self.round.stagger:
+            raise ValueError(
+                "round.shared_every: needs round.stagger = true, or most rounds would average "
+                "nothing; more round.local_steps make fewer rounds"
+            )
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
@@ -283,6 +293,7 @@ class RunConfig(Section):
             inner=model.moe_intermediate_size,
             heads=2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head,
             part_bytes=self.wire.part_bytes,
+            shared_every=self.round.shared_every,
         )
         if problem:
             raise ValueError(problem)

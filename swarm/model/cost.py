@@ -104,11 +104,12 @@ def bytes_sent_per_peer_per_round(run: RunConfig, num_peers: int) -> float:
     S are the bytes of the shared tensors: every peer sends each part to its reducer, which sends
     the mean to everybody, 2 (N-1) times in all. X are the bytes of the experts: R-1 owners send
     theirs to the one that averages, which sends the result to the N-1 others. Bytes received
-    are the same. X counts once in `round.experts_every` rounds. Control messages, joiners and
-    repeats are not in it.
+    are the same. X counts once in `round.experts_every` rounds, S once in `round.shared_every`;
+    with `round.stagger` each round has its share, else those with experts have more than the mean.
+    Control messages, joiners and repeats are not in it.
     """
     owners = min(run.ownership.owners_per_expert, num_peers)
-    shared = 2 * shared_wire_bytes(run) * (num_peers - 1)
+    shared = 2 * shared_wire_bytes(run) * (num_peers - 1) / run.round.shared_every
     experts = expert_wire_bytes(run) * (num_peers + owners - 2) / run.round.experts_every
     return (shared + max(experts, 0)) / num_peers
 

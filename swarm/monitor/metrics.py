@@ -195,7 +195,7 @@ AGE = Metric(
     "age",
     "rounds",
     "since the agreed value of an expert last changed",
-    "not a fault by itself: an expert without tokens or owner grows old",
+    "not a fault by itself: it is due once in `round.experts_every`, and grows old without owner",
 )
 CAUSE = Metric(
     "cause",

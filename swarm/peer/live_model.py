@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -33,14 +33,14 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut, held_out_windows
 from swarm.data.tokenise import END_OF_TEXT
 from swarm.errors import BadBlob, DataError
-from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
+from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import BlobGone, reader, store_content
+from swarm.network.contents import BlobGone, reader, store_content, write
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
-from swarm.protocol.layout import Layout
+from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Founding, Manifest, PeerId, Unit
 from swarm.protocol.merging import alpha_at
 from swarm.protocol.updates import UpdateBound
@@ -120,6 +120,8 @@ class LiveModel:
         """Of each owned expert: the agreed value that its local progress started from."""
         self.held: dict[Unit, Digest] = {}
         """Of each unit that is not trained here, or was just adopted: the value in the engine."""
+        self.local_parts: frozenset[Unit] = frozenset()
+        """Parts of the shared tensors whose values in the engine are not the agreed ones."""
         self._offered: tuple[Digest, ...] = ()
 
     # ------------------------------------------------ engine -> blobs
@@ -163,7 +165,9 @@ class LiveModel:
             self.engine.own(mine)
             for expert, choice in decision.experts.items():
                 self._adopt_expert(manifest, expert, choice)
-            self._write_others(manifest, set(mine), keep_shared=decision.shared is Action.KEEP)
+            self._write_others(manifest, set(mine))
+            if decision.shared is not Action.KEEP:
+                self._write_shared(manifest, decision.kept_parts)
         self.bases = decision.bases
 
     def _adopt_expert(self, manifest: Manifest, expert: int, choice: ExpertDecision) -> None:
@@ -191,9 +195,9 @@ class LiveModel:
         """
         self.held = {}
         with self.agreed.held(_digests(tip)):
-            self._write_others(tip, set(self.engine.owned), keep_shared=True)
+            self._write_others(tip, set(self.engine.owned))
 
-    def _write_others(self, manifest: Manifest, mine: set[int], *, keep_shared: bool) -> None:
+    def _write_others(self, manifest: Manifest, mine: set[int]) -> None:
         for unit, entry in manifest.entries.items():
             expert = expert_of_unit(unit)
             if expert is None or expert in mine or self.held.get(unit) == entry.digest:
@@ -204,9 +208,12 @@ class LiveModel:
             else:
                 self._write(manifest, unit)
             self.held[unit] = entry.digest
-        for layout in () if keep_shared else self.agreed.layout.units:
-            if expert_of_unit(layout.unit) is None:
+
+    def _write_shared(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
+        for layout in self.agreed.layout.units:
+            if expert_of_unit(layout.unit) is None and layout.unit not in kept:
                 self.begin_anew(manifest, layout.unit)
+        self.local_parts = kept
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
         """A matrix at a time: frozen ones may be stored with scales of whole rows."""
@@ -243,10 +250,32 @@ class LiveModel:
             unit = expert_unit(expert)
             return self.agreed.tensor(manifest.entries[unit].digest, unit, name)
 
-        with self.agreed.held(manifest.entries[expert_unit(e)].digest for e in self.bases):
+        units = [*map(expert_unit, self.bases), *self.local_parts]
+        with self.agreed.held(manifest.entries[u].digest for u in units), self._put_aside(manifest):
             return held_out.mean(
                 lambda tokens, scored: self.engine.evaluate(tokens, scored_BT=scored, agreed=agreed)
             )
+
+    @contextmanager
+    def _put_aside(self, manifest: Manifest) -> Iterator[None]:
+        """Has the agreed values of all shared tensors in the engine for as long as it lasts.
+
+        Local progress of those that were not due lies in the store meanwhile, in fp32.
+        """
+        aside = {}
+        try:
+            for unit in sorted(self.local_parts):
+                exact = _in_fp32(self.agreed.layout.by_unit[unit])
+                local = encoded(exact, self.engine.read_part)
+                aside[unit] = write(self.agreed.store.draft(local.num_bytes), local)
+                self.begin_anew(manifest, unit)
+            yield
+        finally:
+            for unit, digest in aside.items():
+                exact = _in_fp32(self.agreed.layout.by_unit[unit])
+                for part, values in read_parts(exact, self.agreed.read(digest)):
+                    self.engine.write_part(part, values)
+            self.agreed.store.unpin(aside.values())
 
 
 def merge_blobs(
@@ -308,6 +337,11 @@ def recompute_initial(manifest: Manifest, run: RunConfig, layout: Layout, store:
             return
         is_seeded = True
         store_content(store, content)
+
+
+def _in_fp32(layout: UnitLayout) -> UnitLayout:
+    """The same elements, in the bits of their masters."""
+    return replace(layout, codec="fp32", num_bytes=layout.num_elements * ELEMENT_BYTES["fp32"])
 
 
 def _digests(manifest: Manifest) -> list[Digest]:

@@ -117,6 +117,7 @@ class Trainer(TrainingShell):
             return None
         logger.info("resume %s", loaded.reason)
         self.model.bases = dict(work.expert_bases)
+        self.model.local_parts = frozenset(work.part_bases)
         restore_rng(loaded.state.rng, torch.device("cpu"))
         return work
 

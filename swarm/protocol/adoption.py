@@ -1,5 +1,10 @@
 """What a peer does with its local progress when it applies a manifest [S1, S2, M8, M9].
 
+Shared tensors restart from what a round has made of them, whether this peer was in it or not: what
+it offered is all that it had, since it trains on only once the round is over. Parts that were not
+due are another matter [U3]: their progress goes on and is offered when they are, as long as their
+agreed value is the one that it started from.
+
 *Local progress* of an expert is (base digest, fp32 master, moments): the master was trained from
 the agreed value named by the base digest. The rule is a compare-and-swap on that digest, so a
 slow owner's work survives rounds that did not touch its expert and never overwrites newer work.
@@ -17,10 +22,11 @@ was saved with [P6].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
-from swarm.experts import expert_of_unit, expert_unit
+from swarm.experts import expert_unit
 from swarm.protocol.manifest import Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer
 
@@ -59,6 +65,8 @@ class Adoption:
     shared_reason: str
     experts: Mapping[int, ExpertDecision]
     """Of every expert that was or is mine, in order."""
+    kept_parts: frozenset[Unit] = field(default=frozenset())
+    """Parts of the shared tensors that go on from where they are although the others restart."""
 
     @property
     def bases(self) -> dict[int, Digest]:
@@ -80,6 +88,7 @@ def adopt(
     previous: Digest,
     bases: Mapping[int, Digest],
     offers: Sequence[Offer],
+    part_bases: Mapping[Unit, Digest] = MappingProxyType({}),
 ) -> Adoption:
     """Decides on every piece of local progress.
 
@@ -90,6 +99,8 @@ def adopt(
         bases: base digest of each expert with local progress.
         offers: what this peer offered since then: late progress, the finished round. Training
             since then stays in the master.
+        part_bases: agreed value that the progress of each part of the shared tensors started from;
+            empty where every round renews all of them.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.
@@ -104,7 +115,7 @@ def adopt(
             )
         else:
             decisions[expert] = _decide_expert(me, expert, manifest, bases.get(expert), offers)
-    return Adoption(shared, shared_reason, decisions)
+    return Adoption(shared, shared_reason, decisions, _kept_parts(manifest, part_bases))
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
@@ -116,26 +127,6 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
         is_counted: whether that took this peer's finished round in.
     """
     return frozenset() if is_counted else late & adoption.kept
-
-
-def due_units(me: PeerId, tip: Manifest, experts_every: int) -> tuple[Unit, ...]:
-    """Units that a peer offers for the round after `tip`: the shared parts, and its experts.
-
-    Experts are exchanged only in every `experts_every`-th training round; between these their
-    owners go on from where they are.
-    """
-    with_experts = experts_due(tip, experts_every)
-    due = []
-    for unit in tip.entries:
-        expert = expert_of_unit(unit)
-        if expert is None or (with_experts and me in tip.owners.get(expert, ())):
-            due.append(unit)
-    return tuple(sorted(due))
-
-
-def experts_due(tip: Manifest, experts_every: int) -> bool:
-    """Whether the training round after `tip` exchanges experts."""
-    return (tip.round + 1) % experts_every == 0
 
 
 def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Action, str]:
@@ -151,6 +142,15 @@ def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Ac
     return Action.RESTART, (
         f"round {manifest.round} went on without my values; shared progress from an older "
         "state may not be offered"
+    )
+
+
+def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
+    """Parts that the manifest left as they were: their progress extends what is agreed [S1]."""
+    return frozenset(
+        unit
+        for unit, base in part_bases.items()
+        if manifest.entries[unit].digest == base and unit not in manifest.sources
     )
 
 

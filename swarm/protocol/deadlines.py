@@ -101,6 +101,8 @@ class Measured:
     """Bytes a reducer has to receive in a round."""
     proposal_bytes: int
     """Bytes a peer has to receive before it can accept a manifest."""
+    model_bytes: int
+    """Bytes of all units."""
     rate_bytes_per_s: float
     """Rate at which this peer receives from others."""
 
@@ -115,10 +117,10 @@ def production_timers(
     """Adapts the timers to a run's sizes and rates; none becomes shorter than the base's.
 
     T_red and T_vote are three times what the bytes take at the measured rate; an attempt lasts as
-    long as its phases together; T_reform is T_vote, at least 10 minutes, unless the run fixes it:
-    T_reform / 2 without a single new unit is then more than all of them take. No timer follows
-    the length of rounds: they would lengthen each other, a peer that starts again knows of none,
-    and those that live are heard every few seconds in rounds of any length.
+    long as its phases together; T_reform is what the whole model may take, at least 10 minutes,
+    unless the run fixes it: T_reform / 2 without a single new unit is then more than all of them
+    take. No timer follows the length of rounds: they would lengthen each other, a peer that starts
+    again knows of none, and those that live are heard every few seconds in rounds of any length.
 
     Args:
         measured: sizes and rate.
@@ -150,7 +152,7 @@ def production_timers(
             reduce_s=reduce_s,
             vote_s=vote_s,
             attempt_s=attempt_s,
-            reform_s=_reform_s(vote_s, reform_after_s, reasons),
+            reform_s=_reform_s(measured, base, reform_after_s, reasons),
         ),
         tuple(reasons),
     )
@@ -170,13 +172,14 @@ def _transfer_s(
     return seconds
 
 
-def _reform_s(vote_s: float, fixed_s: float | None, reasons: list[str]) -> float:
+def _reform_s(measured: Measured, base: Timers, fixed_s: float | None, reasons: list[str]) -> float:
     if fixed_s is not None:
         reasons.append(f"a lost majority is given up after {fixed_s:.1f} s: set by the run")
         return fixed_s
-    seconds = max(MIN_REFORM_S, vote_s)
+    whole_s = _transfer_s("the whole model", measured.model_bytes, measured, base.vote_s, reasons)
+    seconds = max(MIN_REFORM_S, whole_s)
     reasons.append(
-        f"a lost majority is given up after {seconds:.1f} s: {vote_s:.1f} s for voting, "
+        f"a lost majority is given up after {seconds:.1f} s: {whole_s:.1f} s for the whole model, "
         f"at least {MIN_REFORM_S:.0f}"
     )
     return seconds

@@ -2,7 +2,8 @@
 
 One unit per expert index (all layers), its tensors concatenated in the order of their names. The
 shared tensors are concatenated in the order of their names too, apart for each codec, and cut into
-parts of nearly equal size, inside tensors where the cut falls there. Bytes are little-endian.
+parts of nearly equal size, inside tensors where the cut falls there, as many for each round of
+their period (`round.shared_every`). Bytes are little-endian.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def layout_of(run: RunConfig) -> Layout:
     units: list[UnitLayout] = []
     for codec in ELEMENT_BYTES:
         sizes = {n: math.prod(s) for n, s in shared.items() if shared_codec(n, run) == codec}
-        for slices in _cut(sizes, run.wire.part_bytes // ELEMENT_BYTES[codec]):
+        max_elements = run.wire.part_bytes // ELEMENT_BYTES[codec]
+        for slices in _cut(sizes, max_elements, run.round.shared_every):
             units.append(_unit(shared_unit(len(units)), codec, slices))
     for expert in range(run.model.num_experts):
         of_expert = expert_shapes(run.model, expert)
@@ -80,13 +82,15 @@ def _unit(name: str, codec: Codec, slices: tuple[Slice, ...]) -> UnitLayout:
     return UnitLayout(name, codec, slices, num_elements, num_elements * ELEMENT_BYTES[codec])
 
 
-def _cut(sizes: Mapping[str, int], max_elements: int) -> Iterator[tuple[Slice, ...]]:
+def _cut(sizes: Mapping[str, int], max_elements: int, multiple: int) -> Iterator[tuple[Slice, ...]]:
     """Cuts concatenated tensors into the fewest parts; sizes differ by at most one element.
 
-    Equal parts share the averaging equally among the reducers.
+    Equal parts share the averaging equally among the reducers, and among the rounds of a period if
+    their number is a multiple of that.
     """
     total = sum(sizes.values())
-    num_parts = -(-total // max_elements)
+    multiple = min(multiple, total) or 1
+    num_parts = -(-total // (max_elements * multiple)) * multiple
     tensors = iter(sizes.items())
     name, size, start = "", 0, 0  # the tensor in turn, and where the part begins in it
     for part in range(num_parts):

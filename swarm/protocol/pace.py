@@ -7,7 +7,7 @@ ended feeds on itself; the word of peers about their own steps does not [C3].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 
@@ -40,16 +40,25 @@ class Pace:
         if num_bytes >= 2**20 and seconds > 0:
             self._rates.append(num_bytes / seconds)
 
-    def measured(self) -> Measured:
-        """What the timers are computed from; the slowest recent rate counts, or a lower cap."""
-        sizes = self.unit_bytes.items()
+    def measured(self, due: Set[Unit]) -> Measured:
+        """What the timers are computed from; the slowest recent rate counts, or a lower cap.
+
+        Args:
+            due: units that the next manifest may renew; all that a peer lacks of it is among them.
+        """
+        sizes = {unit: size for unit, size in self.unit_bytes.items() if unit in due}
+        shared = (size for unit, size in sizes.items() if expert_of_unit(unit) is None)
+        return Measured(
+            reduce_bytes=sum(shared),
+            proposal_bytes=sum(sizes.values()),
+            model_bytes=sum(self.unit_bytes.values()),
+            rate_bytes_per_s=self.rate_bytes_per_s,
+        )
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """At which this peer receives: the slowest recent one, or a lower cap; 0 if none is known."""
         rate, cap = min(self._rates, default=0.0), self.cap_bytes_per_s
         if not rate:
             cap = min(cap, self.cap_of_others_bytes_per_s)
-        if cap < (rate or ASSUMED_RATE_BYTES_PER_S):
-            rate = cap
-        return Measured(
-            reduce_bytes=sum(size for unit, size in sizes if expert_of_unit(unit) is None),
-            proposal_bytes=sum(self.unit_bytes.values()),
-            rate_bytes_per_s=rate,
-        )
+        return cap if cap < (rate or ASSUMED_RATE_BYTES_PER_S) else rate

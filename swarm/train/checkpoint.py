@@ -71,6 +71,7 @@ class PrivateState:
         offered: unit -> digest of the offered value.
         expert_bases: owned expert -> digest of the agreed value that its progress extends.
         rng: states of torch's random generators, see `read_rng`.
+        part_bases: part of the shared tensors -> the same, if not all are due in each round.
     """
 
     engine: EngineState
@@ -84,6 +85,7 @@ class PrivateState:
     offered: Mapping[str, str]
     expert_bases: Mapping[int, str]
     rng: Mapping[str, Tensor]
+    part_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,8 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
         if field.name not in ("engine", "rng")
     }
     meta["offered"] = dict(state.offered)
+    if not state.part_bases:
+        del meta["part_bases"]
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]

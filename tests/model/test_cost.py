@@ -140,6 +140,17 @@ def test_bytes_are_counted_from_what_each_peer_sends() -> None:
     assert bytes_sent_per_peer_per_round(run, 3) == pytest.approx(total / 3)
 
 
+def test_a_round_of_slices_sends_its_share() -> None:
+    run = tiny_run()
+    slices = {"experts_every": 4, "shared_every": 2, "stagger": True}
+    sliced = run.model_copy(update={"round": run.round.model_copy(update=slices)})
+    counted = parameters(run.model)
+    shared, experts = counted.shared * 4, counted.experts * 2
+    # Shared: from 2 others and back, every second round. Experts: to 2, every fourth.
+    total = shared * (2 + 2) / 2 + experts * 2 / 4
+    assert bytes_sent_per_peer_per_round(sliced, 3) == pytest.approx(total / 3)
+
+
 def test_one_peer_alone_sends_nothing_and_trains_everything() -> None:
     run = spes("1b")
     assert bytes_sent_per_peer_per_round(run, 1) == 0

@@ -9,10 +9,11 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
 from swarm.network.founding import founding_manifest
 from swarm.peer.live_model import LiveModel, initial_contents
-from swarm.protocol.adoption import Adoption, adopt, due_units
+from swarm.protocol.adoption import Adoption, adopt
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Digest, Founding, Manifest, Unit
 from swarm.protocol.messages import Offer
+from swarm.protocol.schedule import Schedule
 
 
 def founded_in(store: BlobStore, run: RunConfig, peers: Iterable[str]) -> Manifest:
@@ -35,7 +36,7 @@ def adopt_into(
 
 def offered_values(model: LiveModel, tip: Manifest) -> Iterator[tuple[Unit, Content, Digest]]:
     """Value and base of each unit that is due on a tip."""
-    for unit in due_units(model.me, tip, model.run.round.experts_every):
+    for unit in Schedule(model.run.round.experts_every).due_of(model.me, tip):
         expert = expert_of_unit(unit)
         base = tip.entries[unit].digest if expert is None else model.bases[expert]
         yield unit, model.value_of(unit), base

@@ -14,7 +14,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, reader, store_content
 from swarm.network.founding import founding_manifest
 from swarm.peer.live_model import Agreed, LiveModel, initial_contents
-from swarm.protocol.adoption import Action
+from swarm.protocol.adoption import Action, adopt
 from swarm.protocol.digests import digest_of
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
@@ -23,7 +23,7 @@ from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from tests.peer.adopting import adopt_into, founded_in, offered_values
-from tests.train.runs import NUM_EXPERTS, all_names, batch, same, tiny_run
+from tests.train.runs import NUM_EXPERTS, all_names, batch, held_out, same, tiny_run
 
 RUN = tiny_run()
 LAYOUT = layout_of(RUN)
@@ -171,6 +171,82 @@ def test_frozen_experts_on_disk_are_the_agreed_blobs_also_after_these_are_collec
     for file in map(Path.stat, files.iterdir()):
         assert file.st_blocks * 512 <= file.st_blksize  # of its last byte
     engines[1].close()
+
+
+# ---------------------------------------------------------------- rounds of slices
+
+SLICED = tiny_run(
+    round={"experts_every": 4, "shared_every": 4, "stagger": True}, wire={"part_bytes": 4096}
+)
+
+
+@pytest.fixture
+def sliced(store: BlobStore) -> tuple[LiveModel, Manifest, Manifest]:
+    """A model that has trained, manifest 0, and a round that renewed one part of four."""
+    layout = layout_of(SLICED)
+    founded = founded_in(store, SLICED, ["me"])
+    live = LiveModel("me", SLICED, ResidentEngine(SLICED), Agreed(store, layout))
+    adopt_into(live, founded, previous="")
+    live.engine.step(batch(SLICED, 0), lr=1e-2)
+    part = layout.by_unit["shared.1"]
+    blob = encode_unit(part, {n: torch.full(layout.shapes[n], 0.5) for n in layout.shapes})
+    entry = replace(founded.entries["shared.1"], digest=store.put(blob), version=1)
+    entries = {**founded.entries, "shared.1": entry}
+    sources = {"shared.1": (("me", "mine"),)}
+    renewed = replace(
+        founded, height=1, round=1, kind=Kind.QUORUM, parent=founded.digest,
+        entries=entries, sources=sources,
+    )  # fmt: skip
+    return live, founded, renewed
+
+
+def adopt_sliced(live: LiveModel, founded: Manifest, renewed: Manifest) -> None:
+    shared = [u for u in founded.entries if u.startswith("shared")]
+    decision = adopt(
+        "me",
+        renewed,
+        previous=founded.digest,
+        bases=live.bases,
+        offers=(),
+        part_bases={unit: founded.entries[unit].digest for unit in shared},
+    )
+    live.adopt(renewed, decision)
+
+
+def values_of(live: LiveModel, unit: str) -> Tensor:
+    return torch.cat([live.engine.read_part(s) for s in live.agreed.layout.by_unit[unit].slices])
+
+
+def test_a_part_that_was_not_due_keeps_its_progress_and_a_renewed_one_restarts(
+    sliced: tuple[LiveModel, Manifest, Manifest],
+) -> None:
+    live, founded, renewed = sliced
+    shared = [u for u in founded.entries if u.startswith("shared")]
+    before = {unit: values_of(live, unit) for unit in shared}
+    adopt_sliced(live, founded, renewed)
+    assert live.local_parts == set(shared) - {"shared.1"}
+    for unit in live.local_parts:
+        assert torch.equal(values_of(live, unit), before[unit])
+    assert torch.equal(values_of(live, "shared.1"), torch.full_like(before["shared.1"], 0.5))
+
+
+def test_the_agreed_state_is_measured_without_local_progress_which_comes_back_in_all_bits(
+    sliced: tuple[LiveModel, Manifest, Manifest], store: BlobStore
+) -> None:
+    live, founded, renewed = sliced
+    adopt_sliced(live, founded, renewed)
+    before = live.engine.read(all_names(SLICED))
+    num_blobs = len(store.digests())
+    text = held_out(SLICED)
+    found = live.evaluate(renewed, text)
+    assert same(live.engine.read(all_names(SLICED)), before)
+    store.collect({entry.digest for entry in renewed.entries.values()})
+    assert len(store.digests()) < num_blobs  # what was put aside is kept by nobody
+    fresh = LiveModel("me", SLICED, ResidentEngine(SLICED), live.agreed)
+    adopt_into(fresh, renewed, previous="")
+    assert fresh.evaluate(renewed, text) == found
+    live.local_parts = frozenset()
+    assert live.evaluate(renewed, text) != found
 
 
 BF16 = tiny_run(wire={"experts": "bf16"})

@@ -19,7 +19,6 @@ from swarm.network.traffic import Traffic
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
-from swarm.protocol.deadlines import Measured
 from swarm.protocol.figures import RoutingFigures
 from swarm.protocol.life_events import parse_event
 from swarm.protocol.manifest import Kind, Manifest
@@ -87,7 +86,7 @@ def status(node: SimpleNamespace, tmp_path: Path) -> PeerStatus:
 
 
 def watch(status: PeerStatus, **refused: int) -> None:
-    pace = SimpleNamespace(measured=lambda: Measured(0, 0, rate_bytes_per_s=0.0))
+    pace = SimpleNamespace(rate_bytes_per_s=0.0)
     driver = SimpleNamespace(
         tip=TIP,
         refused=Counter(refused),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from swarm.config import MergingConfig
 from swarm.experts import expert_unit, shared_unit
 from swarm.protocol import events
-from swarm.protocol.adoption import due_units
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Effect, Event, Record, Topic
@@ -47,6 +46,8 @@ def make_rules(
     parts: int = 2,
     owners_per_expert: int = 1,
     experts_every: int = 1,
+    shared_every: int = 1,
+    stagger: bool = False,
     merging: MergingConfig = NO_MERGING,
     certificates: bool = True,
 ) -> Rules:
@@ -60,6 +61,8 @@ def make_rules(
         unit_bytes=dict.fromkeys(units, 100),
         unit_codec=dict.fromkeys(units, "fp32"),
         experts_every=experts_every,
+        shared_every=shared_every,
+        stagger=stagger,
         local_steps_at=lambda tokens: 10,
         batch_tokens_at=lambda tokens: 100,
         sequence_length=10,
@@ -109,7 +112,7 @@ def make_offer(rules: Rules, peer: PeerId, tip: Manifest) -> Offer:
             rules.unit_bytes[unit],
             tip.entries[unit].digest,
         )
-        for unit in due_units(peer, tip, rules.experts_every)
+        for unit in rules.schedule.due_of(peer, tip)
     }
     return Offer(tip.digest, steps=10, tokens=1000, units=units)
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.protocol.adoption import Action, adopt, due_units, experts_due
+from swarm.protocol.adoption import Action, adopt
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member
 from swarm.protocol.messages import Offer, OfferedUnit
 
@@ -126,20 +126,39 @@ def test_shared_progress_is_kept_only_over_a_manifest_that_leaves_its_start_as_i
     assert decide(manifest(entry("e0"), kind=kind, parent="other")).shared is Action.RESTART
 
 
-def test_experts_are_due_in_every_kth_round_and_only_with_their_owners():
-    tip = manifest(entry("e0"))
-    assert due_units("me", tip, 1) == ("expert.0", "shared.0")
-    assert due_units("you", tip, 1) == ("shared.0",)
-    assert due_units("me", tip, 2) == ("expert.0", "shared.0")  # round 4 is next
-    assert due_units("me", replace(tip, round=4), 2) == ("shared.0",)
-    assert [experts_due(replace(tip, round=done), 3) for done in range(6)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+PARTS = {"shared.0": "s1", "shared.1": "s2"}
+
+
+def decide_parts(new, part_bases):
+    return adopt("me", new, previous=TIP, bases={0: "e0"}, offers=(), part_bases=part_bases)
+
+
+def in_two_parts(renewed=(), **options):
+    new = manifest(entry("e0"), **options)
+    entries = {**new.entries, "shared.1": entry("s2")}
+    return replace(new, entries=entries, sources=dict.fromkeys(renewed, (("you", "v"),)))
+
+
+@pytest.mark.parametrize("contributors", [("me", "you"), ("you",)])
+def test_a_part_that_was_not_due_goes_on_whether_the_round_counted_me_or_not(contributors):
+    renewed = in_two_parts(["shared.0"], contributors=contributors)
+    decision = decide_parts(renewed, PARTS | {"shared.0": "before"})
+    assert decision.shared is Action.RESTART
+    assert decision.kept_parts == {"shared.1"}
+
+
+def test_a_renewed_part_restarts_even_if_its_value_stayed_the_same():
+    assert decide_parts(in_two_parts(["shared.0", "shared.1"]), PARTS).kept_parts == set()
+
+
+def test_a_part_restarts_if_a_round_that_was_jumped_renewed_it():
+    assert decide_parts(in_two_parts(), PARTS | {"shared.1": "older"}).kept_parts == {"shared.0"}
+
+
+def test_where_every_round_renews_all_parts_none_is_kept():
+    assert decide_parts(in_two_parts(["shared.0", "shared.1"]), {}).kept_parts == set()
+    reform = in_two_parts(kind=Kind.REFORM, parent="other")
+    assert decide_parts(reform, {}).kept_parts == set()
 
 
 SOURCES = (("me", "mine"), ("you", "yours"))

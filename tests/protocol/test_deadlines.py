@@ -15,7 +15,7 @@ from swarm.protocol.deadlines import (
     production_timers,
 )
 
-SMALL = Measured(reduce_bytes=10**6, proposal_bytes=2 * 10**6, rate_bytes_per_s=10**8)
+SMALL = Measured(10**6, 2 * 10**6, model_bytes=2 * 10**6, rate_bytes_per_s=10**8)
 
 
 def test_the_defaults_are_those_of_the_model() -> None:
@@ -43,7 +43,7 @@ def test_a_small_run_keeps_the_smallest_values() -> None:
 
 
 def test_transfers_may_take_three_times_what_the_rate_says() -> None:
-    measured = Measured(reduce_bytes=10**9, proposal_bytes=3 * 10**9, rate_bytes_per_s=10**7)
+    measured = Measured(10**9, 3 * 10**9, model_bytes=3 * 10**9, rate_bytes_per_s=10**7)
     adapted = production_timers(measured, roster_after_s=6.0, reform_after_s=None)
     assert adapted.timers.reduce_s == 300.0
     assert adapted.timers.vote_s == 900.0
@@ -52,7 +52,7 @@ def test_transfers_may_take_three_times_what_the_rate_says() -> None:
 
 
 def test_until_a_rate_is_known_links_count_as_slow() -> None:
-    unmeasured = Measured(reduce_bytes=10**7, proposal_bytes=10**8, rate_bytes_per_s=0.0)
+    unmeasured = Measured(10**7, 10**8, model_bytes=10**8, rate_bytes_per_s=0.0)
     adapted = production_timers(unmeasured, roster_after_s=6.0, reform_after_s=None)
     assert (adapted.timers.reduce_s, adapted.timers.vote_s) == (12.0, 120.0)
     assert "an assumed 2.5 MB/s" in adapted.reasons[0]
@@ -74,7 +74,7 @@ def test_a_first_step_has_half_an_hour_and_an_attempt_is_not_as_long() -> None:
 
 def test_a_lost_majority_is_given_up_after_ten_minutes_or_what_voting_may_take() -> None:
     def reform_s(proposal_bytes: int) -> float:
-        measured = Measured(0, proposal_bytes, rate_bytes_per_s=10**7)
+        measured = Measured(0, 0, model_bytes=proposal_bytes, rate_bytes_per_s=10**7)
         return production_timers(measured, roster_after_s=6.0, reform_after_s=None).timers.reform_s
 
     assert reform_s(10**9) == 600.0

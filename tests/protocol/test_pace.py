@@ -9,8 +9,14 @@ MIB = 2**20
 
 
 def test_bytes_to_reduce_are_the_shared_ones_and_to_propose_all() -> None:
-    measured = Pace(UNITS).measured()
+    measured = Pace(UNITS).measured(UNITS.keys())
     assert (measured.reduce_bytes, measured.proposal_bytes) == (150, 2150)
+
+
+def test_units_that_are_not_due_take_no_time_in_a_round() -> None:
+    measured = Pace(UNITS).measured({"shared.1", "expert.0"})
+    assert (measured.reduce_bytes, measured.proposal_bytes) == (50, 1050)
+    assert measured.model_bytes == 2150
 
 
 def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
@@ -19,7 +25,7 @@ def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
     pace.fetched(2 * MIB, 1.0)
     pace.fetched(MIB - 1, 60.0)  # says more about the delay than about the rate
     pace.fetched(MIB, 0.0)
-    assert pace.measured().rate_bytes_per_s == 2 * MIB
+    assert pace.rate_bytes_per_s == 2 * MIB
 
 
 def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
@@ -46,8 +52,8 @@ def test_only_recent_measurements_count() -> None:
     pace.fetched(MIB, 100.0)
     for _ in range(KEPT):
         pace.fetched(MIB, 1.0)
-    assert pace.measured().rate_bytes_per_s == MIB
+    assert pace.rate_bytes_per_s == MIB
 
 
 def test_before_the_first_fetch_no_rate_is_known() -> None:
-    assert Pace(UNITS).measured().rate_bytes_per_s == 0.0
+    assert Pace(UNITS).rate_bytes_per_s == 0.0

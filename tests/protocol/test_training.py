@@ -120,7 +120,7 @@ class Peer(TrainingShell):
     def adopt(
         self, manifest: Manifest, decision: Adoption, before: Manifest, *, at_start: bool = False
     ) -> bool:
-        self._note("adopt", manifest=manifest, at_start=at_start)
+        self._note("adopt", manifest=manifest, decision=decision, at_start=at_start)
         return manifest.digest not in self.gone
 
     def lose(self, tokens: int, reason: str) -> None:
@@ -275,6 +275,92 @@ def test_a_round_that_counts_leaves_nothing_late() -> None:
     peer = Peer([applied(after(TIP, contributors=("me",)))])
     peer.go()
     assert peer.of("store") == []
+
+
+# ---------------------------------------------------------------- rounds with slices of the units
+
+SLICED = make_rules(experts=8, parts=4, experts_every=4, shared_every=4, stagger=True)
+FIRST = found(SLICED, ["me", "you"])
+
+
+def renewed(tip: Manifest, contributors: tuple[str, ...]) -> Manifest:
+    """The next round, in which these peers renew what they own of what is due."""
+    due = SLICED.schedule.due(tip)
+    owned = {u for peer in contributors for u in SLICED.schedule.due_of(peer, tip)}
+    entries = {
+        unit: replace(entry, digest=f"{unit}@{tip.round + 1}", version=tip.round + 1)
+        if unit in due & owned
+        else entry
+        for unit, entry in tip.entries.items()
+    }
+    sources = {unit: tuple((peer, "v") for peer in contributors) for unit in due & owned}
+    return after(tip, contributors=contributors, entries=entries, sources=sources)
+
+
+def test_each_offer_holds_what_is_due_trained_from_its_own_base() -> None:
+    first = renewed(FIRST, ("me", "you"))
+    second = renewed(first, ("me", "you"))
+    peer = Peer([applied(first), applied(second)], at=Applied(FIRST, 0.0))
+    peer.go(rules=SLICED)
+    offers = [submit.offer for submit in peer.of("submit")]
+    for offer, tip in zip(offers, [FIRST, first, second], strict=True):
+        assert tuple(sorted(offer.units)) == SLICED.schedule.due_of("me", tip)
+        assert all(value.base == tip.entries[u].digest for u, value in offer.units.items())
+    assert len({unit for offer in offers for unit in offer.units}) == sum(
+        len(offer.units) for offer in offers
+    )
+
+
+def test_parts_that_were_not_due_go_on_and_the_private_state_says_from_where() -> None:
+    first = renewed(FIRST, ("you",))
+    peer = Peer([applied(first)], at=Applied(FIRST, 0.0))
+    peer.go(rules=SLICED)
+    (due,) = [unit for unit in SLICED.schedule.due(FIRST) if expert_of_unit(unit) is None]
+    decision = peer.of("adopt")[-1].decision
+    assert decision.kept_parts == set(SLICED.shared_units) - {due}
+    bases = peer.of("save")[-1].work.part_bases
+    assert bases == {unit: first.entries[unit].digest for unit in SLICED.shared_units}
+    assert bases[due] != FIRST.entries[due].digest
+
+
+def test_after_a_crash_parts_go_on_unless_they_were_renewed_meanwhile() -> None:
+    first = renewed(FIRST, ("you",))
+    second = renewed(first, ("you",))
+    bases = {unit: FIRST.entries[unit].digest for unit in SLICED.shared_units}
+    saved = saved_on(FIRST, part_bases=bases)
+    peer = Peer([], saved=saved, at=Applied(second, 0.0, parent=first))
+    peer.go(rules=SLICED)
+    moved = {u for u in bases if second.entries[u].digest != bases[u]}
+    assert len(moved) == 2
+    kept = [adopt.decision.kept_parts for adopt in peer.of("adopt")]
+    assert len(kept) == 2 and kept[0] & kept[1] == bases.keys() - moved
+
+
+def test_an_expert_that_missed_its_round_is_offered_late_and_the_others_wait_for_theirs() -> None:
+    first = renewed(FIRST, ("you",))
+    chain = [first]
+    for _ in range(4):
+        chain.append(renewed(chain[-1], ("me", "you")))
+    missed = {u for u in SLICED.schedule.due_of("me", FIRST) if expert_of_unit(u) is not None}
+    assert missed
+    peer = Peer([applied(tip) for tip in chain], at=Applied(FIRST, 0.0))
+    peer.go(rules=SLICED)
+    late = [submit.offer for submit in peer.of("submit") if submit.offer.is_late]
+    assert all(offer.units.keys() <= set(SLICED.schedule.due_of("me", first)) for offer in late)
+    in_time = [submit.offer for submit in peer.of("submit") if not submit.offer.is_late]
+    assert missed & in_time[0].units.keys()
+    assert sum(bool(missed & offer.units.keys()) for offer in in_time) == 2
+
+
+def test_what_rounds_agree_on_is_measured_once_a_cycle_and_in_the_end() -> None:
+    tips = [FIRST]
+    for _ in range(6):
+        tips.append(renewed(tips[-1], ("me",)))
+    peer = Peer([applied(tip) for tip in tips[1:]], at=Applied(FIRST, 0.0))
+    mine = [tip for tip in tips if tip.order[0] == "me"]
+    peer.go(rules=SLICED, rounds=6)
+    measured = [validate.manifest.round for validate in peer.of("validate")]
+    assert measured == [tip.round for tip in mine if tip.round in (0, 4, 6)]
 
 
 # ---------------------------------------------------------------- after a crash

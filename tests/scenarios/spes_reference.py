@@ -40,7 +40,7 @@ def train_by_reference(
         Every tensor by Hugging Face name as all peers hold it after the last round and its merge.
     """
     assert {run.wire.shared, run.wire.experts, run.train.frozen, run.train.compute} == {"fp32"}
-    assert run.round.experts_every == 1
+    assert run.round.experts_every == 1 and not run.round.stagger
     model = run.model
     shared = list(shared_shapes(model))
     experts = {expert: list(expert_shapes(model, expert)) for expert in range(model.num_experts)}

@@ -74,6 +74,15 @@ def test_what_was_saved_is_loaded_bit_for_bit(path):
     assert_equal(load_newest(path).state, small_state())
 
 
+def test_bases_of_parts_are_saved_where_there_are_any(path):
+    sliced = replace(small_state(), part_bases={"shared.0": "56" * 32})
+    save_private(path, sliced)
+    assert_equal(load_private(path), sliced)
+    save_private(path, small_state())
+    assert b"part_bases" not in path.read_bytes()
+    assert load_private(path).part_bases == {}
+
+
 def test_nothing_saved_is_no_error(path):
     assert load_newest(path) is None
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swarm.emulation.simulator.signing import Door
 from swarm.emulation.simulator.trainer import Trainer
@@ -104,6 +104,19 @@ class Cast:
     """That of a peer which has lost its own and was shown a tip by others [P5]."""
     waits_on: bool = True
     """Whether a transfer may take as long as its bytes keep coming."""
+
+
+def under(changed: type[Rules]) -> Cast:
+    """Machines that all go by these rules."""
+
+    class Machine(RoundMachine):
+        def __init__(
+            self, me: PeerId, capacity: float, rules: Rules, *rest: Any, **options: Any
+        ) -> None:
+            other = changed(**{each.name: getattr(rules, each.name) for each in fields(rules)})
+            super().__init__(me, capacity, other, *rest, **options)
+
+    return Cast(Machine)
 
 
 Trap = Callable[[Effect], bool]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import Digest
+from swarm.protocol.manifest import Digest, Unit
 from swarm.protocol.messages import Link
 from swarm.protocol.training import SavedWork
 from swarm.protocol.trust import Chain
@@ -30,6 +30,8 @@ class PrivateState:
 
     work: SavedWork
     progress: Mapping[int, Progress]
+    started: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Model.started`."""
 
 
 class Disk:

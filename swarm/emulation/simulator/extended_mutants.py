@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
-from swarm.emulation.simulator.cast import Cast, machine_of
+from swarm.emulation.simulator.cast import Cast, machine_of, under
 from swarm.emulation.simulator.extended import EXTENDED
+from swarm.emulation.simulator.fragment_mutants import FRAGMENT_MUTANTS
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
@@ -21,7 +21,7 @@ from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import Member, PeerId
 from swarm.protocol.records import PeerState
-from swarm.protocol.rounds import RoundMachine, Rules
+from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.campaign import Campaign
 from swarm.protocol.rounds.closing import Absent
@@ -194,19 +194,6 @@ class _TraineesCount(Standing):
         return 2 * len(self.tip.members.keys() & set(peers)) > len(self.tip.members)
 
 
-def _under(changed: type[Rules]) -> Cast:
-    """Machines that all go by these rules."""
-
-    class Machine(RoundMachine):
-        def __init__(
-            self, me: PeerId, capacity: float, rules: Rules, *rest: Any, **options: Any
-        ) -> None:
-            other = changed(**{each.name: getattr(rules, each.name) for each in fields(rules)})
-            super().__init__(me, capacity, other, *rest, **options)
-
-    return Cast(Machine)
-
-
 _F, _J = EXTENDED["F"], EXTENDED["J"]
 BETRAYED_REVOLTS = replace(
     _F,
@@ -286,17 +273,17 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "N2: moments are no older than their weights", Cast(taking=_OlderMomentsTaken)
     ),
     "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(machine_of(_WeightsIgnored))),
-    "whole_deals_count": Mutant("T3: only what was used counts", _under(_WholeDealsCount)),
-    "holes_forgotten": Mutant("T1: what was not used is dealt again", _under(_HolesForgotten)),
-    "dealt_anew_at_reform": Mutant("T4: survivors read on", _under(_DealtAnewAtReform)),
+    "whole_deals_count": Mutant("T3: only what was used counts", under(_WholeDealsCount)),
+    "holes_forgotten": Mutant("T1: what was not used is dealt again", under(_HolesForgotten)),
+    "dealt_anew_at_reform": Mutant("T4: survivors read on", under(_DealtAnewAtReform)),
     "all_are_kept": Mutant(
         "C4: keys that vanish cost a few rosters", Cast(machine_of(_AllAreKept))
     ),
-    "vote_at_once": Mutant("R7: a vote is earned", _under(_VoteAtOnce)),
+    "vote_at_once": Mutant("R7: a vote is earned", under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
-        "R7: few become voters in a round", _under(_AllThatHaveEarnedIt)
+        "R7: few become voters in a round", under(_AllThatHaveEarnedIt)
     ),
-    "any_number_is_young": Mutant("R7: the young are few", _under(_AnyNumberIsYoung)),
+    "any_number_is_young": Mutant("R7: the young are few", under(_AnyNumberIsYoung)),
     "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(machine_of(_TraineesCount))),
     "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(training=_WaitsForMoments)),
 }
@@ -305,4 +292,5 @@ ALL_MUTANTS: Mapping[str, Mutant] = {
     **EXTENDED_MUTANTS,
     **WAITING_MUTANTS,
     **LYING_MUTANTS,
+    **FRAGMENT_MUTANTS,
 }

@@ -89,6 +89,8 @@ class Mix:
     """How long a slow peer's disk may take to make blobs durable."""
     restart_s: tuple[float, ...] = (0.3, 3.0, 15.0)
     """Times after which a peer that crashed by trap starts again."""
+    is_fragmented: bool = False
+    """Whether each round exchanges its slice of the units [U2]."""
     certificates: float = 0.5
     """Chance that commits need certificates; agreement must not hang on them."""
 
@@ -202,9 +204,12 @@ class Draw:
 
     def _rules(self) -> Rules:
         random = self.random
-        units = [shared_unit(part) for part in range(NUM_PARTS)]
+        every, shared_every, parts = random.choice([1, 1, 2, 3]), 1, NUM_PARTS
+        if self.mix.is_fragmented:
+            every, shared_every = random.choice([2, 3, 4, 5]), random.choice([1, 2, 3, 4])
+            parts = shared_every * random.choice([1, 2])
+        units = [shared_unit(part) for part in range(parts)]
         units += [expert_unit(expert) for expert in range(self.mix.experts)]
-        every = random.choice([1, 1, 2, 3])
         merging = MergingConfig(
             alpha=0.1 if random.random() < self.mix.merging else 0.0,
             top_k=2,
@@ -221,6 +226,8 @@ class Draw:
             unit_bytes=dict.fromkeys(units, 100),
             unit_codec=dict.fromkeys(units, "fp32"),
             experts_every=every,
+            shared_every=shared_every,
+            stagger=self.mix.is_fragmented,
             local_steps_at=lambda _: LOCAL_STEPS,
             batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
             sequence_length=SAMPLE_TOKENS,

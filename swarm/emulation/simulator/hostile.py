@@ -140,4 +140,9 @@ LYING: dict[str, ExtendedMix] = {
         certificates=1.0,
     ),
 }
-ALL_CLASSES: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
+_WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
+FRAGMENTED: Mapping[str, Mix] = {
+    name.lower(): replace(mix, is_fragmented=True) for name, mix in _WHOLE.items()
+}
+"""Each class once more, with rounds that exchange their slices of the units."""
+ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **FRAGMENTED}

@@ -5,7 +5,7 @@ I3 (progress) and I5 (one chain after healing) are judged over a whole schedule,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_votes
@@ -13,7 +13,6 @@ from swarm.emulation.simulator.ledger import Ledger
 from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
-from swarm.protocol.adoption import experts_due
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import (
     FOUNDING_GENERATION,
@@ -280,15 +279,19 @@ class Invariants:
         self._check_members(manifest, parent)
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
+        due = self.rules.schedule.due(parent)
+        self._check_brought(manifest, parent, due)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
                 require(
-                    entry == parent.entries[unit] and expert_of_unit(unit) is not None,
+                    entry == parent.entries[unit]
+                    and not (unit in due and expert_of_unit(unit) is None),
                     "I8",
-                    f"{name}: {unit} changed without sources",
+                    f"{name}: {unit} changed without sources, or lacks them",
                 )
                 continue
+            require(unit in due, "U3", f"{name}: {unit} was not due")
             require(entry.version == manifest.round, "I8", f"{name}: version of {unit}")
             self._check_sources(name, unit, parent, tuple(peer for peer, _ in sources), manifest)
             self._check_value(name, unit, manifest, parent)
@@ -323,6 +326,22 @@ class Invariants:
                 f"{short(manifest)}: {peer} has not offered {values_of} with {work} tokens",
             )
 
+    def _check_brought(self, manifest: Manifest, parent: Manifest, due: Set[Unit]) -> None:
+        """What is due, overdue or not, each contributor brings of the experts that it owns [U3]."""
+        contributors = frozenset(manifest.contributors) - {self.liar}
+        for expert, owners in parent.owners.items():
+            unit = expert_unit(expert)
+            if unit not in due:
+                continue
+            lacking = (
+                contributors.intersection(owners) - dict(manifest.sources.get(unit, ())).keys()
+            )
+            require(
+                not lacking,
+                "U3",
+                f"{short(manifest)}: {sorted(lacking)} did not bring {unit}, which was due",
+            )
+
     def _check_sources(
         self,
         name: str,
@@ -342,8 +361,7 @@ class Invariants:
         else:
             allowed: Collection[PeerId] = set(parent.owners[expert])
             require(
-                experts_due(parent, self.rules.experts_every)
-                and all(peer in allowed for peer in peers),
+                all(peer in allowed for peer in peers),
                 "I7",
                 f"{name}: {unit} is from {peers}, its owners are {parent.owners[expert]}",
             )

@@ -31,7 +31,9 @@ class Model:
         self.me, self.disk, self.task = me, disk, task
         self.progress: dict[int, Progress] = {}
         self.shared: dict[Unit, Digest] = {}
-        """Trained values of the shared tensors."""
+        """Values of the shared tensors after the finished local steps."""
+        self.started: dict[Unit, Digest] = {}
+        """Agreed values that parts which were not due really were trained from."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
 
@@ -39,6 +41,7 @@ class Model:
         """Goes on from the private state."""
         self.progress, offered = dict(private.progress), private.work.offered
         self.shared = {u: d for u, d in offered.items() if expert_of_unit(u) is None}
+        self.started = dict(private.started)
         self.offered = set(offered.values())
 
     # ------------------------------------------------------------ training and offering
@@ -68,7 +71,7 @@ class Model:
             elif unit in self.shared:
                 value = self.shared[unit]
             else:
-                value = self.shared[unit] = self._trained(unit, base)
+                value = self.shared[unit] = self._trained(unit, self.started.get(unit, base))
                 self.task.values.reads[value] = read
             units[unit] = OfferedUnit(value, self.task.rules.unit_bytes[unit], base)
         return units
@@ -78,7 +81,7 @@ class Model:
     def adopt(self, manifest: Manifest, decision: Adoption) -> list[int]:
         """Moves to an agreed state; returns experts taken up that others have trained."""
         if decision.shared is not Action.KEEP:
-            self.shared = {}
+            self._restart(manifest, decision.kept_parts)
         for expert, choice in decision.experts.items():
             self._follow(expert, choice, manifest)
         owned = {expert for expert, owners in manifest.owners.items() if self.me in owners}
@@ -89,6 +92,13 @@ class Model:
             for expert, choice in decision.experts.items()
             if choice.action is Action.TAKE_UP and manifest.entries[expert_unit(expert)].version > 0
         ]
+
+    def _restart(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
+        self.shared = {}
+        if self.task.rules.shared_every > 1:
+            for unit in self.task.rules.shared_units:
+                if unit not in kept or unit not in self.started:
+                    self.started[unit] = manifest.entries[unit].digest
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
         if choice.base is None:

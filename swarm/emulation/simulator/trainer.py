@@ -207,6 +207,7 @@ class Trainer(TrainingShell):
         self.shell.disk.private = PrivateState(
             replace(work, offered={unit: value.digest for unit, value in units.items()}),
             dict(self.model.progress),
+            dict(self.model.started),
         )
         await self._pass(WRITE_S)
         return units

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from math import inf
 
-from swarm.protocol.adoption import experts_due
 from swarm.protocol.dealing import Book, book_of
 from swarm.protocol.manifest import SEASONED_ROUNDS, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
@@ -143,17 +142,18 @@ def _dealt_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | 
 
 
 def _sources_problem(manifest: Manifest, parent: Manifest, rules: Rules) -> str | None:
+    due = rules.schedule.due(parent)
     for unit in rules.shared_units:
-        if _peers(manifest, unit) != manifest.contributors:
+        if unit in due and _peers(manifest, unit) != manifest.contributors:
             return f"{unit} is not the mean of its contributors"
     for unit in manifest.sources:
+        if unit not in rules.unit_bytes:
+            return f"the run has no unit {unit}"
+        if unit not in due:
+            return f"{unit} is not due"
         expert = rules.expert_units.get(unit)
         if expert is None:
-            if unit not in rules.unit_bytes:
-                return f"the run has no unit {unit}"
             continue
-        if not experts_due(parent, rules.experts_every):
-            return f"{unit} is not due"
         able = set(parent.owners.get(expert, ()))
         peers = _peers(manifest, unit)
         if not peers or list(peers) != sorted(set(peers) & able):

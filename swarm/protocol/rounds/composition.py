@@ -99,7 +99,7 @@ def _members_after(
         joiners=attendance.joiners,
         capacities=attendance.capacities,
         seed=tip.digest,
-        silent_limit=rules.silent_limit,
+        silent_limit=rules.silent_rounds,
         is_open=rules.is_open,
         invitations=attendance.invitations,
         run=rules.run,
@@ -121,7 +121,7 @@ def owners_after(
         [peer for peer in contributors if peer in members],
         stale=stale_experts(entries, tip.round + 1, rules),
         silent=[
-            peer for peer, member in members.items() if member.silent > rules.owner_silent_limit
+            peer for peer, member in members.items() if member.silent > rules.owner_silent_rounds
         ],
         on_trial=on_trial(members),
         owners_per_expert=rules.owners_per_expert,

@@ -40,11 +40,12 @@ def update_bound(
 def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -> int:
     """Local steps behind a value at most.
 
-    Shared tensors begin anew with each tip. An expert's local progress goes on through rounds that
-    did not count it [S2], and each of these gave its owner no more than it was dealt [T2].
+    Shared tensors begin anew with each tip where all of them are due in each round. An expert's
+    local progress goes on through rounds that did not count it [S2], and so does that of a part
+    that was not due [S1]; each of these gave its owner no more than it was dealt [T2].
     """
     batch = rules.batch_tokens_at(tip.tokens)
-    if unit not in rules.expert_units:
+    if unit not in rules.expert_units and rules.shared_every == 1:
         return tokens // batch
     text = tip.founding.text
     dealt = quotas(tip.members, tip.tokens, text.windows if text else None, rules).get(peer, 0)

@@ -66,7 +66,7 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
                 },
                 capacities={peer: manifest.members[peer].capacity for peer in heard},
                 seed=parent.digest,
-                silent_limit=rules.silent_limit,
+                silent_limit=rules.silent_rounds,
                 is_open=rules.is_open,
                 invitations=manifest.invited,
                 run=rules.run,
@@ -81,7 +81,7 @@ def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerI
         peer
         for peer, member in parent.members.items()
         if peer not in manifest.members
-        and (peer in manifest.contributors or member.silent + 1 <= rules.silent_limit)
+        and (peer in manifest.contributors or member.silent + 1 <= rules.silent_rounds)
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf
 
 from swarm.canonical import canonical
-from swarm.protocol.adoption import experts_due
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
@@ -40,8 +39,9 @@ class Plan:
 def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
     """Why an offer may not enter the round after `tip`; None when it may.
 
-    It must start from the tip [S1], hold every shared part, and of the experts only such as the
-    peer owns, trained from the tip's values [S3]. A late one holds nothing but experts [O2].
+    Its steps must start from the tip, and each unit be due [U3] and trained from its value in the
+    tip [S1, S3]. It must hold every shared part that is due, and of the experts only such as the
+    peer owns. A late one holds nothing but experts [O2].
     """
     if offer.tip != tip.digest:
         return f"it starts from {offer.tip[:12]}, the tip is {tip.digest[:12]}"
@@ -52,18 +52,20 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
     problem = None if offer.is_late else _work_problem(offer, peer, tip, rules)
     if problem:
         return problem
+    due = rules.schedule.due(tip)
     for unit in () if offer.is_late else rules.shared_units:
-        if unit not in offer.units:
+        if unit not in offer.units and unit in due:
             return f"the shared part {unit} is missing"
     entries, sizes, experts = tip.entries, rules.unit_bytes, rules.expert_units
     for unit, offered in offer.units.items():
         entry = entries.get(unit)
         expected = entry and (entry.digest, sizes.get(unit))
-        if unit not in experts and (offered.base, offered.num_bytes) == expected:
+        is_right = (offered.base, offered.num_bytes) == expected
+        if is_right and unit not in experts and unit in due:
             continue  # most units of most offers
         problem = _unit_problem(unit, offered, peer, tip, rules)
-        if problem:
-            return problem
+        if problem or unit not in due:
+            return problem or f"{unit} is not due in round {tip.round + 1}"
     return None
 
 
@@ -84,11 +86,7 @@ def _unit_problem(
     if offered.base != entry.digest:
         return f"{unit} was trained from {offered.base[:12]}, the tip has {entry.digest[:12]}"
     expert = rules.expert_units.get(unit)
-    if expert is None:
-        return None
-    if not experts_due(tip, rules.experts_every):
-        return f"{unit} is not due in round {tip.round + 1}"
-    if peer not in tip.owners.get(expert, ()):
+    if expert is not None and peer not in tip.owners.get(expert, ()):
         return f"{peer} does not own expert {expert}"
     return None
 

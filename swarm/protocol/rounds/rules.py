@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -12,6 +12,8 @@ from swarm.experts import expert_of_unit
 from swarm.protocol.dealing import Book, next_book, reformed_book
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Manifest, Member, PeerId, Unit
+from swarm.protocol.merging import merge_due
+from swarm.protocol.schedule import Schedule
 from swarm.protocol.updates import StepBound
 from swarm.protocol.voting import Electorate, with_voters
 
@@ -53,12 +55,16 @@ class Rules:
     """Peers that the run is planned for."""
     round_seconds: float | None = None
     """How long local steps take, as many as fit; None: `local_steps_at`, the exact mode."""
+    shared_every: int = 1
+    """Each part of the shared tensors is due in one of so many training rounds."""
+    stagger: bool = False
+    """Whether each round exchanges its slice of the units, see `Schedule`."""
     is_dealt: bool = False
     """Whether there is one text that is dealt to the members [T1]."""
     silent_limit: int = 3
-    """K: silent rounds a member survives [R1], and rounds an expert may be stale [R4]."""
+    """K: silent cycles a member survives [R1], and periods an expert may be stale [R4]."""
     owner_silent_limit: int = 1
-    """Silent rounds after which a member keeps its experts; it votes on until K [R4]."""
+    """Silent cycles after which a member keeps its experts; it votes on until K [R4]."""
     step_bound: StepBound | None = None
     """How far a local step moves an element at most [U1]; None: values are not judged."""
     is_open: bool = True
@@ -77,6 +83,8 @@ class Rules:
             unit_bytes={unit.unit: unit.num_bytes for unit in layout.units},
             unit_codec={unit.unit: unit.codec for unit in layout.units},
             experts_every=run.round.experts_every,
+            shared_every=run.round.shared_every,
+            stagger=run.round.stagger,
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
             batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
             sequence_length=run.data.sequence_length,
@@ -117,6 +125,32 @@ class Rules:
         if self.round_seconds is None:
             return parent.step + self.local_steps_at(parent.tokens)
         return tokens // (self.batch_tokens_at(parent.tokens) * self.planned_peers)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Which units are due when."""
+        return Schedule(self.experts_every, self.shared_every, self.stagger)
+
+    @property
+    def silent_rounds(self) -> int:
+        """Silent rounds that a member survives [R1]."""
+        return self.silent_limit * self.schedule.cycle
+
+    @property
+    def owner_silent_rounds(self) -> int:
+        """Silent rounds after which a member still keeps its experts [R4]."""
+        return self.owner_silent_limit * self.schedule.cycle
+
+    def may_be_renewed(self, tip: Manifest) -> Set[Unit]:
+        """Units that the next manifest may renew: time-outs have to leave room for these.
+
+        Where rounds have no slices of their own, time-outs are the same in all: of everything.
+        """
+        if not self.stagger:
+            return self.unit_bytes.keys()
+        if merge_due(tip, self.merging):
+            return self.expert_units.keys()
+        return self.schedule.due(tip)
 
     @cached_property
     def shared_units(self) -> tuple[Unit, ...]:

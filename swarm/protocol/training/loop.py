@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.adoption import Action, Adoption, adopt, due_units, experts_due, still_late
+from swarm.protocol.adoption import Action, Adoption, adopt, still_late
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
@@ -52,6 +52,8 @@ class Training:
         """Made since the tip was adopted: late progress, then the finished round."""
         self.bases: dict[int, Digest] = {}
         """Of each own expert: the agreed value that its local progress started from."""
+        self.part_bases: dict[Unit, Digest] = {}
+        """The same of each part of the shared tensors, unless all of them are due in each round."""
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out [O2]."""
 
@@ -94,10 +96,10 @@ class Training:
 
         Nothing else has to be durable: after a crash the experts start from what was agreed.
         """
-        tip = self.tip
-        if not self.late or not experts_due(tip, self.rules.experts_every):
+        tip, bases = self.tip, self._bases_of_due(self.late) if self.late else {}
+        if not bases:
             return
-        values = self.shell.store(tip, self._bases_of_due(self.late), 0)
+        values = self.shell.store(tip, bases, 0)
         units = {unit: value for unit, value in values.items() if value.digest != value.base}
         if units:
             self.offers = [Offer(tip.digest, 0, 0, units)]
@@ -124,16 +126,21 @@ class Training:
             data_position=self.reading.position_after(work.tokens),
             expert_bases=dict(self.bases),
             offered={},
+            part_bases=dict(self.part_bases),
         )
         units = await self.shell.save(tip, self._bases_of_due(), saved)
         offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
         self.offers.append(offer)
         return offer
 
+    def due(self) -> Sequence[Unit]:
+        """Units that this peer offers on the tip [U3]."""
+        return self.rules.schedule.due_of(self.me, self.tip)
+
     def _bases_of_due(self, experts: Collection[int] | None = None) -> dict[Unit, Digest]:
         """Units to be offered on the tip, of these experts alone, with their bases [S3]."""
         bases = {}
-        for unit in due_units(self.me, self.tip, self.rules.experts_every):
+        for unit in self.due():
             expert = expert_of_unit(unit)
             if experts is None or expert in experts:
                 agreed = self.tip.entries[unit].digest
@@ -174,15 +181,30 @@ class Training:
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
-        return adopt(self.me, manifest, previous=previous, bases=self.bases, offers=self.offers)
+        return adopt(
+            self.me,
+            manifest,
+            previous=previous,
+            bases=self.bases,
+            offers=self.offers,
+            part_bases=self.part_bases,
+        )
 
     def _moved_to(self, manifest: Manifest, adoption: Adoption) -> None:
         self.tip, self.bases = manifest, adoption.bases
+        if self.rules.shared_every > 1:
+            units = self.rules.shared_units
+            self.part_bases = {unit: manifest.entries[unit].digest for unit in units}
 
     def validate(self) -> None:
-        """The first convener measures the agreed state for everybody, merged if it is to be."""
-        if self.tip.order[0] == self.me and not self.is_due(self.tip):
-            self.shell.validate(self.tip)
+        """The first convener measures the agreed state for everybody, merged if it is to be.
+
+        Once a cycle, and in the end: rounds that are slices of one are not worth more.
+        """
+        tip, cycle = self.tip, self.rules.schedule.cycle
+        is_wanted = tip.round % cycle == 0 or tip.round >= self.rounds
+        if is_wanted and tip.order[0] == self.me and not self.is_due(tip):
+            self.shell.validate(tip)
 
     # ------------------------------------------------------------ going on where we were
 
@@ -198,6 +220,7 @@ class Training:
         tip = newest.manifest
         saved = self.shell.load(tip, partial(problem_of, run_id=self.rules.run, tip=tip))
         self.bases = dict(saved.expert_bases) if saved else {}
+        self.part_bases = dict(saved.part_bases) if saved else {}
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
         path = way_to(newest, saved.base_tip if saved else "")
         if not self._adopt_start(path, newest, saved):

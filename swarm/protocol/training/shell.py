@@ -10,7 +10,7 @@ that takes time is awaited: a real shell blocks its thread, a simulated one lets
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from swarm.protocol.adoption import Adoption
@@ -67,6 +67,8 @@ class SavedWork:
     expert_bases: Mapping[int, Digest]
     offered: Mapping[Unit, Digest]
     """Empty in what is to be saved: its values are not stored yet."""
+    part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
+    """See `Training.part_bases`."""
 
     @property
     def completed(self) -> bool:

@@ -1,0 +1,124 @@
+"""Which units the next round exchanges: a pure function of manifest and configuration [U2, U3].
+
+Rounds come in *cycles* of P. Each round has its slice of the shared parts and of the experts, so
+that bytes are spread evenly over the rounds, and what is averaged is averaged more often than
+everything could be. A unit has a *period*, in rounds, and a *slot* in it, the remainder of the
+rounds in which it is due. An expert that has missed its round is due in each one that follows,
+until it was renewed. A part of the shared tensors misses none: each contributor brings it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import lru_cache
+
+from swarm.experts import expert_of_unit
+from swarm.protocol.manifest import Manifest, PeerId, Unit
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When units are due; see `RoundConfig` for the settings.
+
+    Attributes:
+        experts_every: period of an expert, in training rounds.
+        shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
+        stagger: whether units of one kind have different slots, and are made up for if missed.
+            Otherwise all experts are due in the same rounds, those that their period divides.
+    """
+
+    experts_every: int = 1
+    shared_every: int = 1
+    stagger: bool = False
+
+    @property
+    def cycle(self) -> int:
+        """P: rounds in which every unit is due, if those are cut from one long round; else 1.
+
+        Limits that count rounds, as of silence, count so many times as many [R1, R4].
+        """
+        return max(self.shared_every, self.experts_every) if self.stagger else 1
+
+    def due(self, tip: Manifest) -> Set[Unit]:
+        """Units that the training round after `tip` exchanges [U3]."""
+        number = tip.round + 1
+        if not self.stagger:
+            if number % self.experts_every == 0:
+                return tip.entries.keys()
+            return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
+        return self._parts_due(tip, number) | self._experts_due(tip, number)
+
+    def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:
+        """Of these the ones that a peer offers: the shared parts, and the experts that it owns."""
+        mine = {expert for expert, owners in tip.owners.items() if peer in owners}
+        of_peer = ((unit, expert_of_unit(unit)) for unit in self.due(tip))
+        return tuple(sorted(unit for unit, expert in of_peer if expert is None or expert in mine))
+
+    def _parts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
+        every = self.shared_every
+        if every == 1:
+            return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
+        kinds = frozenset(
+            (unit, entry.codec)
+            for unit, entry in tip.entries.items()
+            if expert_of_unit(unit) is None
+        )
+        return frozenset(
+            unit for unit, slot in part_slots(kinds, every).items() if (number - slot) % every == 0
+        )
+
+    def _experts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
+        every, slots = self.experts_every, expert_slots(tip, self.experts_every)
+        numbered = ((unit, expert_of_unit(unit)) for unit in tip.entries)
+        return frozenset(
+            unit
+            for unit, expert in numbered
+            if expert is not None
+            and ((number - slots[expert]) % every == 0 or self._is_overdue(tip, unit))
+        )
+
+    def _is_overdue(self, tip: Manifest, unit: Unit) -> bool:
+        """Whether an expert's slot has passed without it."""
+        return tip.round + 1 - tip.entries[unit].version > self.experts_every
+
+
+@lru_cache(maxsize=8)
+def part_slots(codecs: frozenset[tuple[Unit, str]], every: int) -> dict[Unit, int]:
+    """Slots of the parts of the shared tensors: neighbours have the same, or the next [U2].
+
+    The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n).
+
+    Args:
+        codecs: part and codec.
+        every: their period.
+    """
+    slots: dict[Unit, int] = {}
+    for codec in {codec for _, codec in codecs}:
+        parts = sorted((unit for unit, own in codecs if own == codec), key=_in_order)
+        slots |= {unit: place * every // len(parts) for place, unit in enumerate(parts)}
+    return slots
+
+
+def expert_slots(tip: Manifest, every: int) -> dict[int, int]:
+    """Slots of the experts: an owner's own follow each other, as do the first ones of owners [U2].
+
+    So each owner has to send the same in each round, if it has `every` experts or a multiple of
+    them, and with fewer of them all owners together do. If an expert moves, those of the two
+    owners get other slots, and those of others only if one of the two has no other expert.
+    """
+    owners = {expert: owners[0] for expert, owners in tip.owners.items() if owners}
+    ranks = {peer: rank for rank, peer in enumerate(sorted(set(owners.values())))}
+    taken: Counter[PeerId] = Counter()
+    slots = dict.fromkeys(tip.owners, 0)
+    for expert in sorted(owners):
+        owner = owners[expert]
+        slots[expert] = (taken[owner] + ranks[owner]) % every
+        taken[owner] += 1
+    return slots
+
+
+def _in_order(unit: Unit) -> tuple[int, Unit]:
+    """shared.2 comes before shared.10."""
+    return len(unit), unit

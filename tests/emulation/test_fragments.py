@@ -1,0 +1,51 @@
+"""Rounds that exchange slices of the units, under the faults of all classes [U2, U3]."""
+
+import pytest
+
+from swarm.emulation.simulator.extended import EXTENDED
+from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
+from swarm.emulation.simulator.faults import CLASSES
+from swarm.emulation.simulator.fragment_mutants import FRAGMENT_MUTANTS
+from swarm.emulation.simulator.hostile import FRAGMENTED
+from swarm.emulation.simulator.schedule import run_schedule
+
+SEEDS = [
+    pytest.param(range(1), id="one"),
+    pytest.param(range(1, 40), id="many", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+]
+CAUGHT = {
+    "overdue_forgotten": "a:0",
+    "units_not_due": "a:0",
+    "stagger_by_peer": "a:0",
+    "renewed_parts_kept": "b:0",
+}
+"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+`scripts/simulate --classes ab --mutant NAME`."""
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("fault_class", sorted({**CLASSES, **EXTENDED}))
+def test_no_schedule_with_slices_breaks_an_invariant(fault_class: str, seeds: range) -> None:
+    for seed in seeds:
+        outcome = run_schedule(fault_class.lower(), seed)
+        assert outcome.violation is None, (
+            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class.lower()}:{seed}"
+        )
+
+
+def test_each_class_is_there_with_slices_too() -> None:
+    assert {*CLASSES, *EXTENDED} <= {name.upper() for name in FRAGMENTED}
+    assert all(mix.is_fragmented for mix in FRAGMENTED.values())
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_removed_rule_of_slices_breaks_an_invariant(name: str) -> None:
+    mutant = ALL_MUTANTS[name]
+    fault_class, _, seed = CAUGHT[name].partition(":")
+    without = run_schedule(fault_class, int(seed), cast=mutant.cast)
+    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
+    assert run_schedule(fault_class, int(seed)).violation is None
+
+
+def test_every_mutant_of_slices_is_caught() -> None:
+    assert CAUGHT.keys() == FRAGMENT_MUTANTS.keys()

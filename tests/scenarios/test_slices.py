@@ -1,0 +1,155 @@
+"""A swarm whose rounds exchange slices of the units: flat in bytes, equal to plain arithmetic."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data.corpus import standard_library_corpus
+from swarm.data.loader import Loader
+from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import BYTE
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.experts import Slice, expert_shapes, shared_shapes
+from swarm.model.cost import bytes_sent_per_peer_per_round
+from swarm.model.initialise import initial_tensors
+from swarm.protocol.layout import layout_of
+from swarm.train.resident import ResidentEngine
+from tests.model.plain_merge import merge_experts
+from tests.scenarios.spes_reference import mean, merge_is_due, train_locally
+from tests.scenarios.swarms import (
+    agreed_state,
+    finish,
+    has_rounds,
+    peer_id,
+    read_record,
+    read_run,
+    rounds,
+    write_run,
+)
+
+pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
+
+NUM_PEERS = PERIOD = 4
+ROUNDS = 10
+KILLED_AFTER = 6
+SETTINGS = [
+    f"run.rounds={ROUNDS}",
+    f"run.peers={NUM_PEERS}",
+    "model.num_experts=16",
+    "round.local_steps=2",
+    f"round.experts_every={PERIOD}",
+    f"round.shared_every={PERIOD}",
+    "round.stagger=true",
+    "merging.interval_steps=10",  # after round 5, in the middle of a cycle
+    "round.roster_after_s=300.0",  # peers that start one after another are all waited for
+    "round.reform_after_s=600.0",
+]
+
+
+def test_rounds_of_slices_are_flat_and_equal_plain_arithmetic_through_kills(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, SETTINGS)
+    run = read_run(run_file)
+    with LocalSwarm(tmp_path / "swarm", run_file, NUM_PEERS) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(KILLED_AFTER), what="six rounds", timeout_s=300)
+        sent = [_bytes_sent(swarm, number) for number in range(2, KILLED_AFTER + 1)]
+        for peer in swarm.peers:
+            peer.kill()
+        for peer in swarm.peers:
+            swarm.restart(peer, [])
+        finish(swarm, 300)
+        verdict = summary(swarm)
+        ordered = sorted(peer_id(peer) for peer in swarm.peers)
+        states = [agreed_state(peer, run) for peer in swarm.peers]
+        tip = read_record(swarm.peers[0]).tip
+        merges = applied(swarm.peers[0].events(), "merge")
+    assert set(verdict["digests_per_height"]) == {1}
+    assert verdict["tokens_lost"] == 0
+    assert len(merges) == 2
+    assert sorted({entry.version for entry in tip.entries.values()}) == [7, 8, 9, 10]
+    flat = sum(sent) / len(sent)
+    assert all(abs(each - flat) < 0.1 * flat for each in sent), sent
+    formula = NUM_PEERS * bytes_sent_per_peer_per_round(run, NUM_PEERS)
+    # Manifests, offers and evidence come on top, which is much for so small a model.
+    assert formula < flat < 1.5 * formula, (formula, sent)
+    owners = {expert: ordered.index(peers[0]) for expert, peers in tip.owners.items()}
+    shards = open_shards(standard_library_corpus(), tmp_path / "data", BYTE)
+    expected = _train_in_slices(run, shards, ordered, owners)
+    for state in states:
+        assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
+
+
+def _bytes_sent(swarm: LocalSwarm, number: int) -> int:
+    """Blob bytes that all peers together sent in a round."""
+    events = [e for peer in swarm.peers for e in rounds(peer) if e["round"] == number]
+    assert len(events) == NUM_PEERS
+    return sum(event["blob_bytes_sent"] for event in events)
+
+
+# ---------------------------------------------------------------- plain arithmetic
+
+
+def _slices(run: RunConfig, number: int) -> list[Slice]:
+    """Runs of elements of the shared tensors that round `number` averages."""
+    parts = [unit for unit in layout_of(run).units if unit.unit.startswith("shared")]
+    assert {unit.codec for unit in parts} == {"fp32"} and len(parts) % PERIOD == 0
+    size = len(parts) // PERIOD
+    slot = number % PERIOD
+    return [piece for unit in parts[slot * size : (slot + 1) * size] for piece in unit.slices]
+
+
+def _experts(owners: Mapping[int, int], number: int) -> list[int]:
+    """Experts that it exchanges: of each owner its k-th, where k and its own place add up."""
+    due = []
+    for owner in range(NUM_PEERS):
+        own = sorted(expert for expert, peer in owners.items() if peer == owner)
+        due += [e for k, e in enumerate(own) if (k + owner) % PERIOD == number % PERIOD]
+    return due
+
+
+def _train_in_slices(
+    run: RunConfig, shards: Shards, peers: Sequence[str], owners: Mapping[int, int]
+) -> dict[str, Tensor]:
+    """As `train_by_reference`, but a round averages and copies its slice of all alone."""
+    model = run.model
+    names = {expert: list(expert_shapes(model, expert)) for expert in owners}
+    of_experts = [name for own in names.values() for name in own]
+    agreed = initial_tensors(run, [*shared_shapes(model), *of_experts])
+    engines = [ResidentEngine(run) for _ in peers]
+    for peer, engine in enumerate(engines):
+        engine.write(agreed)
+        engine.own([expert for expert in sorted(owners) if owners[expert] == peer])
+    step = tokens = merged = 0
+    with Loader(shards, run) as loader:
+        for number in range(1, ROUNDS + 1):
+            phase = run.phase_at(tokens)
+            for peer, engine in zip(peers, engines, strict=True):
+                tokens += train_locally(engine, loader, run, peer, step, phase, read=tokens)
+            step += phase.local_steps
+            for piece in _slices(run, number):
+                value = mean([{"": engine.read_part(piece)} for engine in engines])[""]
+                agreed[piece.name].view(-1)[piece.start : piece.stop] = value
+                for engine in engines:
+                    engine.write_part(piece, value)
+            for expert in _experts(owners, number):
+                agreed |= engines[owners[expert]].read(names[expert])
+            before = {name: agreed[name].clone() for name in of_experts}
+            if merge_is_due(step, merged, run.merging):
+                merged = step // run.merging.interval_steps
+                alpha = run.merging.alpha * (1 - min(step / run.merging.decay_steps, 1))
+                agreed |= merge_experts(agreed, model, alpha=alpha, top_k=run.merging.top_k).named
+            for peer, engine in enumerate(engines):
+                for expert, owner in owners.items():
+                    for name in names[expert]:
+                        value = agreed[name]
+                        if owner == peer:  # what it has not offered yet moves along
+                            ahead = engine.read([name])[name] - before[name]
+                            value = torch.where(ahead == 0, value, value + ahead)
+                            if torch.equal(agreed[name], before[name]):
+                                continue
+                        engine.write({name: value})
+    return agreed
