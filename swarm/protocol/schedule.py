@@ -10,8 +10,8 @@ until it was renewed. A part of the shared tensors misses none: each contributor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from swarm.experts import expert_of_unit
@@ -48,7 +48,7 @@ class Schedule:
             if number % self.experts_every == 0:
                 return tip.entries.keys()
             return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
-        return self._parts_due(tip, number) | self._experts_due(tip, number)
+        return _slice_after(_Case(self, tip))
 
     def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:
         """Of these the ones that a peer offers: the shared parts, and the experts that it owns."""
@@ -56,18 +56,17 @@ class Schedule:
         of_peer = ((unit, expert_of_unit(unit)) for unit in self.due(tip))
         return tuple(sorted(unit for unit, expert in of_peer if expert is None or expert in mine))
 
+    def slice_after(self, tip: Manifest) -> frozenset[Unit]:
+        """What is due if rounds are slices."""
+        return self._parts_due(tip, tip.round + 1) | self._experts_due(tip, tip.round + 1)
+
     def _parts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
         every = self.shared_every
         if every == 1:
             return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
-        kinds = frozenset(
-            (unit, entry.codec)
-            for unit, entry in tip.entries.items()
-            if expert_of_unit(unit) is None
-        )
-        return frozenset(
-            unit for unit, slot in part_slots(kinds, every).items() if (number - slot) % every == 0
-        )
+        codecs = {u: each.codec for u, each in tip.entries.items() if expert_of_unit(u) is None}
+        slots = part_slots(codecs, every)
+        return frozenset(unit for unit, slot in slots.items() if (number - slot) % every == 0)
 
     def _experts_due(self, tip: Manifest, number: int) -> frozenset[Unit]:
         every, slots = self.experts_every, expert_slots(tip, self.experts_every)
@@ -84,19 +83,35 @@ class Schedule:
         return tip.round + 1 - tip.entries[unit].version > self.experts_every
 
 
+@dataclass(frozen=True)
+class _Case:
+    """Asked of each offer anew; the very same manifest, so that nothing has to be compared."""
+
+    schedule: Schedule
+    name: int = field(init=False)
+    tip: Manifest = field(compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", id(self.tip))
+
+
 @lru_cache(maxsize=8)
-def part_slots(codecs: frozenset[tuple[Unit, str]], every: int) -> dict[Unit, int]:
+def _slice_after(case: _Case) -> frozenset[Unit]:
+    return case.schedule.slice_after(case.tip)
+
+
+def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
     """Slots of the parts of the shared tensors: neighbours have the same, or the next [U2].
 
     The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n).
 
     Args:
-        codecs: part and codec.
+        codecs: of each part.
         every: their period.
     """
     slots: dict[Unit, int] = {}
-    for codec in {codec for _, codec in codecs}:
-        parts = sorted((unit for unit, own in codecs if own == codec), key=_in_order)
+    for codec in set(codecs.values()):
+        parts = sorted((unit for unit, own in codecs.items() if own == codec), key=_in_order)
         slots |= {unit: place * every // len(parts) for place, unit in enumerate(parts)}
     return slots
 

@@ -146,8 +146,8 @@ def test_an_expert_that_moves_is_renewed_within_a_period_and_a_round() -> None:
 
 
 def test_parts_of_each_codec_are_spread_over_the_period_and_neighbours_stay_together() -> None:
-    codecs = {(shared_unit(0), "fp32"), *((shared_unit(part), "bf16") for part in range(1, 13))}
-    slots = part_slots(frozenset(codecs), 4)
+    codecs = {shared_unit(0): "fp32", **{shared_unit(part): "bf16" for part in range(1, 13)}}
+    slots = part_slots(codecs, 4)
     assert [slots[shared_unit(part)] for part in range(13)] == [
         0,
         *[0] * 3,
