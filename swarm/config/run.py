@@ -156,8 +156,9 @@ class RoundConfig(Section):
     shared_every: Annotated[int, Field(gt=0, le=64)] = 1
     """Each part of the shared tensors is averaged every so many rounds; above 1 with `stagger`."""
     stagger: bool = False
-    """Whether each round exchanges its slice of what is due within a cycle, so that all move the
-    same number of bytes; an expert that missed its round is made up for in the next."""
+    """Whether each round is a slice of a cycle and exchanges its share of the units, so that all
+    move the same number of bytes; an expert that missed its round is made up for in the next. Then
+    `local_steps` are those of a slice, and the last round of the run exchanges everything."""
     roster_after_s: Seconds = 6.0
     """D1: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None

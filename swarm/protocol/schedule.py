@@ -27,11 +27,13 @@ class Schedule:
         shared_every: period of a part of the shared tensors; above 1 only with `stagger`.
         stagger: whether units of one kind have different slots, and are made up for if missed.
             Otherwise all experts are due in the same rounds, those that their period divides.
+        rounds: of the run; the last one is no slice, so that nobody's work stays behind.
     """
 
     experts_every: int = 1
     shared_every: int = 1
     stagger: bool = False
+    rounds: int | None = None
 
     @property
     def cycle(self) -> int:
@@ -48,6 +50,8 @@ class Schedule:
             if number % self.experts_every == 0:
                 return tip.entries.keys()
             return frozenset(unit for unit in tip.entries if expert_of_unit(unit) is None)
+        if self.rounds is not None and number >= self.rounds:
+            return tip.entries.keys()
         return _slice_after(_Case(self, tip))
 
     def due_of(self, peer: PeerId, tip: Manifest) -> tuple[Unit, ...]:

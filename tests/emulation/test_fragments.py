@@ -18,6 +18,7 @@ CAUGHT = {
     "units_not_due": "a:0",
     "stagger_by_peer": "a:0",
     "renewed_parts_kept": "b:0",
+    "parts_dropped": "b:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes ab --mutant NAME`."""

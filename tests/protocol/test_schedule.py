@@ -106,6 +106,15 @@ def test_what_was_missed_is_due_until_it_is_renewed_and_then_in_its_slot_again()
     assert dues == sorted([*in_slot, *overdue])
 
 
+def test_the_last_round_of_a_run_is_whole() -> None:
+    tip = tip_of(2, experts=8, parts=4)
+    limited = replace(QUARTERS, rounds=6)
+    sizes = [len(due) for due in rounds_of(limited, tip, 6)]
+    assert sizes == [3, 3, 3, 3, 3, 12]
+    unstaggered = Schedule(experts_every=3, rounds=2)
+    assert [len(due) for due in rounds_of(unstaggered, tip, 2)] == [4, 4]
+
+
 def test_a_peer_offers_all_parts_that_are_due_and_its_own_experts_alone() -> None:
     tip = tip_of(3, experts=6, parts=8)
     due = QUARTERS.due(tip)

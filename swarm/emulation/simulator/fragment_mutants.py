@@ -42,6 +42,11 @@ class _RenewedPartsKept(Training):
         return replace(super().decide(manifest, previous), kept_parts=frozenset(self.part_bases))
 
 
+class _PartsDropped(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        return replace(super().decide(manifest, previous), kept_parts=frozenset())
+
+
 def _by_peer(me: str, schedule: Schedule) -> Schedule:
     class Own(Schedule):
         def due(self, tip: Manifest) -> frozenset[Unit]:
@@ -76,4 +81,5 @@ FRAGMENT_MUTANTS: Mapping[str, Mutant] = {
     "renewed_parts_kept": Mutant(
         "S1: a renewed part restarts from its mean", Cast(training=_RenewedPartsKept)
     ),
+    "parts_dropped": Mutant("S1: a part that was not due goes on", Cast(training=_PartsDropped)),
 }

@@ -97,8 +97,12 @@ class Model:
         self.shared = {}
         if self.task.rules.shared_every > 1:
             for unit in self.task.rules.shared_units:
-                if unit not in kept or unit not in self.started:
-                    self.started[unit] = manifest.entries[unit].digest
+                agreed = manifest.entries[unit].digest
+                if unit in kept and unit in self.started:
+                    continue
+                if self.started.get(unit) == agreed and unit not in manifest.sources:
+                    raise Violation("S1", f"{self.me} drops its progress on {unit}")
+                self.started[unit] = agreed
 
     def _follow(self, expert: int, choice: ExpertDecision, manifest: Manifest) -> None:
         if choice.base is None:

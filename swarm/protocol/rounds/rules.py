@@ -59,6 +59,8 @@ class Rules:
     """Each part of the shared tensors is due in one of so many training rounds."""
     stagger: bool = False
     """Whether each round exchanges its slice of the units, see `Schedule`."""
+    rounds: int | None = None
+    """Training rounds of the run; None: without end."""
     is_dealt: bool = False
     """Whether there is one text that is dealt to the members [T1]."""
     silent_limit: int = 3
@@ -85,6 +87,7 @@ class Rules:
             experts_every=run.round.experts_every,
             shared_every=run.round.shared_every,
             stagger=run.round.stagger,
+            rounds=run.run.rounds,
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
             batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
             sequence_length=run.data.sequence_length,
@@ -129,7 +132,7 @@ class Rules:
     @cached_property
     def schedule(self) -> Schedule:
         """Which units are due when."""
-        return Schedule(self.experts_every, self.shared_every, self.stagger)
+        return Schedule(self.experts_every, self.shared_every, self.stagger, self.rounds)
 
     @property
     def silent_rounds(self) -> int:
