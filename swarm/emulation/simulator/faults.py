@@ -207,7 +207,7 @@ class Draw:
         every, shared_every, parts = random.choice([1, 1, 2, 3]), 1, NUM_PARTS
         if self.mix.is_fragmented:
             every, shared_every = random.choice([2, 3, 4, 5]), random.choice([1, 2, 3, 4])
-            parts = shared_every * random.choice([1, 2])
+            parts = max(NUM_PARTS, shared_every * random.choice([1, 2]))
         units = [shared_unit(part) for part in range(parts)]
         units += [expert_unit(expert) for expert in range(self.mix.experts)]
         merging = MergingConfig(

@@ -5,8 +5,9 @@ I3 (progress) and I5 (one chain after healing) are judged over a whole schedule,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 
+from swarm.emulation.simulator.bringing import check_brought
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.electing import check_votes
 from swarm.emulation.simulator.ledger import Ledger
@@ -280,7 +281,7 @@ class Invariants:
         self._check_offers(manifest, parent)
         check_votes(manifest, parent)
         due = self.rules.schedule.due(parent)
-        self._check_brought(manifest, parent, due)
+        check_brought(manifest, parent, due, self.liar)
         for unit, entry in manifest.entries.items():
             sources = manifest.sources.get(unit, ())
             if not sources:
@@ -324,22 +325,6 @@ class Invariants:
                 is_known or peer == self.liar,
                 "I12",
                 f"{short(manifest)}: {peer} has not offered {values_of} with {work} tokens",
-            )
-
-    def _check_brought(self, manifest: Manifest, parent: Manifest, due: Set[Unit]) -> None:
-        """What is due, overdue or not, each contributor brings of the experts that it owns [U3]."""
-        contributors = frozenset(manifest.contributors) - {self.liar}
-        for expert, owners in parent.owners.items():
-            unit = expert_unit(expert)
-            if unit not in due:
-                continue
-            lacking = (
-                contributors.intersection(owners) - dict(manifest.sources.get(unit, ())).keys()
-            )
-            require(
-                not lacking,
-                "U3",
-                f"{short(manifest)}: {sorted(lacking)} did not bring {unit}, which was due",
             )
 
     def _check_sources(

@@ -159,8 +159,7 @@ class Node(Ports):
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            due = self.world.task.rules.may_be_renewed(self.machine.tip)
-            timers = self.world.cast.timers(self._pace.measured(due), timers)
+            timers = self.world.cast.timers(self.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:

@@ -8,6 +8,7 @@ from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.protocol.deadlines import Measured
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.pace import Pace
 from swarm.protocol.rounds import RoundMachine
@@ -83,6 +84,10 @@ class Ports:
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A whole transfer is done."""
         self._pace.fetched(num_bytes, seconds)
+
+    def measured(self) -> Measured:
+        """What its timers are adapted from."""
+        return self._pace.measured(self.machine.rules.may_be_renewed(self.machine.tip))
 
     def merge_is_due(self, tip: Manifest) -> bool:
         """Whether the next manifest must be a merge, by the machine's rule, mutated or not."""
