@@ -13,7 +13,7 @@ from peers.options import Options
 from swarm.errors import BadBlob, ConfigError, DataError, SwarmError
 from swarm.evaluation.harness import TASK_FILE, command, folder_of_task, write_task
 from swarm.evaluation.measure import HeldOutTokens, evaluate
-from swarm.evaluation.scores import Measured, append_scores, score_record
+from swarm.evaluation.scores import Measured, append_scores, newest_scores, score_record
 from swarm.evaluation.tasks import TaskFailed, require_tasks, run_task, shots_of
 from swarm.export.facts import ExportFacts
 from swarm.network.identity import Identity, load_or_create_identity
@@ -100,6 +100,15 @@ class Evaluator:
                 f"round {facts.model.manifest.round} was not evaluated to the end: "
                 f"{printable(str(error))}"
             )
+
+    def repeat_newest(self, run_id: str, observer: Observer) -> None:
+        """Publishes what was measured before a restart; what goes wrong is told."""
+        try:
+            record = newest_scores(self.scores) if self.publish else None
+            if record:
+                observer.publish_scores(run_id, record, PUBLISH_S)
+        except (SwarmError, OSError) as error:
+            click.echo(f"the scores of before were not published: {printable(str(error))}")
 
     def _keep(
         self,

@@ -45,6 +45,7 @@ START_S = 40.0
 LOOK_S = 90.0
 FIND_S = 8.0
 SETTLE_S = 3.0
+SETTINGS = Path("/proc/sys/net/ipv4")
 ASKED = 6
 """Peers that are asked what they see."""
 
@@ -103,8 +104,18 @@ def _local(path: Path) -> tuple[Local, tuple[Remembered, ...], int | None]:
         state_in_use=in_use,
         version=__version__,
         computes_with=processor(),
+        congestion=_setting("tcp_congestion_control"),
+        congestion_known=tuple((_setting("tcp_available_congestion_control") or "").split()),
     )
     return local, remembered, port
+
+
+def _setting(name: str) -> str | None:
+    """What the kernel says of IPv4, which counts for IPv6 too; None on other systems."""
+    try:
+        return (SETTINGS / name).read_text().strip()
+    except OSError:
+        return None
 
 
 def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path) -> Needs:

@@ -12,6 +12,7 @@ import click
 
 from peers.evaluating import Evaluator, add_task, say_command
 from peers.options import Options
+from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.export.facts import ExportFacts, Form
 from swarm.export.fetching import FromPeers
@@ -24,7 +25,6 @@ from swarm.model.huggingface import Dtype
 from swarm.network.blobs import BlobStore
 from swarm.network.observer import Observer
 from swarm.peer.agreed_model import open_state
-from swarm.peer.machine import size_in_bytes
 
 START_S = 30.0
 
@@ -132,6 +132,9 @@ def follow(
                 published(folder, facts)
 
             source = FromPeers(observer, store, run_id)
+            manager.require_run(source.run_id)
+            if evaluator:
+                evaluator.repeat_newest(source.run_id, observer)
             Follower(source, manager, plan.every, form, (add_task,), after, click.echo).follow()
 
 

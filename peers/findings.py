@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from statistics import median
 
-from swarm.protocol.fitness import Fitness, LinkVerdict
+from swarm.config.amounts import LinkRates
+from swarm.model.link_plan import carried_mbit
+from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice
 
 CLOCK_LIMIT_S = 3.0
 """Beyond it peers refuse each other's pings (hivemind)."""
@@ -48,6 +51,10 @@ class Local:
     version: str
     computes_with: str = ""
     """The GPU with its memory, or that there is none."""
+    congestion: str | None = None
+    """TCP's congestion control here; None where the system does not say."""
+    congestion_known: tuple[str, ...] = ()
+    """Those that the kernel has ready."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,28 @@ def _of_local(local: Local) -> list[Finding]:
             f"ulimit -n {FEW_FILES} before the start",
         )  # fmt: skip
     device = Finding("device", Level.GOOD, local.computes_with or "not looked at")
-    return [state, files, device]
+    return [state, files, device, *_of_congestion(local)]
+
+
+def _of_congestion(local: Local) -> list[Finding]:
+    """Loss-based ones take any loss for congestion; nothing is said where none can be read."""
+    if local.congestion is None:
+        return []
+    if local.congestion not in ("reno", "cubic"):
+        return [Finding("congestion control", Level.GOOD, local.congestion)]
+    link = LinkRates(inf, inf, rtt_ms=100.0, loss_pct=0.1)
+    mbit = carried_mbit(link, 2)[0]
+    setting = "sysctl -w net.core.default_qdisc=fq net.ipv4.tcp_congestion_control=bbr"
+    load = "" if "bbr" in local.congestion_known else "modprobe tcp_bbr && "
+    return [
+        Finding(
+            "congestion control", Level.WARNING,
+            f"{local.congestion}: at 0.1 % loss and 100 ms it sends {mbit:.1f} Mbit/s over a "
+            "connection, and a pair of peers has one; bbr hardly slows down",
+            f"{load}{setting} as root (in /etc/sysctl.d to keep it); it counts for new connections "
+            "and for what this machine sends",
+        )
+    ]  # fmt: skip
 
 
 def _of_clock(sights: Sequence[Sight]) -> Finding:
@@ -256,7 +284,10 @@ def _of_versions(version: str, sights: Sequence[Sight]) -> Finding:
 def _of_rates(down_mbit: float | None, up_mbit: float | None) -> Finding:
     if down_mbit is None or up_mbit is None:
         return Finding("rate", Level.WARNING, "not measured: no peer took part", "try again later")
-    return Finding("rate", Level.GOOD, f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up")
+    text = f"{down_mbit:.3g} Mbit/s down, {up_mbit:.3g} Mbit/s up"
+    if advice := cap_advice(up_mbit):
+        text += f"; {advice}"
+    return Finding("rate", Level.GOOD, text)
 
 
 def _of_needs(needs: Needs, local: Local) -> list[Finding]:

@@ -21,7 +21,8 @@ from swarm.config import parse_override
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import fault_reports
-from swarm.emulation.links import LINKS, Links
+from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import Links
 from swarm.emulation.local_peer import Event, LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, summary
 from swarm.emulation.networks import open_links
@@ -112,6 +113,14 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
     return f"{len(histories)} peers start or end a round"
 
 
+def links_of(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """The names of emulated links in a list with commas."""
+    names = tuple(text.split(",")) if text else ()
+    if wrong := [name for name in names if name not in LINKS]:
+        raise click.BadParameter(f"{wrong[0]!r} is none of {', '.join(LINKS)}")
+    return names
+
+
 @program("swarm-local")
 @options(
     "run", "state_dir", "rounds", "peers", "settings", "corpus", "tokenizer", "initialise_from",
@@ -128,7 +137,12 @@ def how_far(histories: Sequence[Sequence[Event]]) -> str:
     callback=file_of("faults"),
     help="What goes wrong and when: a plan in TOML, or a name such as demo.",
 )
-@option("--link", type=click.Choice(list(LINKS)), help="The network between the peers.")
+@option(
+    "--link",
+    callback=links_of,
+    metavar="NAME[,NAME...]",
+    help="The network between the peers; with several names the peers have them in turn.",
+)
 def main(
     options: Options,
     *,
@@ -136,7 +150,7 @@ def main(
     monitor: bool,
     page: bool,
     faults: Path | None,
-    link: str | None,
+    link: Sequence[str],
 ) -> None:
     """Trains a swarm of several peers on this machine: real processes, real network, one run.
 
@@ -222,8 +236,8 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _network(link: str | None) -> Iterator[Links | None]:
-    if link is None:
+def _network(link: Sequence[str]) -> Iterator[Links | None]:
+    if not link:
         yield None
         return
     links = open_links(link, _say)

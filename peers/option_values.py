@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from swarm.config.amounts import rate_in_mbit, size_in_bytes
 from swarm.errors import ConfigError
 from swarm.run_files import Kind, find_file, read_text
 
@@ -44,6 +45,16 @@ def head_digest(_: click.Context, __: click.Parameter, text: str | None) -> str 
     if not found:
         raise click.BadParameter("it is HEIGHT:DIGEST, as a member's log says it")
     return found[1]
+
+
+def rate_of(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
+    """Mbit/s of a rate such as 20mbit."""
+    return None if text is None else rate_in_mbit(text)
+
+
+def gigabytes_of(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
+    """GB (10^9 bytes) of a size such as 200GB."""
+    return None if text is None else size_in_bytes(text) / 1e9
 
 
 def file_of(kind: Kind) -> Callable[[click.Context, click.Parameter, Path | None], Path | None]:

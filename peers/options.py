@@ -8,97 +8,29 @@ from __future__ import annotations
 
 import difflib
 import functools
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from peers.option_values import Setting, file_of, head_digest, split_addresses
+from peers.command import Program as Program
+from peers.command import program as program
+from peers.command import version_option as version_option
+from peers.option_values import (
+    Setting,
+    file_of,
+    gigabytes_of,
+    head_digest,
+    rate_of,
+    split_addresses,
+)
 from peers.program_log import LOG_FORMATS, LOG_LEVELS, configure_logging
 from peers.toml_text import toml_value
 from swarm.config import COMMAND_LINE, PeerConfig, RunConfig, parse_config, parse_override
-from swarm.errors import ConfigError, SwarmError
-from swarm.peer.local_faults import named_fault
-from swarm.protocol.printable import printable
+from swarm.errors import ConfigError
 from swarm.run_files import read_text
-from swarm.version import __version__
-
-TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
-"""Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
-
-
-class Program(click.Command):
-    """A command whose errors are one line and an exit code."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Lets several values follow one flag."""
-        return super().parse_args(ctx, list(_one_value_each(args)))
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Runs the program; in standalone mode it never returns."""
-        run = functools.partial(
-            super().main, args, prog_name, complete_var, standalone_mode=False, **extra
-        )
-        if not standalone_mode:
-            return run()
-        try:
-            code: Any = run()
-        except SwarmError as error:
-            self._fail(str(error), error.exit_code)
-        except click.ClickException as error:
-            self._fail(error.format_message(), error.exit_code)
-        except (click.Abort, KeyboardInterrupt):
-            self._fail("interrupted", 130)
-        except (MemoryError, RuntimeError, OSError) as error:
-            typed = named_fault(error)
-            if typed is None:
-                raise
-            self._fail(str(typed), typed.exit_code)
-        sys.exit(code if isinstance(code, int) else 0)
-
-    def _fail(self, message: str, exit_code: int) -> NoReturn:
-        line = printable(" ".join(message.split()))
-        click.echo(f"{self.name}: {click.style('error', fg='red')}: {line}", err=True)
-        sys.exit(exit_code)
-
-
-def program(name: str) -> Callable[[Callable[..., Any]], Program]:
-    """Makes a function the program of this name; its docstring is the help text."""
-    settings = {
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "show_default": True,
-    }
-    command = click.command(name, cls=Program, context_settings=settings)
-    return lambda function: command(version_option(name)(function))
-
-
-def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option --version of the program of this name."""
-    return click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
-
-
-def _one_value_each(args: Iterable[str]) -> Iterable[str]:
-    flag, filled = None, False
-    for arg in args:
-        if flag and not arg.startswith("-"):
-            if filled:
-                yield flag
-            filled = True
-        else:
-            name = arg.partition("=")[0].replace("_", "-")
-            flag, filled = (name if name in TAKES_SEVERAL else None), "=" in arg
-        yield arg
 
 
 def option(flag: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -201,6 +133,27 @@ class Options:
         "Pass messages on between peers that cannot dial each other (default: yes).",
         sets="network.relay",
         default=None,
+    )
+    max_upload: float | None = _flag(
+        "--max-upload",
+        "Sends no faster: 20mbit.",
+        sets="network.max_upload_mbit",
+        metavar="RATE",
+        callback=rate_of,
+    )
+    max_download: float | None = _flag(
+        "--max-download",
+        "Receives no faster: 100mbit.",
+        sets="network.max_download_mbit",
+        metavar="RATE",
+        callback=rate_of,
+    )
+    data_quota: float | None = _flag(
+        "--data-quota",
+        "Leaves before it has moved so much in a calendar month, both ways together: 200GB.",
+        sets="network.data_quota_gb",
+        metavar="SIZE",
+        callback=gigabytes_of,
     )
     run_id: str | None = _flag("--run-id", "Which run to join, where several are announced.")
     new_run: bool = _flag(

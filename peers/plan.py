@@ -17,7 +17,7 @@ from swarm.config import RunConfig
 from swarm.data.tokenizer import require_vocabulary
 from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import DoesNotFit
-from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, Forecast, forecast
+from swarm.peer.forecast import ASSUMED_MBIT, DAY_S, WANTED_UTILISATION, Forecast, forecast
 from swarm.progress import duration
 
 if TYPE_CHECKING:
@@ -58,20 +58,47 @@ KEYS = (
 @program("swarm-plan")
 @options(
     "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
-    "as_json", "print_config", "log_format", "log_level",
+    "max_upload", "max_download", "data_quota", "as_json", "print_config", "log_format",
+    "log_level",
 )  # fmt: skip
 @option(
     "--mbit",
     type=click.FloatRange(min=0, min_open=True),
     default=ASSUMED_MBIT,
-    help="Rate of a peer's link each way, Mbit/s.",
+    help="Rate of a peer's link each way, Mbit/s; --link says more.",
 )
-def main(given: Options, mbit: float) -> None:
+@option(
+    "--link",
+    help="A peer's link, and which settings fit it: 100/20mbit,100ms is 100 Mbit/s down, 20 up (in "
+    "this order, as providers write it), and the round trip to others; also 50mbit, or "
+    "up=20mbit,down=100mbit,rtt=100ms,loss=0.1%, or a name that swarm-local --link takes. In bits; "
+    "what could mean two things is an error.",
+    metavar="DOWN/UP,RTT",
+)
+@option(
+    "--utilisation",
+    type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
+    default=WANTED_UTILISATION,
+    help="With --link: share of the time computing that settings must reach.",
+)
+@option(
+    "--step-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds of a local step, where they are known better than estimated.",
+)
+def main(
+    given: Options,
+    mbit: float,
+    link: str | None,
+    utilisation: float,
+    step_seconds: float | None,
+) -> None:
     """What a run costs a peer, and which engine runs it on this machine or a described one.
 
     \b
     This machine:  swarm-plan --run configs/runs/spes_2b.toml
     Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
+    A link:        swarm-plan --run configs/runs/spes_7b.toml --link 100/20mbit,100ms
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
     phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
@@ -84,25 +111,34 @@ def main(given: Options, mbit: float) -> None:
         return
     if given.tokenizer:
         require_vocabulary(run, open_tokenizer(given.tokenizer))
+    from peers.link_tables import as_figures, link_named, print_link, table_for  # not for --help
+
+    rates = link_named(link) if link else None
     from swarm.peer.planning import plan_run  # loads torch: not for --help
 
     sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
     cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit
-    times = forecast(
-        run, step_s=plan.step_s, round_bytes=cost.bytes_sent_per_peer_per_round, mbit=mbit
-    )
+    step_s = step_seconds or plan.step_s
+    of_link = None
+    if rates:
+        of_link = table_for(run, rates, config.network, step_s=step_s, wanted=utilisation)
+        mbit = min(of_link.rates)
+    times = forecast(run, step_s=step_s, round_bytes=cost.bytes_sent_per_peer_per_round, mbit=mbit)
     if given.as_json:
         figures = asdict(cost) | _engine_figures(run, planned.owned_experts, plan, most)
         figures |= _times(times, planned.machine, mbit)
         figures["fits"] = planned.fits
-        click.echo(json.dumps({key: figures[key] for key in KEYS}))
+        shown = {key: figures[key] for key in KEYS}
+        click.echo(json.dumps(shown | ({"link": as_figures(of_link)} if of_link else {})))
     else:
         console = Console(highlight=False)
         console.print(table_of(run, cost))
         console.print(engine_table(run, planned.machine, plan, most))
         described = given.gpu is not None
         console.print(times_table(run, times, planned.machine, mbit, is_described=described))
+        if of_link:
+            print_link(console, run, of_link)
     if not planned.fits:
         raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
 

@@ -41,6 +41,7 @@ class Drawn(Printed):
             balance=stats.balance,
             grad_norm=stats.grad_norm,
             skipped=float(stats.skipped),
+            masked=float(stats.masked),
         )
 
     def on_round(self, report: RoundReport) -> None:

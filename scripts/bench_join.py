@@ -27,7 +27,7 @@ from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 from swarm.emulation.fault_plan import FaultPlan
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
-from swarm.emulation.links import LINKS
+from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm, applied
 from swarm.emulation.networks import open_links
 from swarm.network.record_file import RecordFile
@@ -146,7 +146,7 @@ def main() -> int:
     arguments = parse()
     folder, say = folder_of(arguments, "join"), teller()
     link = LINKS[arguments.link]
-    links = open_links(arguments.link, say)
+    links = open_links([arguments.link], say)
     swarm = LocalSwarm(
         folder / "swarm", RUN_FILE, arguments.peers, founder_options=MODEL, links=links
     )

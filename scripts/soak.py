@@ -10,7 +10,7 @@ from rehearsal import RUN_FILE, add_common, folder_of, report, settings, teller
 from swarm.emulation.fault_plan import At, Cut, Fault, FaultPlan, Kill, Pause
 from swarm.emulation.fault_runner import Bounds, FaultRunner
 from swarm.emulation.fault_verdict import fault_reports, goodput, quiet_rounds, rounds_of, spread
-from swarm.emulation.links import LINKS
+from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.emulation.networks import open_links
 
@@ -112,7 +112,7 @@ def main() -> int:
     arguments = parse()
     folder = folder_of(arguments, "soak")
     began_s, say = time.time(), teller()
-    links = open_links(arguments.link, say, arguments.seed)
+    links = open_links([arguments.link], say, arguments.seed)
     swarm = LocalSwarm(
         folder / "swarm", RUN_FILE, arguments.peers, founder_options=SETTINGS, links=links
     )

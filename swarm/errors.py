@@ -25,7 +25,8 @@ SwarmError (1)
 ├── LinkTooSlow (10)           the bytes of a round take this link far longer than a round
 ├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
 ├── DoesNotFit (12)            a plan needs more disk or memory than a machine has
-└── InvitationError (13)       an invitation is damaged, or lets nobody into this run
+├── InvitationError (13)       an invitation is damaged, or lets nobody into this run
+└── DataQuotaSpent (14)        the bytes that this machine may move in a month are used up
 """
 
 from __future__ import annotations
@@ -193,6 +194,12 @@ class InvitationError(SwarmError):
     """An invitation is needed, damaged, expired, of another run, used up, or not ours to give."""
 
     exit_code = 13
+
+
+class DataQuotaSpent(SwarmError):
+    """The bytes that this machine may move in a month are used up; a running peer left in order."""
+
+    exit_code = 14
 
 
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")

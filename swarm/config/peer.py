@@ -61,6 +61,10 @@ Announced = Annotated[
 ]
 
 
+Cap = Annotated[float, Field(ge=1, le=1_000_000)]
+"""In Mbit/s; with less than 1 nobody could tell a peer from a dead one."""
+
+
 class NetworkSection(Section):
     """How this peer is reached."""
 
@@ -77,6 +81,14 @@ class NetworkSection(Section):
     relay: bool = True
     """Whether it passes messages and blobs on between peers that cannot dial each other; a peer in
     client mode never does."""
+    max_upload_mbit: Cap | None = None
+    """Blobs, moments and what is passed on leave this machine no faster, in Mbit/s; messages,
+    which are small, count but never wait. Without it there is no cap."""
+    max_download_mbit: Cap | None = None
+    """They are read no faster, in Mbit/s."""
+    data_quota_gb: PositiveReal | None = None
+    """Bytes that this peer may move in a calendar month (UTC), both directions together, in GB
+    (10^9 bytes), all runs of its state directory; it leaves while there is enough for that."""
 
 
 class ComputeSection(Section):

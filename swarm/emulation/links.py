@@ -1,4 +1,4 @@
-"""Named link conditions, and what an emulated network can do; how packets pass is computed here.
+"""Link conditions, and what an emulated network can do; how packets pass is computed here.
 
 The link of a peer lies between it and the middle of the network, as an access line does: what two
 peers see of each other is the line up of one, the line down of the other, and the delay of both.
@@ -16,29 +16,56 @@ MOST_QUEUED_S = 0.25
 
 
 @dataclass(frozen=True)
+class Bursts:
+    """Losses in bursts: the chain of Gilbert and Elliott, as netem's `loss gemodel p r 1-h 1-k`.
+
+    Before each packet the line may change its state, and a packet is lost by the state before that.
+
+    Attributes:
+        p_pct: good lines that turn bad, percent of packets.
+        r_pct: bad lines that turn good; bad stretches are 100 / r_pct packets long in the mean.
+        lost_bad_pct: of the packets on a bad line, netem's 1-h.
+        lost_good_pct: of those on a good one, netem's 1-k.
+    """
+
+    p_pct: float
+    r_pct: float
+    lost_bad_pct: float = 100.0
+    lost_good_pct: float = 0.0
+
+    @property
+    def loss_pct(self) -> float:
+        """Packets lost in the long run, percent."""
+        bad = self.p_pct / (self.p_pct + self.r_pct)
+        return bad * self.lost_bad_pct + (1 - bad) * self.lost_good_pct
+
+
+@dataclass(frozen=True)
 class Link:
     """The access line of a peer.
 
     Attributes:
         up_mbit, down_mbit: rates in Mbit/s from and to the peer.
         rtt_ms: round-trip time between two peers that both have this link.
-        loss_pct: packets lost each way between two such peers, percent.
+        loss_pct: packets lost at random each way between two such peers, percent.
+        bursts: packets lost in bursts, in its place.
     """
 
     up_mbit: float
     down_mbit: float
     rtt_ms: float
     loss_pct: float = 0.0
+    bursts: Bursts | None = None
+
+    @property
+    def mean_loss_pct(self) -> float:
+        """Packets lost in the long run, percent."""
+        return self.bursts.loss_pct if self.bursts else self.loss_pct
 
 
-LINKS = {
-    "lan": Link(1000, 1000, 1),
-    "datacentre": Link(1000, 1000, 10),
-    "home-100": Link(40, 100, 30),
-    "home-20": Link(20, 20, 50),
-    "lossy": Link(20, 20, 100, loss_pct=1.0),
-}
-"""By the name that `--link` takes: round figures, not measurements of any provider."""
+def one_way_s(source: Link, target: Link) -> float:
+    """Delay between two peers: half of what a round trip takes, to which each has a half."""
+    return (source.rtt_ms + target.rtt_ms) / 4000
 
 
 class Links(Protocol):
@@ -111,14 +138,48 @@ class Line:
         return self.free_at_s
 
 
+class Losses:
+    """Which packets of one peer are lost on their way."""
+
+    def __init__(self, link: Link, draw: random.Random) -> None:
+        """The line is good; `draw` gives all randomness."""
+        self._link, self._draw = link, draw
+        self._is_bad = False
+
+    def next_is_lost(self) -> bool:
+        """Decides for the next packet."""
+        bursts = self._link.bursts
+        if bursts is None:
+            return self._happens(self._link.loss_pct)
+        was_bad = self._is_bad
+        if self._happens(bursts.r_pct if was_bad else bursts.p_pct):
+            self._is_bad = not was_bad
+        return self._happens(bursts.lost_bad_pct if was_bad else bursts.lost_good_pct)
+
+    def _happens(self, percent: float) -> bool:
+        return percent > 0 and self._draw.random() * 100 < percent
+
+
 class Shaper:
     """When packets between peers arrive, if they do; knows nothing of sockets or clocks."""
 
-    def __init__(self, link: Link, seed: int = 0) -> None:
-        self.link, self.cuts = link, Cuts()
+    def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
+        """Nothing is on its way yet.
+
+        Args:
+            link: of all peers, or several that peers have in turn.
+            seed: of lost packets.
+        """
+        self._links = (link,) if isinstance(link, Link) else tuple(link)
+        self.cuts = Cuts()
         self._draw = random.Random(seed)
+        self._losses: dict[int, Losses] = {}
         self._up: dict[int, Line] = {}
         self._down: dict[int, Line] = {}
+
+    def link_of(self, peer: int) -> Link:
+        """The link of a peer."""
+        return self._links[peer % len(self._links)]
 
     def arrives_at(
         self, now_s: float, source: int, target: int, num_bytes: int
@@ -133,14 +194,17 @@ class Shaper:
         """
         if self.cuts.loses(source, target):
             return None, "cut"
-        if self.link.loss_pct and self._draw.random() * 100 < self.link.loss_pct:
+        losses = self._losses.get(source)
+        if losses is None:
+            losses = self._losses[source] = Losses(self.link_of(source), self._draw)
+        if losses.next_is_lost():
             return None, "lost"
-        up = self._up.setdefault(source, Line(self.link.up_mbit))
-        down = self._down.setdefault(target, Line(self.link.down_mbit))
+        up = self._up.setdefault(source, Line(self.link_of(source).up_mbit))
+        down = self._down.setdefault(target, Line(self.link_of(target).down_mbit))
         passed_s = up.leaves_at(now_s, num_bytes)
         if passed_s is None:
             return None, "queue up is full"
         at_s = down.leaves_at(passed_s, num_bytes)
         if at_s is None:
             return None, "queue down is full"
-        return at_s + self.link.rtt_ms / 2000, "delivered"
+        return at_s + one_way_s(self.link_of(source), self.link_of(target)), "delivered"

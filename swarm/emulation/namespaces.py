@@ -51,9 +51,10 @@ def why_not_here() -> str | None:
 class NamespaceLinks:
     """See `Links`; the network exists from the first `place` to `close`."""
 
-    def __init__(self, link: Link, seed: int = 0) -> None:
+    def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
         self._shaper = Shaper(link, seed)
-        is_fast = max(link.up_mbit, link.down_mbit) > FAST_MBIT
+        each = (link,) if isinstance(link, Link) else link
+        is_fast = max(max(one.up_mbit, one.down_mbit) for one in each) > FAST_MBIT
         self._mtu_bytes = FAST_MTU_BYTES if is_fast else MTU_BYTES
         self._devices: dict[int, int] = {}
         """Peer -> file descriptor of its TUN device."""

@@ -2,7 +2,7 @@
 
 A peer listens on a port of its own and announces the proxy's. Whoever dials it is known by the
 process that holds the other end of the connection. Rate, delay and cuts act on streams: a cut
-holds bytes back, as TCP does, instead of losing packets, so `loss_pct` has no effect.
+holds bytes back, as TCP does, instead of losing packets, so losses have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.emulation.controls import INDEX_VARIABLE
-from swarm.emulation.links import Cuts, Line, Link
+from swarm.emulation.links import Cuts, Line, Link, Shaper, one_way_s
 
 CHUNK_BYTES = 16 * 1024
 CUT_POLL_S = 0.1
@@ -27,8 +27,8 @@ HOST = "127.0.0.1"
 class ProxyLinks:
     """See `Links`."""
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._cuts = link, Cuts()
+    def __init__(self, link: Link | Sequence[Link]) -> None:
+        self._shape, self._cuts = Shaper(link), Cuts()
         self._up: dict[int, Line] = {}
         self._down: dict[int, Line] = {}
         self._ports: dict[int, tuple[int, int]] = {}
@@ -150,14 +150,14 @@ class ProxyLinks:
 
     async def _passed_at(self, source: int, target: int, num_bytes: int) -> float:
         """When a chunk arrives; waits while the lines are full."""
-        up = self._up.setdefault(source, Line(self._link.up_mbit))
-        down = self._down.setdefault(target, Line(self._link.down_mbit))
+        up = self._up.setdefault(source, Line(self._shape.link_of(source).up_mbit))
+        down = self._down.setdefault(target, Line(self._shape.link_of(target).down_mbit))
         while (passed_s := up.leaves_at(time.monotonic(), num_bytes)) is None:
             await asyncio.sleep(CUT_POLL_S)
         while (at_s := down.leaves_at(passed_s, num_bytes)) is None:
             await asyncio.sleep(CUT_POLL_S)
             passed_s = max(passed_s, time.monotonic())
-        return at_s + self._link.rtt_ms / 2000
+        return at_s + one_way_s(self._shape.link_of(source), self._shape.link_of(target))
 
     def _dialler(self, port: int) -> int:
         """The peer that dials from a port; -1 for others, such as a monitor."""

@@ -67,6 +67,24 @@ def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> S
     return ScoreRecord(tuple(scores[:MAX_SCORES])) if scores else None
 
 
+def newest_scores(path: Path) -> ScoreRecord | None:
+    """What a file says last: the scores of the model in its last whole line; None without one."""
+    found: list[tuple[Digest, int, Measured]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            values = json.loads(line)
+            head = str(values.pop("manifest_digest")), int(values.pop("round"))
+            del values["at"]
+            found.append((*head, Measured(**values)))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue  # cut by a crash
+    if not found:
+        return None
+    digest, round_, _ = found[-1]
+    newest = {(f.task, f.metric): f for of, _, f in found if of == digest}
+    return score_record(digest, round_, list(newest.values()))
+
+
 def _name(text: str) -> str:
     return _NO_NAME.sub("-", text).lstrip("_.,-")[:64] or "unnamed"
 

@@ -81,12 +81,16 @@ def full_state_bytes(model: ModelConfig) -> int:
     return TRAINED_BYTES * parameters(model).total
 
 
+def is_exact(name: str) -> bool:
+    """Whether a shared tensor is a norm or a router, which travel in fp32 and uncoded."""
+    return name.endswith("norm.weight") or ".mlp.gate." in name
+
+
 def shared_wire_bytes(run: RunConfig) -> int:
     """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
     total = 0
     for name, shape in shared_shapes(run.model).items():
-        exact = name.endswith("norm.weight") or ".mlp.gate." in name
-        total += math.prod(shape) * ELEMENT_BYTES["fp32" if exact else run.wire.shared]
+        total += math.prod(shape) * ELEMENT_BYTES["fp32" if is_exact(name) else run.wire.shared]
     return total
 
 

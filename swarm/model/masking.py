@@ -2,8 +2,8 @@
 
 Attention within documents needs no mask: each document is computed as a sequence of its own, so
 that every kernel for causal attention does it, with fewer products than over the whole window.
-Documents of similar lengths are computed together. With a mask torch's fused kernel on a CPU took
-1.7 to 11 times as long, see `swarm/data/README.md`.
+Documents of similar lengths are computed together. Torch's fused kernel with a mask takes longer
+than the whole window does without one (`scripts/bench_documents.py`).
 
 Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, H heads, C size of a head;
 S documents of one width, W their width, M places in all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -222,6 +223,7 @@ class Flow:
 
     async def _fill(self, connection: socket.socket, view: memoryview, progress_s: float) -> None:
         """Receives a small piece."""
+        await self._traffic.down.wait(len(view))
         async with asyncio.timeout(progress_s):
             await receive_into(connection, view, self._arrived)
 
@@ -237,11 +239,16 @@ class Flow:
         All in one go, since a change of thread costs about as much as hashing 100 kB, and what
         has just been received is in the caches. When cancelled, returns once the thread is done.
         """
-        arrived = 0
+        arrived, stop = 0, threading.Event()
 
         def count(num_bytes: int) -> None:
             nonlocal arrived
             arrived += num_bytes
+
+        def turn(most: int) -> int:
+            num_bytes = self._traffic.down.part_bytes(most)
+            self._traffic.down.wait_in_thread(num_bytes, stop)
+            return num_bytes
 
         def receive_and_take() -> Verdicts:
             receive_blocking(
@@ -250,6 +257,7 @@ class Flow:
                 progress_s=progress_s,
                 progress_bytes=PROGRESS_BYTES,
                 arrived=count,
+                turn=turn,
             )
             return take(view)
 
@@ -257,6 +265,7 @@ class Flow:
         try:
             return await asyncio.shield(receiving)
         except asyncio.CancelledError:
+            stop.set()
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             await asyncio.gather(receiving, return_exceptions=True)

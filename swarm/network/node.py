@@ -80,7 +80,7 @@ class Node:
         self.identity, self.peer_id = identity, identity.peer_id
         self.entrances: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
-        self.traffic, self.ledger, self.lines = Traffic(), handlers.ledger, Lines()
+        self.traffic, self.ledger, self.lines = Traffic.of(network), handlers.ledger, Lines()
         self.failure: str | None = None
         self._control = Control(self.traffic, self.ledger, handlers.on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)

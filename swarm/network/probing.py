@@ -120,7 +120,7 @@ class Prober:
         try:
             held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
             async with asyncio.timeout(_STREAM_S):
-                await self._measure(source, reader, writer)
+                await self._measure(traffic, source, reader, writer)
         except HostileInput as error:
             traffic.refuse(error.reason)
         finally:
@@ -128,7 +128,11 @@ class Prober:
                 self._ledger.give_back(held, time.monotonic())
 
     async def _measure(
-        self, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        traffic: Traffic,
+        source: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         is_down, num_bytes = _ASK.unpack(await reader.readexactly(_ASK.size))
         if num_bytes > MAX_BYTES or self._streams >= STREAMS:
@@ -136,23 +140,29 @@ class Prober:
         self._ledger.take(source, Cost.MEASURED, num_bytes, time.monotonic())
         self._streams += 1
         try:
-            await (_send if is_down else _take)(num_bytes, reader, writer)
+            await (_send if is_down else _take)(num_bytes, traffic, reader, writer)
             while await reader.read(_PART_BYTES):
                 pass
         finally:
             self._streams -= 1
 
 
-async def _send(num_bytes: int, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _send(
+    num_bytes: int, traffic: Traffic, _: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     part = bytes(_PART_BYTES)
     for start in range(0, num_bytes, _PART_BYTES):
+        await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
         writer.write(part[: num_bytes - start])
         await writer.drain()
 
 
-async def _take(num_bytes: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _take(
+    num_bytes: int, traffic: Traffic, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Answers each part with a byte, so that the sender counts what came, not what it sent."""
     for _ in range(num_bytes // _PART_BYTES):
+        await traffic.down.wait(_PART_BYTES)
         await reader.readexactly(_PART_BYTES)
         writer.write(b"\x01")
         await writer.drain()
@@ -261,7 +271,9 @@ async def measure_mbit(
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await (_receive if is_down else _transmit)(connection, num_bytes, moved)
+                await (_receive if is_down else _transmit)(
+                    connection, num_bytes, moved, node.traffic
+                )
     except OSError as error:
         raise Unreachable(f"{peer}: {error}") from error
     finally:
@@ -291,16 +303,30 @@ def rate_mbit(samples: Sequence[tuple[float, int]]) -> float:
     return (total - before) * 8 / 1e6 / max(ended_s - start_s, 1e-6)
 
 
-async def _receive(connection: socket.socket, num_bytes: int, moved: _Moved) -> None:
+async def _receive(
+    connection: socket.socket, num_bytes: int, moved: _Moved, traffic: Traffic
+) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, _ASK.pack(True, num_bytes))
-    await receive_into(connection, memoryview(bytearray(num_bytes)), moved.add)
+    part = memoryview(bytearray(_PART_BYTES))
+    for start in range(0, num_bytes, _PART_BYTES):
+        await traffic.down.wait(min(_PART_BYTES, num_bytes - start))
+        await receive_into(connection, part[: num_bytes - start], moved.add)
 
 
-async def _transmit(connection: socket.socket, num_bytes: int, moved: _Moved) -> None:
+async def _transmit(
+    connection: socket.socket, num_bytes: int, moved: _Moved, traffic: Traffic
+) -> None:
     """Counts what was acknowledged: much of what was sent may still be in this machine."""
     loop = asyncio.get_running_loop()
-    content = _ASK.pack(False, num_bytes) + bytes(num_bytes)
-    sending = loop.create_task(loop.sock_sendall(connection, content))
+
+    async def send() -> None:
+        await loop.sock_sendall(connection, _ASK.pack(False, num_bytes))
+        part = bytes(_PART_BYTES)
+        for start in range(0, num_bytes, _PART_BYTES):
+            await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
+            await loop.sock_sendall(connection, part[: num_bytes - start])
+
+    sending = loop.create_task(send())
     try:
         acknowledged = memoryview(bytearray(num_bytes // _PART_BYTES))
         await receive_into(connection, acknowledged, lambda parts: moved.add(parts * _PART_BYTES))

@@ -270,17 +270,23 @@ class Relay:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: socket.socket
     ) -> None:
         """Until the asking side closes: a tail is lost if the serving side closes first."""
-        loop = asyncio.get_running_loop()
+        loop, up, down = asyncio.get_running_loop(), self.traffic.up, self.traffic.down
+        most = up.part_bytes(down.part_bytes(_PART_BYTES))
         async with asyncio.timeout(FIRST_BYTES_S) as idle:
 
+            async def may_pass(num_bytes: int) -> None:
+                idle.reschedule(loop.time() + IDLE_S)
+                await down.wait(num_bytes)
+                await up.wait(num_bytes)
+
             async def there() -> None:
-                while data := await reader.read(_PART_BYTES):
-                    idle.reschedule(loop.time() + IDLE_S)
+                while data := await reader.read(most):
+                    await may_pass(len(data))
                     await loop.sock_sendall(connection, data)
 
             async def back() -> None:
-                while data := await loop.sock_recv(connection, _PART_BYTES):
-                    idle.reschedule(loop.time() + IDLE_S)
+                while data := await loop.sock_recv(connection, most):
+                    await may_pass(len(data))
                     self.traffic.relayed_bytes += len(data)
                     writer.write(data)
                     await writer.drain()

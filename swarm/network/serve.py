@@ -28,7 +28,8 @@ FIRST_ASK_S = 10.0
 IDLE_S = 60.0
 """So is one without another ask, whose last answer may still be on its way over a slow link, and
 one whose reader takes nothing."""
-STREAM_S = 1800.0
+ANSWER_S = 1800.0
+"""An answer may last so long, at whatever rate; a stream as long as its answers get on."""
 TURNED_AWAY = 64
 """Streams at a time that are told that there is no room, which takes up to 5 s each."""
 _REFUSED_S = 5.0
@@ -60,7 +61,7 @@ class BlobServer:
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._ledger = ledger or Ledger()
-        self._turned_away = 0
+        self._turned_away = self._num_served = 0
         self._queue = FairQueue(self._ledger.is_member)
 
     def attach(self, store: BlobStore) -> None:
@@ -80,15 +81,18 @@ class BlobServer:
     ) -> None:
         """Answers one stream until the other side closes it."""
         try:
+            if self._num_served >= traffic.up.most_streams:
+                raise TooCostly("streams_of_cap", "each would be too slow for whoever waits for it")
             held = self._ledger.take(source, Cost.STREAMS, 1, time.monotonic())
         except TooCostly as error:
             traffic.refuse(error.reason)
             await self._turn_away(reader, writer)
             return
+        self._num_served += 1
         try:
-            async with asyncio.timeout(STREAM_S):
-                await self._answer_all(traffic, source, reader, writer)
+            await self._answer_all(traffic, source, reader, writer)
         finally:
+            self._num_served -= 1
             self._ledger.give_back(held, time.monotonic())
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +121,9 @@ class BlobServer:
             ask = Ask.decode(encoded)
             if self._on_ask:
                 self._on_ask(source, ask.digest)
-            if not await self._answer(ask, traffic, source, writer):
+            async with asyncio.timeout(ANSWER_S):
+                is_sound = await self._answer(ask, traffic, source, writer)
+            if not is_sound:
                 traffic.refuse("bad_ask")
                 await _refuse(Status.BAD, reader, writer)
                 return
@@ -139,15 +145,19 @@ class BlobServer:
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
         with self._queue.serving(source):
-            turn = partial(self._turn, source, ask.digest)
+            turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
+            most = traffic.up.part_bytes(most)
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
                 self._count(ask.digest, sent, traffic)
         return True
 
-    async def _turn(self, source: str, digest: str, num_bytes: int) -> None:
-        if not self._is_control(digest):  # those are small, and others decide by them
-            await self._queue.wait(source, num_bytes)
+    async def _turn(self, traffic: Traffic, source: str, digest: str, num_bytes: int) -> None:
+        if self._is_control(digest):  # those are small, and others decide by them
+            traffic.up.count(num_bytes)
+            return
+        await self._queue.wait(source, num_bytes)
+        await traffic.up.wait(num_bytes)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):
@@ -173,7 +183,7 @@ async def _send_content(
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
-    size = most if file else PART_BYTES
+    size = most if file else min(most, PART_BYTES)
     for start in span[::size]:
         part_bytes = min(size, span.stop - start)
         await turn(part_bytes)

@@ -119,11 +119,21 @@ def receive_blocking(
     progress_s: float,
     progress_bytes: int,
     arrived: Callable[[int], None],
+    turn: Callable[[int], int],
 ) -> None:
     """Fills a large buffer, in a thread of its own; `shutdown` of the socket ends it early.
 
     The daemon hands bytes over in small portions. Waiting for them in the kernel costs a fraction
     of what waking the loop for each would, and leaves Python's lock to the trainer.
+
+    Args:
+        connection: the stream.
+        view: the buffer.
+        progress_s: what counts as progress has to come within this time.
+        progress_bytes: what counts as progress.
+        arrived: told of each portion.
+        turn: waits until a portion of at most so many bytes may be read; returns of how many. That
+            time is not counted against the other side.
 
     Raises:
         TimeoutError: fewer than `progress_bytes` came within `progress_s`.
@@ -135,7 +145,7 @@ def receive_blocking(
     connection.setblocking(True)
     try:
         while view:
-            wanted = min(len(view), _PART_BYTES)
+            wanted = turn(min(len(view), _PART_BYTES))
             try:
                 received = connection.recv_into(view, wanted, socket.MSG_WAITALL)
                 enough = received >= min(wanted, progress_bytes)

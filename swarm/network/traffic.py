@@ -1,9 +1,12 @@
-"""What a node sent, received and refused. Written by the network thread, read by anyone."""
+"""What a node sent, received and refused, and how fast it may. Read by anyone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+
+from swarm.config import NetworkSection
+from swarm.network.throttle import Throttle
 
 
 @dataclass
@@ -23,6 +26,8 @@ class Traffic:
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
             in `blob_bytes_received` too.
         refused: how often bytes of others were refused, by reason.
+        up: cap on what is sent.
+        down: cap on what is received.
     """
 
     control_messages_sent: int = 0
@@ -35,6 +40,14 @@ class Traffic:
     blob_bytes_received: int = 0
     relayed_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    up: Throttle = field(default_factory=Throttle)
+    down: Throttle = field(default_factory=Throttle)
+
+    @classmethod
+    def of(cls, network: NetworkSection) -> Traffic:
+        """Nothing moved yet; the caps are those that the person has set."""
+        up, down = Throttle(network.max_upload_mbit), Throttle(network.max_download_mbit)
+        return cls(up=up, down=down)
 
     def refuse(self, reason: str) -> None:
         """Counts one refusal."""

@@ -42,7 +42,11 @@ class Transfers:
     ) -> None:
         self.downloads = Downloads(node, store)
         self.aside = Downloads(node, BlobStore())
-        self.pace = Pace({unit.unit: unit.num_bytes for unit in layout.units})
+        self.pace = Pace(
+            {unit.unit: unit.num_bytes for unit in layout.units},
+            cap_bytes_per_s=node.traffic.down.bytes_per_s,
+            cap_of_others_bytes_per_s=node.traffic.up.bytes_per_s,
+        )
         self._node, self._store, self._layout = node, store, layout
         self._deliver = deliver
         self._running: dict[Purpose, asyncio.Task[None]] = {}

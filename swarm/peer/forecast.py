@@ -8,6 +8,8 @@ from swarm.config import RunConfig
 
 ASSUMED_MBIT = 100.0
 """Of a peer's link each way, where the person names no other."""
+WANTED_UTILISATION = 0.97
+"""Share of the time computing with which a run fits a link, where the person names no other."""
 DAY_S = 86_400.0
 
 

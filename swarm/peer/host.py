@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.config import PeerConfig
+from swarm.config import PeerConfig, RunConfig
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.fetch import Downloads
@@ -23,7 +23,9 @@ from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
 from swarm.peer.kept_settings import with_kept
+from swarm.peer.leaving import Stop
 from swarm.peer.observing import PeerObserver
+from swarm.peer.quota import require_quota, watch_quota
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.records import RunRecord, encode_record
@@ -140,6 +142,7 @@ class Host:
             StateError, StateLocked: the directory cannot be used.
             NobodyReachable: none of the given addresses answered.
             NetworkDown: libp2p's daemon did not start.
+            DataQuotaSpent: the month's bytes are used up.
         """
         reception = Reception()
         with ExitStack() as undo:
@@ -147,6 +150,7 @@ class Host:
             undo.callback(state.close)
             if check:
                 check(state)
+            require_quota(config.network, state)
             config = with_kept(config, state.settings_path)
             network = config.network
             identity = network.identity_path
@@ -181,6 +185,10 @@ class Host:
         """Makes a store's blobs available to others and returns what fetches into it."""
         self.reception.server.attach(store)
         return Downloads(self.node, store)
+
+    def watch_quota(self, run: RunConfig, stop: Stop) -> Callable[[], None]:
+        """Has this peer leave in time before a month's bytes are used up; returns what ends it."""
+        return watch_quota(self.config.network, self.state, self.node, run, stop)
 
     def remember_peers(self) -> None:
         """Keeps the addresses that are known now for the next start."""

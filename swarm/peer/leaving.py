@@ -7,6 +7,7 @@ import threading
 import time
 from math import inf
 
+from swarm.errors import SwarmError
 from swarm.network.round_driver import RoundDriver
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.protocol.manifest import Manifest
@@ -25,11 +26,16 @@ class Stop:
         self.leave_timeout_s = leave_timeout_s
         self._asked = threading.Event()
         self._asked_s = inf
+        self._why: SwarmError | None = None
 
-    def ask(self) -> None:
-        """The peer leaves as soon as its round is over, or the time is; asking again is nothing."""
+    def ask(self, why: SwarmError | None = None) -> None:
+        """The peer leaves as soon as its round is over, or the time is; asking again is nothing.
+
+        Args:
+            why: what `Peer.train` raises once it has left, if not a person has asked.
+        """
         if not self._asked.is_set():
-            self._asked_s = time.monotonic()
+            self._asked_s, self._why = time.monotonic(), why
             self._asked.set()
 
     def __call__(self) -> bool:
@@ -39,6 +45,11 @@ class Stop:
     def wait(self, timeout_s: float) -> bool:
         """Waits to be asked; returns whether it was."""
         return self._asked.wait(timeout_s)
+
+    def raise_why(self) -> None:
+        """Ends a peer that has left for a reason of its own with that."""
+        if self._why:
+            raise self._why
 
     @property
     def remaining_s(self) -> float:

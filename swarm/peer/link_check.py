@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 
 from swarm.config import RunConfig
 from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
+from swarm.model.link_plan import TRANSFERS_ALONE, needed_mbit, plan_link, setting_of
 from swarm.network.node import Node
 from swarm.network.probing import measure_mbit
-from swarm.protocol.fitness import Fitness, LinkVerdict, link_verdict, training_s
+from swarm.peer.forecast import WANTED_UTILISATION
+from swarm.protocol.fitness import Fitness, LinkVerdict, cap_advice, link_verdict, training_s
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.records import PeerRecord
 
@@ -55,14 +59,36 @@ async def measured_rates(
 def verdict_for(
     run: RunConfig, tip: Manifest, present: Mapping[PeerId, PeerRecord], rates: Rates
 ) -> LinkVerdict:
-    """What these rates mean for one peer more in this run."""
+    """What these rates mean for one peer more in this run, and how much of the time it computes."""
     phase = run.phase_at(tip.tokens)
     num_bytes = cost_of(run, len(tip.members) + 1).bytes_sent_per_peer_per_round
     round_s = run.round.seconds or training_s(
         phase.local_steps * phase.batch_tokens,
         [record.tokens_per_s for record in present.values()],
     )
-    return link_verdict(num_bytes, round_s, *rates)
+    verdict = link_verdict(num_bytes, round_s, *rates)
+    if round_s is None or verdict.fitness is Fitness.UNKNOWN:
+        return verdict
+    return replace(verdict, text=verdict.text + _share_computing(run, tip, round_s, rates))
+
+
+def _share_computing(run: RunConfig, tip: Manifest, round_s: float, rates: Rates) -> str:
+    """By the formulas of `swarm-plan --link`, of transfers alone; "" where the run fits."""
+    down, up = (rate or inf for rate in rates)
+    setting, num_peers = setting_of(run), len(tip.members) + 1
+    compute_s, wanted = round_s * setting.rounds, WANTED_UTILISATION
+    plan = plan_link(
+        run, setting, (up, down),
+        compute_s=compute_s, num_peers=num_peers, assumed=TRANSFERS_ALONE,
+    )  # fmt: skip
+    if plan.utilisation >= wanted:
+        return ""
+    mbit = needed_mbit(run, setting, compute_s=compute_s, num_peers=num_peers, wanted=wanted)
+    return (
+        f"; so {plan.utilisation:.0%} of the time is computed, and {wanted:.0%} takes "
+        f"{mbit:.3g} Mbit/s each way, {mbit / min(up, down):.3g} times as much, or other settings "
+        "(swarm-plan --link)"
+    )
 
 
 async def measured_verdict(
@@ -80,6 +106,9 @@ async def measured_verdict(
             break
         logger.info("link=hopeless, measured again in %.0f s: %s", RETRY_S, verdict.text)
         await asyncio.sleep(RETRY_S)
+    advice = cap_advice(best[1]) if best[1] and node.traffic.up.mbit is None else None
+    if advice:
+        logger.info("link: %.3g Mbit/s up; %s", best[1], advice)
     return verdict
 
 

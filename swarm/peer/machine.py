@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from swarm.config import ComputeSection, RunConfig
+from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
@@ -22,27 +22,11 @@ from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
-_SIZE = re.compile(r"^\s*([\d.]+)\s*(?:([KMGT])(i?)B?|B)?\s*$", re.IGNORECASE)
 LEAST_BYTES = 64e6
 """Nothing that this program plans for is smaller; who writes less has slipped in the unit."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _UPDATES_PER_CORE = 0.15e9
 """Parameters that fused AdamW updates in a second: 30 bytes of memory traffic each."""
-
-
-def size_in_bytes(text: str) -> float:
-    """Bytes of a size such as "24GB", "1.5 TB" or "512MiB".
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = _SIZE.match(text)
-    if match is None or match[1].count(".") > 1 or match[1] == ".":
-        raise ConfigError(f"{text!r} is no size", hint="write it as 24GB or 1.5TB")
-    if match[1] == text.strip() and float(match[1]):
-        raise ConfigError(f"{text!r} is no size without a unit", hint=f"write it as {match[1]}GB")
-    thousands = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
-    return float(match[1]) * float((1024 if match[3] else 1000) ** thousands)
 
 
 def machine_size(flag: str, text: str) -> float:

@@ -116,6 +116,7 @@ class Peer:
         self._ending.callback(lambda: host.node.run(self._rounds.stop(), STOP_S))
         self._ending.callback(lambda: host.node.run(self._exchange.stop(), STOP_S))
         self._ending.callback(self._publisher.stop)
+        self._ending.callback(host.watch_quota(run, self._stop))
         host.reception.admit(self._rounds, self._exchange)
         self._rounds.start()
         host.reception.announce(announced)
@@ -275,8 +276,7 @@ class Peer:
         host = Host.open(config, Path(folder), observer, check)
         with ExitStack() as undo:
             undo.callback(host.close)
-            stop = stop or Stop(config.peer.leave_timeout_s)
-            starter = Starter(host, wanted, stop, observer)
+            starter = Starter(host, wanted, stop or Stop(config.peer.leave_timeout_s), observer)
             peer = cls(starter, way(starter))
             undo.pop_all()
             return peer
@@ -304,6 +304,7 @@ class Peer:
                 self.status.begin(PeerState.LEAVING)
                 adopted = self.status.manifest or self._started.record.tip
                 logger.info("left: %s", leave(self._rounds, self._moments, adopted, self._stop))
+                self._stop.raise_why()
             else:
                 self.status.begin(PeerState.FINISHED)
                 self.status.finished()
@@ -364,8 +365,7 @@ class Peer:
 def _machine_of(starter: Starter, started: Started) -> RoundMachine:
     host, config = starter.host, starter.host.config
     founding = started.record.tip.founding
-    blob = started.directory.read_founding().blob
-    started.store.pin([*founding.blobs, blob])
+    started.store.pin([*founding.blobs, started.directory.read_founding().blob])
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from swarm.network.lines import Lines
 from swarm.network.patience import awaited
+from swarm.network.traffic import Traffic
 from swarm.peer.moved import Moved
 from swarm.peer.observing import RoundReport
 from swarm.protocol.events import Reason, Topic
@@ -64,10 +65,18 @@ class RoundAccount:
         return figures
 
 
-def link_figures(lines: Lines, fetched_bytes_per_s: float) -> LinkFigures:
-    """What is known of the line; `fetched_bytes_per_s` is 0 where no fetch was long enough."""
-    fetched = fetched_bytes_per_s * 8e-6
-    return LinkFigures(lines.rtt_ms(), fetched or lines.down_mbit, lines.up_mbit, lines.unreached())
+def link_figures(lines: Lines, fetched_bytes_per_s: float, traffic: Traffic) -> LinkFigures:
+    """What is known of the line; `fetched_bytes_per_s` is 0 where no fetch was long enough.
+
+    A cap that was set is the rate where nothing lower was measured.
+    """
+    down = fetched_bytes_per_s * 8e-6 or lines.down_mbit
+    rates = (_least(down, traffic.down.mbit), _least(lines.up_mbit, traffic.up.mbit))
+    return LinkFigures(lines.rtt_ms(), *rates, lines.unreached())
+
+
+def _least(*rates: float | None) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def why_not_counted(report: RoundReport, me: PeerId, trouble: str = "") -> str:

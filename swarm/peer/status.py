@@ -379,7 +379,7 @@ class PeerStatus:
             tokens_lost=self.tokens_lost,
             engine=shortened(self.engine_of(), MAX_BRIEF),
             trouble=self.account.trouble(),
-            link=link_figures(self.node.lines, self.fetched_of()),
+            link=link_figures(self.node.lines, self.fetched_of(), self.node.traffic),
         )
 
     def _median_norm(self) -> float | None:

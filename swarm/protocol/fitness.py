@@ -79,6 +79,23 @@ def link_verdict(
     return LinkVerdict(Fitness.SLOW if slow else Fitness.HOPELESS, needed_mbit, text)
 
 
+HOME_MBIT = 60.0
+"""Uplinks up to this keep what is sent waiting long enough for others to miss a sign of life."""
+CAP_SHARE = 0.92
+"""Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
+
+
+def cap_advice(up_mbit: float) -> str | None:
+    """Which cap suits an uplink that is thin; None for one that needs none.
+
+    A pair of peers has one connection, so messages wait behind all that it has been given to send.
+    """
+    if up_mbit > HOME_MBIT:
+        return None
+    cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
+    return f"with {cap} messages do not queue behind blobs on such a line"
+
+
 ALWAYS_LATE = 3
 """Rounds in a row without a peer that trained in all of them, after which it is told so."""
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.deadlines import Measured
+from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, Measured
 from swarm.protocol.manifest import Unit
 
 KEPT = 16
@@ -24,9 +25,14 @@ class Pace:
 
     Attributes:
         unit_bytes: size of every unit.
+        cap_bytes_per_s: of what this peer receives, as a person has set it.
+        cap_of_others_bytes_per_s: what others are taken to send at most, until something was
+            received: as much as this peer, since nobody tells them its cap or it theirs.
     """
 
     unit_bytes: Mapping[Unit, int]
+    cap_bytes_per_s: float = inf
+    cap_of_others_bytes_per_s: float = inf
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
@@ -35,7 +41,7 @@ class Pace:
             self._rates.append(num_bytes / seconds)
 
     def measured(self, due: Set[Unit]) -> Measured:
-        """What the timers are computed from; the slowest recent rate counts.
+        """What the timers are computed from; the slowest recent rate counts, or a lower cap.
 
         Args:
             due: units that the next manifest may renew; all that a peer lacks of it is among them.
@@ -51,5 +57,8 @@ class Pace:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """At which this peer receives from others: the slowest recent one; 0 if none is known."""
-        return min(self._rates, default=0.0)
+        """At which this peer receives: the slowest of late, or a lower cap; 0: none is known."""
+        rate, cap = min(self._rates, default=0.0), self.cap_bytes_per_s
+        if not rate:
+            cap = min(cap, self.cap_of_others_bytes_per_s)
+        return cap if cap < (rate or ASSUMED_RATE_BYTES_PER_S) else rate

@@ -1,11 +1,16 @@
 """Emulated links: when packets arrive, which are lost, and namespaces that really shape."""
 
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+from click.testing import CliRunner
 
-from swarm.emulation.links import MOST_QUEUED_S, Cuts, Link, Shaper
+from peers.local import main as local
+from swarm.emulation.link_profiles import LINKS, PROFILES
+from swarm.emulation.links import MOST_QUEUED_S, Bursts, Cuts, Link, Losses, Shaper
 from swarm.emulation.namespaces import NamespaceLinks, address_of, why_not_here
 
 HOME = Link(up_mbit=8, down_mbit=80, rtt_ms=50)
@@ -48,6 +53,84 @@ def test_so_many_packets_are_lost_as_the_link_says() -> None:
     assert lost / 40 == pytest.approx(5.0, abs=1.2)
 
 
+def lost_of(link: Link, num_packets: int, seed: int = 1) -> list[bool]:
+    losses = Losses(link, random.Random(seed))
+    return [losses.next_is_lost() for _ in range(num_packets)]
+
+
+def stretches_of(lost: Sequence[bool]) -> list[int]:
+    """Lengths of the losses in a row."""
+    text = "".join("x" if each else "." for each in lost)
+    return [len(stretch) for stretch in text.split(".") if stretch]
+
+
+def test_losses_in_bursts_are_as_many_and_as_long_as_the_chain_says() -> None:
+    bursts = Bursts(p_pct=1.0, r_pct=25.0)
+    assert bursts.loss_pct == pytest.approx(100 * 1 / 26)
+    lost = lost_of(Link(1, 1, 1, bursts=bursts), 100_000)
+    # Bursts are 4 packets long, so the deviation is that of some 25,000 independent ones.
+    assert 100 * sum(lost) / len(lost) == pytest.approx(bursts.loss_pct, abs=0.5)
+    stretches = stretches_of(lost)
+    assert sum(stretches) / len(stretches) == pytest.approx(4.0, rel=0.1)
+    at_random = stretches_of(lost_of(Link(1, 1, 1, loss_pct=bursts.loss_pct), 100_000))
+    assert sum(at_random) / len(at_random) == pytest.approx(
+        1 / (1 - bursts.loss_pct / 100), rel=0.1
+    )
+
+
+def test_a_bad_line_may_let_some_through_and_a_good_one_lose_some() -> None:
+    bursts = Bursts(p_pct=10.0, r_pct=10.0, lost_bad_pct=60.0, lost_good_pct=20.0)
+    assert bursts.loss_pct == pytest.approx(40.0)
+    lost = lost_of(Link(1, 1, 1, bursts=bursts), 50_000)
+    assert 100 * sum(lost) / len(lost) == pytest.approx(40.0, abs=1.5)
+
+
+def test_the_bursts_of_one_peer_are_not_those_of_another() -> None:
+    shaper = Shaper(Link(1000, 1000, 1, bursts=Bursts(p_pct=50.0, r_pct=0.001)), seed=1)
+    first = [shaper.arrives_at(float(i), 0, 1, 100)[1] for i in range(50)]
+    assert first[-1] == "lost", "its line turned bad and stays so"
+    assert shaper.arrives_at(51.0, 1, 0, 100)[1] == "delivered", "a line begins as a good one"
+
+
+def test_peers_have_several_links_in_turn() -> None:
+    near, far = Link(8, 80, 10), Link(80, 8, 90)
+    shaper = Shaper([near, far])
+    assert [shaper.link_of(peer) for peer in range(3)] == [near, far, near]
+    at_s, _ = shaper.arrives_at(10.0, 0, 1, PACKET_BYTES)
+    # 1 ms up at 8 Mbit/s, 1 ms down at 8, and half of the mean of both round trips.
+    assert at_s == pytest.approx(10.0 + 0.001 + 0.001 + 0.025)
+    at_s, _ = shaper.arrives_at(20.0, 1, 0, PACKET_BYTES)
+    assert at_s == pytest.approx(20.0 + 0.0001 + 0.0001 + 0.025)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_each_figure_of_a_named_link_says_where_it_comes_from(name: str) -> None:
+    profile = PROFILES[name]
+    link = profile.link
+    assert len(profile.rates) > 20 and len(profile.rtt) > 20
+    assert bool(profile.loss) == (link.mean_loss_pct > 0)
+    assert not (link.bursts and link.loss_pct), "one kind of losses"
+    assert link.up_mbit > 0 and link.down_mbit > 0 and link.rtt_ms > 0
+    assert 0 <= link.mean_loss_pct < 10
+
+
+def test_derived_losses_are_what_their_sources_say() -> None:
+    assert len({profile.link for profile in PROFILES.values()}) >= 16
+    assert LINKS["home-100-20-bursty"].mean_loss_pct == pytest.approx(0.1, rel=0.01)
+    satellite = LINKS["satellite"].bursts
+    assert satellite and satellite.loss_pct == pytest.approx(1.0, rel=0.02)
+    # 0.3 of every 15 s are bad, of which packets of 12,000 bits at 10 Mbit/s are 250.
+    assert 100 / satellite.r_pct == pytest.approx(250, rel=0.01)
+    in_flight = LINKS["in-flight"].bursts
+    assert in_flight and 1 <= in_flight.p_pct <= 8 and 8 <= in_flight.r_pct <= 50
+
+
+def test_a_link_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    result = CliRunner().invoke(local, ["--link", "home-20,home-21"])
+    assert result.exit_code == 2
+    assert "'home-21' is none of lan, datacentre, home-100" in " ".join(result.stderr.split())
+
+
 def test_a_cut_has_a_direction_and_a_partition_none() -> None:
     cuts = Cuts()
     cuts.pairs.add((0, 1))
@@ -88,5 +171,43 @@ def test_peers_in_namespaces_reach_each_other_unless_they_are_cut() -> None:
         assert found.stdout == b"hello\n"
         server.wait(10)
         server.stdout.close()
+    finally:
+        links.close()
+
+
+COUNT = """
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(("{host}", 5000)); s.settimeout(20.0)
+print("up", flush=True)
+found = []
+while not found or found[-1] != {last}:
+    found.append(int(s.recv(100)))
+print(*found)
+"""
+SEND = """
+import socket, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for number in range({num}):
+    s.sendto(b"%d" % number, ("{host}", 5000)); time.sleep(0.001)
+"""
+
+
+@pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
+def test_a_namespace_loses_the_very_packets_that_the_chain_of_its_link_says() -> None:
+    bursty = Link(100, 100, 10, bursts=Bursts(p_pct=5.0, r_pct=30.0))
+    kept = [number for number, lost in enumerate(lost_of(bursty, 400, seed=7)) if not lost]
+    num = kept[-1] + 1
+    links = NamespaceLinks([bursty, LINKS["home-100-20-bursty"]], seed=7)
+    try:
+        (send, _), (count, _), host = links.place(0), links.place(1), address_of(1)
+        counting = [*count, sys.executable, "-c", COUNT.format(host=host, last=num - 1)]
+        counter = subprocess.Popen(counting, stdout=subprocess.PIPE)
+        assert counter.stdout is not None
+        counter.stdout.readline()
+        sending = [*send, sys.executable, "-c", SEND.format(host=host, num=num)]
+        subprocess.run(sending, capture_output=True, timeout=30, check=True)
+        found, _ = counter.communicate(timeout=30)
+        assert [int(word) for word in found.split()] == kept
+        assert links.packets["lost"] == num - len(kept) > 20
     finally:
         links.close()

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.errors import ConfigError
 from swarm.evaluation import tasks
-from swarm.evaluation.scores import Measured, append_scores, score_record
+from swarm.evaluation.scores import Measured, append_scores, newest_scores, score_record
 from swarm.evaluation.tasks import SPES, TaskFailed, measured_of, run_task, shots_of
 from swarm.protocol.records import MAX_SCORES, ScoreRecord, decode_record, encode_record
 
@@ -31,6 +31,24 @@ def test_each_score_is_a_line_and_a_line_that_a_crash_has_cut_spoils_no_other(
     assert json.loads(first) == line and json.loads(last)["round"] == 4
     with pytest.raises(ValueError, match=r"delimiter|Unterminated|Expecting"):
         json.loads(cut)
+
+
+def test_the_newest_scores_of_a_file_are_those_of_its_last_model(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    assert newest_scores(path) is None
+    older, newer = Measured("sciq", "acc", 0.5, 10), Measured("sciq", "acc", 0.75, 10)
+    append_scores(path, "cd" * 32, 2, 9.0, [older])
+    append_scores(path, DIGEST, 3, 12.0, [older])
+    append_scores(path, DIGEST, 3, 12.5, [newer])  # measured again
+    append_scores(path, DIGEST, 3, 13.0, [Measured("piqa", "acc", 0.25, 10)])
+    record = newest_scores(path)
+    assert record is not None
+    assert [(score.round, score.task, score.value) for score in record.scores] == [
+        (3, "sciq", 0.75), (3, "piqa", 0.25),
+    ]  # fmt: skip
+    path.write_bytes(path.read_bytes()[:-9])
+    record = newest_scores(path)
+    assert record is not None and [score.task for score in record.scores] == ["sciq"]
 
 
 def test_what_is_published_is_what_a_record_may_have() -> None:

@@ -11,6 +11,8 @@ from swarm.errors import LinkTooSlow, Unreachable
 from swarm.model.cost import cost_of
 from swarm.network.lines import Lines
 from swarm.network.node import Node
+from swarm.network.throttle import Throttle
+from swarm.network.traffic import Traffic
 from swarm.peer import link_check
 from swarm.peer.link_check import TRIES, measured_rates, measured_verdict, require_link, verdict_for
 from swarm.protocol.fitness import Fitness
@@ -43,6 +45,24 @@ def test_the_verdict_is_by_what_one_peer_more_moves_in_a_round(
     verdict = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (1e6, rate_mbit))
     assert verdict.fitness is fitness, verdict.text
     assert verdict.needed_mbit == pytest.approx(NEEDED_MBIT)
+
+
+@pytest.mark.parametrize(
+    ("times_needed", "share", "times"),
+    [(1.0, "50%", "32.3"), (0.25, "20%", "129"), (32.0, "97%", "1.01"), (33.0, None, "")],
+)
+def test_how_far_a_run_does_not_fit_the_link_is_said_in_the_same_line(
+    times_needed: float, share: str | None, times: str
+) -> None:
+    """With rounds that stop for their bytes 97 % takes 0.97 / 0.03 times what a round needs."""
+    rate_mbit = times_needed * NEEDED_MBIT
+    text = verdict_for(RUN, TIP, {"A": record(), "B": record()}, (None, rate_mbit)).text
+    needed = NEEDED_MBIT * 0.97 / 0.03
+    said = (
+        f"; so {share} of the time is computed, and 97% takes {needed:.3g} Mbit/s each way, "
+        f"{times} times as much, or other settings (swarm-plan --link)"
+    )
+    assert text.endswith(said) if share else "of the time" not in text
 
 
 def test_before_anybody_has_trained_nothing_is_held_against_a_link() -> None:
@@ -114,6 +134,33 @@ def test_a_link_that_looks_hopeless_is_measured_again(
 
     monkeypatch.setattr(link_check, "measured_rates", measure)
     monkeypatch.setattr(link_check, "RETRY_S", 0.0)
-    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines()))
+    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines(), traffic=Traffic()))
     verdict = asyncio.run(measured_verdict(node, RUN, TIP, {"A": record()}))
     assert (verdict.fitness, len(rates)) == (fitness, left)
+
+
+@pytest.mark.parametrize(
+    ("up_mbit", "cap", "said"),
+    [
+        (20.0, None, "link: 20 Mbit/s up; with --max-upload 18.4mbit messages do not queue"),
+        (1.0, None, "--max-upload 1mbit"),
+        (20.0, 10.0, ""),
+        (100.0, None, ""),
+    ],
+)
+def test_a_joiner_with_a_thin_uplink_hears_which_cap_suits_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    up_mbit: float,
+    cap: float | None,
+    said: str,
+) -> None:
+    async def measure(*_: object) -> tuple[float, float]:
+        return 1e6, up_mbit
+
+    monkeypatch.setattr(link_check, "measured_rates", measure)
+    traffic = Traffic(up=Throttle(cap))
+    node = cast(Node, SimpleNamespace(peer_id="me", lines=Lines(), traffic=traffic))
+    with caplog.at_level(logging.INFO):
+        asyncio.run(measured_verdict(node, RUN, TIP, {"A": record(tokens_per_s=0.0)}))
+    assert said in caplog.text and bool(said) == bool(caplog.text)

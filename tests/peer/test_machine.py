@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from swarm.config import ComputeSection
+from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
-from swarm.peer.machine import described_machine, size_in_bytes, this_machine, wishes_of
+from swarm.peer.machine import described_machine, this_machine, wishes_of
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from swarm.data.held_out import HeldOut
 from swarm.network.lines import Lines
 from swarm.network.node import Node
 from swarm.network.round_driver import RoundDriver
+from swarm.network.throttle import Throttle
 from swarm.network.traffic import Traffic
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
@@ -102,6 +103,18 @@ def events(status: PeerStatus) -> list[dict[str, Any]]:
     for line in lines:
         parse_event(line)
     return [json.loads(line) for line in lines]
+
+
+def test_a_cap_is_the_rate_of_a_link_that_is_faster_or_was_not_measured(
+    status: PeerStatus, node: SimpleNamespace
+) -> None:
+    node.traffic.up, node.traffic.down = Throttle(20.0), Throttle(100.0)
+    node.lines.down_mbit = 900.0
+    link = status.record().link
+    assert link is not None and (link.up_mbit, link.down_mbit) == (20.0, 100.0)
+    node.lines.down_mbit, node.lines.up_mbit = 50.0, 10.0
+    link = status.record().link
+    assert link is not None and (link.up_mbit, link.down_mbit) == (10.0, 50.0)
 
 
 def test_before_the_run_begins_a_peer_is_present_without_a_tip(status: PeerStatus) -> None:

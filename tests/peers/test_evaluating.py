@@ -12,12 +12,13 @@ from peers.evaluating import Evaluator, evaluator_of
 from peers.exporting import export
 from peers.options import Options
 from swarm.config import RunConfig
-from swarm.errors import ConfigError
-from swarm.evaluation.scores import Measured
+from swarm.errors import ConfigError, NobodyReachable
+from swarm.evaluation.scores import Measured, append_scores
 from swarm.evaluation.tasks import TaskFailed
 from swarm.export.facts import ExportFacts
 from swarm.network.identity import load_or_create_identity
 from swarm.peer.agreed_model import AgreedModel
+from swarm.protocol.records import ScoreRecord
 from tests.peers.exports import invoke, on_disk
 
 
@@ -97,3 +98,29 @@ def test_a_task_without_data_is_told_and_the_rest_goes_on(
         ("sciq", 10),
         ("arc_challenge", 35),
     ]
+
+
+def test_an_exporter_that_starts_again_publishes_the_scores_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Published:
+        def __init__(self) -> None:
+            self.records: list[ScoreRecord] = []
+
+        def publish_scores(self, run: str, record: ScoreRecord, deadline_s: float) -> None:
+            assert run == "a run" and deadline_s > 0
+            if self.records:
+                raise NobodyReachable("no peer keeps the scores")
+            self.records.append(record)
+
+    path, observer = tmp_path / "scores.jsonl", Published()
+    given = Evaluator(path, publish=True)
+    given.repeat_newest("a run", observer)  # type: ignore[arg-type]
+    assert observer.records == []
+    append_scores(path, "ab" * 32, 3, 12.0, [Measured("sciq", "acc", 0.5, 10)])
+    Evaluator(path).repeat_newest("a run", observer)  # type: ignore[arg-type]
+    assert observer.records == [], "nobody asked for it"
+    given.repeat_newest("a run", observer)  # type: ignore[arg-type]
+    assert [score.value for score in observer.records[0].scores] == [0.5]
+    given.repeat_newest("a run", observer)  # type: ignore[arg-type]
+    assert "were not published: no peer keeps the scores" in capsys.readouterr().out

@@ -41,6 +41,19 @@ def with_sight(**changes: object) -> Examined:
     return replace(GOOD, sights=(replace(SIGHT, **changes),))
 
 
+def test_the_remedy_for_cubic_is_the_command_that_brings_bbr() -> None:
+    cubic = replace(LOCAL, congestion="cubic", congestion_known=("reno", "cubic"))
+    remedy = finding(replace(GOOD, local=cubic), "congestion control").remedy
+    setting = "sysctl -w net.core.default_qdisc=fq net.ipv4.tcp_congestion_control=bbr"
+    assert remedy.startswith(f"modprobe tcp_bbr && {setting} as root")
+    ready = replace(cubic, congestion_known=("reno", "bbr", "cubic"))
+    remedy = finding(replace(GOOD, local=ready), "congestion control").remedy
+    assert remedy.startswith(setting)
+    assert can_take_part(findings_of(replace(GOOD, local=cubic)))
+    topics = {found.topic for found in findings_of(GOOD)}
+    assert "congestion control" not in topics, "another system says nothing of it"
+
+
 def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
     findings = findings_of(GOOD)
     assert {found.level for found in findings} == {Level.GOOD}
@@ -60,6 +73,8 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (with_sight(rtt_ms=1500.0), "latency", Level.WARNING, "1500 ms"),
         (with_sight(version="0.2.0"), "version", Level.WARNING, "0.2.0 at other peers"),
         (replace(GOOD, up_mbit=None), "rate", Level.WARNING, "not measured"),
+        (replace(GOOD, up_mbit=20.0), "rate", Level.GOOD, "with --max-upload 18.4mbit messages"),
+        (replace(GOOD, up_mbit=61.0), "rate", Level.GOOD, "50 Mbit/s down, 61 Mbit/s up"),
         (replace(GOOD, network_fault="dead"), "network", Level.FAULT, "dead"),
         (replace(GOOD, sights=()), "network", Level.WARNING, "no peer was asked"),
         (
@@ -73,6 +88,14 @@ def test_a_good_machine_can_take_part_and_needs_nothing() -> None:
         (
             replace(GOOD, needs=replace(NEEDS, engine="nothing fits", engine_fits=False)),
             "memory", Level.FAULT, "nothing fits",
+        ),
+        (
+            replace(GOOD, local=replace(LOCAL, congestion="bbr")),
+            "congestion control", Level.GOOD, "bbr",
+        ),
+        (
+            replace(GOOD, local=replace(LOCAL, congestion="reno")),
+            "congestion control", Level.WARNING, "reno: at 0.1 % loss and 100 ms it sends 4.5 Mbit",
         ),
         (
             replace(GOOD, local=replace(LOCAL, state_fault="read-only")),

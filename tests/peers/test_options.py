@@ -122,6 +122,30 @@ def test_a_checkpoint_sets_the_key_and_is_for_founders_alone(given: Call, tmp_pa
     assert joining.exit_code == 2 and "takes --run too" in joining.output
 
 
+def test_caps_and_quotas_are_written_with_units(given: Call) -> None:
+    network = given("--max-upload", "20mbit", SWARM_MAX_DOWNLOAD="1gbit").peer_config().network
+    assert (network.max_upload_mbit, network.max_download_mbit) == (20.0, 1000.0)
+    assert network.data_quota_gb is None
+    assert given("--data-quota", "1.5TB").peer_config().network.data_quota_gb == 1500.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--max-upload", "20", "it has no unit: write 20mbit"),
+        ("--max-download", "20MB/s", "if you mean bytes, write 160mbit"),
+        ("--data-quota", "200", "write it as 200GB"),
+        ("--max-upload", "0.5mbit", "network.max_upload_mbit = 0.5"),
+    ],
+)
+def test_a_cap_that_could_mean_two_things_or_stops_a_peer_is_refused(
+    flag: str, value: str, words: str
+) -> None:
+    result = CliRunner().invoke(peer_main, ["--print-config", flag, value])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
 # ---------------------------------------------------------------- addresses
 
 

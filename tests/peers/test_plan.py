@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from peers.link_tables import link_named
 from peers.plan import in_words, main, seconds
 from swarm.config import RunConfig, parse_config
 from swarm.errors import DoesNotFit
@@ -229,6 +230,83 @@ def test_people_read_times_with_the_speeds_that_they_follow_from() -> None:
     assert re.search(r"the run .* 8 rounds", said)
     here = CliRunner().invoke(main, given[:2], env={"COLUMNS": "120"}).stdout
     assert "of matrix products, measured here" in here
+
+
+BIG = ("--gpu", "80GB", "--host", "256GB", "--disk", "2TB", "--step-seconds", "36")
+
+
+def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> None:
+    figures = plan("spes_7b", *BIG, "--link", "100/20mbit,100ms")
+    link = figures["link"]
+    assert (link["up_mbit"], link["down_mbit"], link["rtt_ms"]) == (20, 100, 100)
+    assert figures["mbit"] == 20 and link["wanted_utilisation"] == 0.97
+    # Source: the design's table for the 7B: its default at 20/100 Mbit/s computes 20.3 %.
+    assert link["run"]["utilisation"] == pytest.approx(0.203, abs=0.01)
+    assert link["run"]["not_built"] == []
+    assert link["settings"] and all(s["utilisation"] >= 0.97 for s in link["settings"])
+    assert link["settings"][0]["price"]["loss_pct"] == -6.4
+    low = plan("spes_7b", *BIG, "--link", "home-20", "--utilisation", "0.2")["link"]
+    assert {s["shared"] for s in low["settings"]} > {s["shared"] for s in link["settings"]}
+    assert "link" not in plan("spes_7b", *BIG)
+
+
+def test_a_cap_is_the_rate_and_a_quota_is_said_in_days() -> None:
+    capped = ("--link", "1gbit,10ms", "--max-upload", "20mbit", "--max-download", "50mbit")
+    link = plan("spes_7b", *BIG, *capped)["link"]
+    assert (link["up_mbit"], link["down_mbit"]) == (20, 50)
+    args = ["--run", str(RUNS / "spes_7b.toml"), *BIG, *capped, "--data-quota", "2TB"]
+    said = CliRunner().invoke(main, args, env={"COLUMNS": "120"}).stdout
+    assert re.search(r"quota +2,000 GB +are used up in \d+\.\d+ days", said)
+    assert "not built yet: run files cannot say" in said
+    assert "in toy runs" in said and "Assumed: transfers reach 85% of the link" in said
+
+
+def test_what_a_link_carries_under_loss_is_said() -> None:
+    args = ["--run", str(RUNS / "spes_7b.toml"), *BIG, "--link", "100/20mbit,100ms,0.1%"]
+    said = CliRunner().invoke(main, args, env={"COLUMNS": "120"}).stdout
+    assert re.search(r"carried +13.5 down, 13.5 up +0.1 % loss with cubic or reno; with bbr", said)
+    nothing = [*args, "--utilisation", "0.9999"]
+    said = CliRunner().invoke(main, nothing, env={"COLUMNS": "120"}).stdout
+    assert "No setting that is known reaches 100.0%; the best is" in said
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("20/100mbit", "write 100/20mbit, or if it is meant, down=20mbit,up=100mbit"),
+        ("100/20", "write it as 100/20mbit,100ms (down/up, round trip)"),
+        ("100", "it has no unit: write 100mbit"),
+        ("20MB", "if you mean bytes, write 160mbit"),
+        ("up=20mbit,100ms", "does not say how fast down is"),
+        ("100mbit,50mbit", "says up twice"),
+        ("100mbit,5", "it has no unit: write 5mbit"),
+        ("100mbit,rtt=5%", "is no rtt"),
+        ("100mbit,speed=5", "'speed' is nothing of a link"),
+    ],
+)
+def test_a_link_that_could_mean_two_things_is_refused_with_how_to_write_it(
+    link: str, words: str
+) -> None:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), "--link", link])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("link", "down", "up", "rtt", "loss"),
+    [
+        ("100/20mbit,100ms", 100, 20, 100, 0),
+        ("1gbit/500kbit", 1000, 0.5, 50, 0),
+        ("50mbit/s, 20 ms, 0.1%", 50, 50, 20, 0.1),
+        ("up=100mbit,down=20mbit,rtt=7ms,loss=1%", 20, 100, 7, 1),
+        ("home-100", 100, 40, 30, 0),
+    ],
+)
+def test_links_are_written_in_these_ways(
+    link: str, down: float, up: float, rtt: float, loss: float
+) -> None:
+    rates = link_named(link)
+    assert (rates.down_mbit, rates.up_mbit, rates.rtt_ms, rates.loss_pct) == (down, up, rtt, loss)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
 
     observer = Drawn(tmp_path / "new" / "folder")
     assert isinstance(observer, Printed)
-    observer.on_step(7, step(cross_entropy=2.5))
+    observer.on_step(7, step(cross_entropy=2.5, masked=9))
     observer.on_step(8, step(cross_entropy=float("nan"), loss=float("nan"), skipped=True))
     observer.on_round(report(counted=True))
     observer.on_validation(3, 2.25, 3.25)
@@ -39,7 +39,7 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
         event = Event.FromString(data[12 : 12 + size])
         found |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
         data = data[16 + size :]
-    assert found["step/cross_entropy", 7] == 2.5
+    assert found["step/cross_entropy", 7] == 2.5 and found["step/masked", 7] == 9
     assert ("step/cross_entropy", 8) not in found and found["step/skipped", 8] == 1.0
     assert found["round/counted", 1] == 1.0
     assert found["held_out/loss", 3] == 2.25 and found["held_out/bits_per_byte", 3] == 3.25

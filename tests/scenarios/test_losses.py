@@ -15,7 +15,7 @@ import pytest
 from swarm.emulation.fault_plan import At, FaultPlan, Slow
 from swarm.emulation.fault_runner import FaultRunner
 from swarm.emulation.fault_verdict import rounds_of
-from swarm.emulation.links import LINKS
+from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied, digests_by_height, tokens_lost
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here

@@ -1,0 +1,89 @@
+"""What all programs are: click commands whose errors are one line and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from swarm.errors import SwarmError
+from swarm.peer.local_faults import named_fault
+from swarm.protocol.printable import printable
+from swarm.version import __version__
+
+TAKES_SEVERAL = ("--initial-peers", "--host-maddrs", "--announce-maddrs")
+"""Flags after which several values may follow, as in hivemind: `--initial-peers A B`."""
+
+
+class Program(click.Command):
+    """A command whose errors are one line and an exit code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Lets several values follow one flag."""
+        return super().parse_args(ctx, list(_one_value_each(args)))
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs the program; in standalone mode it never returns."""
+        run = functools.partial(
+            super().main, args, prog_name, complete_var, standalone_mode=False, **extra
+        )
+        if not standalone_mode:
+            return run()
+        try:
+            code: Any = run()
+        except SwarmError as error:
+            self._fail(str(error), error.exit_code)
+        except click.ClickException as error:
+            self._fail(error.format_message(), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            self._fail("interrupted", 130)
+        except (MemoryError, RuntimeError, OSError) as error:
+            typed = named_fault(error)
+            if typed is None:
+                raise
+            self._fail(str(typed), typed.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def _fail(self, message: str, exit_code: int) -> NoReturn:
+        line = printable(" ".join(message.split()))
+        click.echo(f"{self.name}: {click.style('error', fg='red')}: {line}", err=True)
+        sys.exit(exit_code)
+
+
+def program(name: str) -> Callable[[Callable[..., Any]], Program]:
+    """Makes a function the program of this name; its docstring is the help text."""
+    settings = {
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+    }
+    command = click.command(name, cls=Program, context_settings=settings)
+    return lambda function: command(version_option(name)(function))
+
+
+def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option --version of the program of this name."""
+    return click.version_option(__version__, prog_name=name, message="%(prog)s %(version)s")
+
+
+def _one_value_each(args: Iterable[str]) -> Iterable[str]:
+    flag, filled = None, False
+    for arg in args:
+        if flag and not arg.startswith("-"):
+            if filled:
+                yield flag
+            filled = True
+        else:
+            name = arg.partition("=")[0].replace("_", "-")
+            flag, filled = (name if name in TAKES_SEVERAL else None), "=" in arg
+        yield arg

@@ -1,0 +1,249 @@
+"""What swarm-plan says of a link: the run as it is, and settings that reach a wanted share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from swarm.config import NetworkSection, RunConfig
+from swarm.config.amounts import LinkRates, link_rates
+from swarm.emulation.link_profiles import LINKS
+from swarm.model.link_plan import (
+    ASSUMED,
+    LinkPlan,
+    Setting,
+    carried_mbit,
+    cycle_steps,
+    not_built,
+    plan_link,
+    setting_of,
+    settings_for,
+)
+from swarm.progress import duration
+
+MONTH_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One setting on the link."""
+
+    setting: Setting
+    plan: LinkPlan
+    lacks: tuple[str, ...]
+    """Keys of the run file that this program does not take yet."""
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """All that is said of a link.
+
+    Attributes:
+        link: as its peer has it; caps are the rates where they are lower.
+        rates: up and down, Mbit/s, as far as loss lets them.
+        compute_s: of the local steps of a cycle.
+        wanted: share of the time computing.
+        own: the run as its file is.
+        others: the settings of the table that reach the wanted share, the best price first.
+        best: of the table, where none reaches it.
+        quota_gb: of a month, if one is set.
+    """
+
+    link: LinkRates
+    rates: tuple[float, float]
+    compute_s: float
+    wanted: float
+    own: Planned
+    others: tuple[Planned, ...]
+    best: Planned
+    quota_gb: float | None
+
+    @property
+    def month_gb(self) -> float:
+        """Bytes both ways in 30 days of the run as it is."""
+        cycle_s = self.own.plan.round_s * self.own.setting.rounds
+        return 2 * self.own.plan.cycle_bytes / 1e9 * MONTH_S / cycle_s
+
+
+def link_named(text: str) -> LinkRates:
+    """A link by its rates, or by the name of an emulated one.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    named = LINKS.get(text)
+    if named is None:
+        return link_rates(text)
+    return LinkRates(named.up_mbit, named.down_mbit, named.rtt_ms, named.mean_loss_pct)
+
+
+def table_for(
+    run: RunConfig, link: LinkRates, network: NetworkSection, *, step_s: float, wanted: float
+) -> LinkTable:
+    """Plans the run and all settings of the table on a link.
+
+    Args:
+        run: as its file is.
+        link: of a peer.
+        network: its caps and quota.
+        step_s: seconds of a local step.
+        wanted: share of the time computing.
+    """
+    capped = LinkRates(
+        min(link.up_mbit, network.max_upload_mbit or link.up_mbit),
+        min(link.down_mbit, network.max_download_mbit or link.down_mbit),
+        link.rtt_ms,
+        link.loss_pct,
+    )
+    num_peers, rates = run.run.peers, carried_mbit(capped, run.run.peers)
+    compute_s = run.round.seconds or cycle_steps(run) * step_s
+
+    def planned(setting: Setting) -> Planned:
+        plan = plan_link(run, setting, rates, compute_s=compute_s, num_peers=num_peers)
+        return Planned(setting, plan, not_built(run, setting))
+
+    tried = [planned(setting) for setting in settings_for(run)]
+    reaching = [each for each in tried if each.plan.utilisation >= wanted]
+    return LinkTable(
+        capped,
+        rates,
+        compute_s,
+        wanted,
+        planned(setting_of(run)),
+        tuple(sorted(reaching, key=_order)),
+        max(tried, key=lambda each: each.plan.utilisation),
+        network.data_quota_gb,
+    )
+
+
+def _order(planned: Planned) -> tuple[bool, float, float]:
+    price = planned.setting.price
+    return price is None, price.loss_pct if price else 0.0, planned.plan.cycle_bytes
+
+
+def as_figures(table: LinkTable) -> dict[str, Any]:
+    """What scripts may rely on."""
+    return {
+        **asdict(table.link),
+        "carried_up_mbit": round(table.rates[0], 3),
+        "carried_down_mbit": round(table.rates[1], 3),
+        "wanted_utilisation": table.wanted,
+        "run": _figures(table.own),
+        "settings": [_figures(each) for each in table.others],
+    }
+
+
+def _figures(planned: Planned) -> dict[str, Any]:
+    setting = asdict(planned.setting)
+    plan = {key: round(value, 4) for key, value in asdict(planned.plan).items()}
+    return {**setting, **plan, "not_built": list(planned.lacks)}
+
+
+def link_table(run: RunConfig, table: LinkTable) -> Table:
+    """The run as it is, for people."""
+    own, link = table.own.plan, table.link
+    told = Table(title="link", title_justify="left", box=box.SIMPLE, show_header=False)
+    told.add_column()
+    told.add_column(justify="right")
+    told.add_column(style="dim")
+    rates = f"{link.down_mbit:g} down, {link.up_mbit:g} up"
+    rows = [("rates", rates, f"Mbit/s; {link.rtt_ms:g} ms round trip")]
+    if table.rates != (link.up_mbit, link.down_mbit):
+        why = f"{link.loss_pct:g} % loss with cubic or reno; with bbr hardly less"
+        rows.append(("  carried", f"{table.rates[1]:.3g} down, {table.rates[0]:.3g} up", why))
+    steps_s = table.compute_s / table.own.setting.rounds
+    moved = f"{own.cycle_bytes / 1e9:.3g} GB"
+    rows += [
+        ("moved each way", moved, f"in {cycle_steps(run)} local steps; {_time(own.transfer_s)}"),
+        ("a round", _time(own.round_s), f"its local steps take {_time(steps_s)}"),
+        ("computing", f"{own.utilisation:.1%}", "of the time, by the run file as it is"),
+        ("a month", f"{table.month_gb:,.0f} GB", "30 days, both ways together"),
+    ]  # fmt: skip
+    if table.quota_gb:
+        days = 30 * table.quota_gb / table.month_gb
+        rows.append(("  quota", f"{table.quota_gb:,.0f} GB", f"are used up in {days:.3g} days"))
+    for row in rows:
+        told.add_row(*row)
+    return told
+
+
+def settings_table(table: LinkTable) -> Table:
+    """The settings that reach the wanted share, for people."""
+    title = f"settings that compute {table.wanted:.1%} of the time or more"
+    told = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("shared", "experts", "P", "every", "R", "overlap"):
+        told.add_column(name, no_wrap=True)
+    for name in ("GB", "a round", "computes", "late", "loss", ""):
+        told.add_column(name, justify="right", no_wrap=True)
+    for each in table.others:
+        told.add_row(*_row(each))
+    return told
+
+
+def _row(each: Planned) -> Sequence[str]:
+    setting, plan, price = each.setting, each.plan, each.setting.price
+    return (
+        setting.shared,
+        setting.experts,
+        str(setting.rounds),
+        f"{setting.shared_every}, {setting.experts_every}",
+        str(setting.owners),
+        "yes" if setting.overlap else "no",
+        f"{plan.cycle_bytes / 1e9:.3g}",
+        _time(plan.round_s),
+        f"{plan.utilisation:.1%}",
+        f"{plan.delay_share:.0%}",
+        f"{price.loss_pct:+.1f} %" if price else "?",
+        "*" if each.lacks else "",
+    )
+
+
+ASSUMPTIONS = (
+    f"Assumed: transfers reach {ASSUMED.link_share:.0%} of the link, a round takes "
+    f"{ASSUMED.control_s:g} s beside them, and as many bytes come as go."
+)
+COLUMNS = (
+    "P: rounds of a cycle. Every: rounds between two exchanges of a shared tensor, of an expert. "
+    "R: owners of an expert. "
+    "Late: the share of a cycle after which steps see what was agreed on."
+)
+PRICES = (
+    "Loss: held out, against exact SPES with the same cycle, in toy runs (247 thousand parameters, "
+    "4 peers, 2 or 3 paired seeds with a noise of 0.6 points each; 4 rounds a cycle, late by 4 % "
+    "of it at most; without codings fragments lost 0.4 points more when 30 % late, one overlapped "
+    "round 1.5). Nobody has measured it for a large model; ? was not tried."
+)
+
+
+def notes_of(table: LinkTable) -> tuple[str, ...]:
+    """What the tables do not say by themselves, a sentence each."""
+    if not table.others:
+        best = table.best
+        settings = (
+            f"{best.setting.shared} for shared tensors and {best.setting.experts} for experts"
+        )
+        none = f"No setting that is known reaches {table.wanted:.1%}; the best is {settings}, "
+        return ASSUMPTIONS, f"{none}{best.plan.utilisation:.1%}."
+    notes = [ASSUMPTIONS, COLUMNS, PRICES]
+    if lacking := {key.partition(" =")[0] for each in table.others for key in each.lacks}:
+        needs = ", ".join(sorted(lacking))
+        notes.append(f"* not built yet: run files cannot say what is needed of {needs}.")
+    return tuple(notes)
+
+
+def print_link(console: Console, run: RunConfig, table: LinkTable) -> None:
+    """All of it, for people."""
+    console.print(link_table(run, table))
+    if table.others:
+        console.print(settings_table(table))
+    for note in notes_of(table):
+        console.print(note, style="dim")
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 10 else f"{seconds:.1f} s"

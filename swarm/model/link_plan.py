@@ -1,0 +1,302 @@
+"""What a link makes of a run: seconds of a round, and the share of the time that is computed. Pure.
+
+N peers, R owners per expert. A *cycle* is H local steps of a peer, `round.local_steps` with one
+round a cycle, and has P rounds. Formulas and prices: the toy runs and figures of the design of
+delta codings; the prices are differences of small models, not promises for a large one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from swarm.config import RunConfig
+from swarm.config.amounts import LinkRates
+from swarm.experts import shared_shapes
+from swarm.model.cost import is_exact, parameters
+
+SCALE_BYTES = 2 / 256
+"""One bf16 scale for each block of 256 elements."""
+CODING_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "int8": 1 + SCALE_BYTES,
+    "int4": 1 / 2 + SCALE_BYTES,
+    "b2": 1 / 4 + SCALE_BYTES,
+    "b1": 1 / 8 + SCALE_BYTES,
+    # The places of the chosen ones, a byte each, and two bits each.
+    "top8": 10 / 256 + SCALE_BYTES,
+    "top16": 20 / 256 + SCALE_BYTES,
+    "top32": 40 / 256 + SCALE_BYTES,
+}
+"""Bytes of an element: fp32 and bf16 as values, the others as codings of what has changed."""
+EXACT_BYTES = 4
+"""Norms and routers travel in fp32, in every round."""
+SEGMENT_BITS = 1460 * 8
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the formulas take for granted.
+
+    Attributes:
+        link_share: of a link's rate that transfers reach.
+        control_s: of a round, beside its transfers: greeting, rosters, votes.
+        stall_s_per_parameter: of a cycle, while values are encoded and applied: 1.5 s for 7.3
+            billion parameters, on a GPU or 16 threads.
+    """
+
+    link_share: float = 0.85
+    control_s: float = 4.0
+    stall_s_per_parameter: float = 1.5 / 7.333e9
+
+
+ASSUMED = Assumptions()
+TRANSFERS_ALONE = Assumptions(link_share=1.0, control_s=0.0, stall_s_per_parameter=0.0)
+"""For rates that were measured."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a setting costs in held-out loss against exact SPES with the same cycle.
+
+    Attributes:
+        loss_pct: percent; negative is better.
+        seeds: paired runs; their noise is about 0.6 points each.
+        source: which toy runs.
+    """
+
+    loss_pct: float
+    seeds: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run exchanges.
+
+    Attributes:
+        shared: type or coding of the shared tensors, a key of `CODING_BYTES`.
+        experts: likewise.
+        rounds: P, in a cycle; each moves its slice of what is due, so all move the same.
+        shared_every: rounds between two exchanges of a shared tensor.
+        experts_every: likewise of an expert.
+        owners: R.
+        overlap: whether rounds run beside the next local steps.
+        price: where one is known.
+    """
+
+    shared: str
+    experts: str
+    rounds: int = 1
+    shared_every: int = 1
+    experts_every: int = 1
+    owners: int = 1
+    overlap: bool = False
+    price: Price | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What a setting comes to on a link.
+
+    Attributes:
+        cycle_bytes: that a peer sends in a cycle, and receives.
+        transfer_s: of these bytes.
+        round_s: from one round's begin to the next one's, local steps included.
+        delay_share: of a cycle, after which local steps see what a round agreed on.
+        utilisation: share of the time that is computed.
+        link_busy: share of the time that the slower direction carries bytes.
+    """
+
+    cycle_bytes: float
+    transfer_s: float
+    round_s: float
+    delay_share: float
+    utilisation: float
+    link_busy: float
+
+
+def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
+    """Blob bytes that a peer sends in a cycle, and receives, as `bytes_sent_per_peer_per_round`.
+
+    P (2 S (N-1) (s / p_s) + 2 L (N-1) + X (N+R-2) (x / p_x)) / N: S shared, L norms and routers, X
+    experts, in elements; s and x bytes of each; p_s and p_x rounds between two exchanges.
+    """
+    counted = parameters(run.model)
+    exact = sum(math.prod(s) for name, s in shared_shapes(run.model).items() if is_exact(name))
+    owners = min(setting.owners, num_peers)
+    to_and_from = 2 * (num_peers - 1)
+    shared = (counted.shared - exact) * CODING_BYTES[setting.shared] / setting.shared_every
+    experts = counted.experts * CODING_BYTES[setting.experts] / setting.experts_every
+    sent = to_and_from * (shared + exact * EXACT_BYTES)
+    sent += max(num_peers + owners - 2, 0) * experts
+    return setting.rounds * sent / num_peers
+
+
+def carried_mbit(link: LinkRates, num_peers: int, *, is_bbr: bool = False) -> tuple[float, float]:
+    """What a link carries up and down, Mbit/s: under loss less, but with bbr.
+
+    A connection of reno or cubic to each other peer carries 1.22 segments / (round trip sqrt(p)) at
+    most (Mathis et al., CCR 27(3), 1997; cubic is as slow at these windows, RFC 9438, 4.3).
+    """
+    if not link.loss_pct or is_bbr:
+        return link.up_mbit, link.down_mbit
+    share = link.loss_pct / 100
+    each = 1.22 * SEGMENT_BITS / (max(link.rtt_ms, 1.0) / 1e3 * math.sqrt(share)) / 1e6
+    most = each * max(num_peers - 1, 1)
+    return min(link.up_mbit, most), min(link.down_mbit, most)
+
+
+def plan_link(
+    run: RunConfig,
+    setting: Setting,
+    rates: tuple[float, float],
+    *,
+    compute_s: float,
+    num_peers: int,
+    assumed: Assumptions = ASSUMED,
+) -> LinkPlan:
+    """What a setting comes to; sent and received bytes are as many, and move at once.
+
+    Args:
+        run: its model counts.
+        setting: how it exchanges.
+        rates: up and down, Mbit/s; see `carried_mbit`.
+        compute_s: of the local steps of a cycle.
+        num_peers: N.
+        assumed: what is taken for granted.
+    """
+    num_bytes = cycle_bytes(run, setting, num_peers)
+    transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
+    exchange_s = transfer_s / setting.rounds + assumed.control_s
+    stall_s = assumed.stall_s_per_parameter * parameters(run.model).total
+    waits_s = exchange_s
+    if setting.overlap:  # one round in flight, which may last as long as the steps beside it
+        waits_s = max(0.0, exchange_s - compute_s / setting.rounds)
+    cycle_s = compute_s + setting.rounds * waits_s + stall_s
+    return LinkPlan(
+        cycle_bytes=num_bytes,
+        transfer_s=transfer_s,
+        round_s=cycle_s / setting.rounds,
+        delay_share=min(exchange_s / compute_s, 1 / setting.rounds) if setting.overlap else 0.0,
+        utilisation=compute_s / cycle_s,
+        link_busy=transfer_s / cycle_s,
+    )
+
+
+def needed_mbit(
+    run: RunConfig, setting: Setting, *, compute_s: float, num_peers: int, wanted: float
+) -> float:
+    """Rate of both directions with which transfers alone leave the wanted share for computing."""
+    spare_s = compute_s if setting.overlap else compute_s * (1 / wanted - 1)
+    return cycle_bytes(run, setting, num_peers) * 8 / 1e6 / spare_s
+
+
+# ---------------------------------------------------------------- settings to choose from
+
+
+def setting_of(run: RunConfig) -> Setting:
+    """How a run exchanges by its configuration.
+
+    With slices of its experts a cycle is all the rounds in which each of them is exchanged once.
+    """
+    wire, due = run.wire.model_dump(), run.round.model_dump()
+    every = run.round.experts_every
+    coded = {name: wire.get(f"{name}_coding", "none") for name in ("shared", "experts")}
+    return Setting(
+        shared=wire["shared"] if coded["shared"] == "none" else coded["shared"],
+        experts=wire["experts"] if coded["experts"] == "none" else coded["experts"],
+        rounds=every if due.get("stagger") else 1,
+        shared_every=due.get("shared_every", 1),
+        experts_every=every,
+        owners=run.ownership.owners_per_expert,
+        overlap=due.get("overlap", "none") != "none",
+    )
+
+
+def with_rounds(setting: Setting, rounds: int) -> Setting:
+    """A setting of the table with another number of rounds a cycle, what is due as often."""
+    times = rounds / setting.rounds
+    return Setting(
+        setting.shared, setting.experts, rounds,
+        round(setting.shared_every * times) if setting.shared_every > 1 else 1,
+        round(setting.experts_every * times) if setting.experts_every > 1 else 1,
+        setting.owners, setting.overlap, setting.price,
+    )  # fmt: skip
+
+
+_BLOCKING = "blocking rounds, H = 10, 400 steps"
+_CYCLE = "overlapped, 4 rounds a cycle, H = 20, 800 steps"
+SETTINGS = (
+    Setting("fp32", "fp32", price=Price(0.0, 3, "exact SPES")),
+    Setting("fp32", "bf16"),
+    Setting("bf16", "bf16"),
+    Setting("int8", "int8"),
+    Setting("int4", "int4", price=Price(0.5, 2, _BLOCKING)),
+    Setting("b2", "b2", price=Price(-0.3, 3, _BLOCKING)),
+    Setting("b2", "b1", price=Price(-1.3, 2, _BLOCKING)),
+    Setting("b1", "b1", price=Price(-0.3, 3, _BLOCKING)),
+    Setting("int4", "int4", overlap=True),
+    Setting("b2", "b2", overlap=True),
+    Setting("b2", "b2", 4, 4, 4, overlap=True, price=Price(-1.9, 2, _CYCLE)),
+    Setting("b1", "b1", 4, 1, 4, overlap=True, price=Price(-4.6, 2, _CYCLE)),
+    Setting("b2", "b2", 4, 1, 4, overlap=True, price=Price(-4.6, 2, _CYCLE)),
+    Setting("b2", "b1", 4, 1, 4, overlap=True, price=Price(-5.5, 2, _CYCLE)),
+    Setting("b2", "top8", 4, 1, 4, overlap=True, price=Price(-4.0, 2, _CYCLE)),
+    Setting("b2", "b1", 4, 1, 4, owners=2, overlap=True, price=Price(-6.1, 2, _CYCLE)),
+    Setting("b2", "b2", 4, 1, 8, owners=2, overlap=True, price=Price(-6.4, 2, _CYCLE)),
+)
+"""Those of which something is known, with their prices in held-out loss."""
+ROUNDS = (5, 4, 2)
+"""Rounds a cycle, the best first, of which the first that divides the local steps is taken."""
+
+
+def cycle_steps(run: RunConfig) -> int:
+    """H: local steps of a cycle, after the last of the run's phases."""
+    return run.round.local_steps * setting_of(run).rounds
+
+
+def settings_for(run: RunConfig) -> tuple[Setting, ...]:
+    """The settings of the table with rounds that divide this run's cycle."""
+    steps, num_peers = cycle_steps(run), run.run.peers
+    rounds = next((n for n in ROUNDS if steps % n == 0), None)
+    return tuple(
+        with_rounds(setting, rounds) if setting.rounds > 1 and rounds else setting
+        for setting in SETTINGS
+        if (setting.rounds == 1 or rounds) and setting.owners <= num_peers
+    )
+
+
+def not_built(run: RunConfig, setting: Setting) -> tuple[str, ...]:
+    """The settings of a run file that this program does not accept yet; () if it takes all."""
+    wire: dict[str, Any] = {}
+    for name, value in (("shared", setting.shared), ("experts", setting.experts)):
+        is_type = value in ("fp32", "bf16")
+        wire[name if is_type else f"{name}_coding"] = value
+    due: dict[str, Any] = {"local_steps": max(cycle_steps(run) // setting.rounds, 1)}
+    due["experts_every"] = setting.experts_every
+    if setting.rounds > 1:
+        due |= {"shared_every": setting.shared_every, "stagger": True}
+    if setting.overlap:
+        due["overlap"] = _overlapping(type(run.round).model_fields)
+    lacking = [*_refused("wire", type(run.wire), wire), *_refused("round", type(run.round), due)]
+    return tuple(sorted(lacking))
+
+
+def _overlapping(fields: Any) -> str:
+    """The value of `round.overlap` that is not none."""
+    values = get_args(fields["overlap"].annotation) if "overlap" in fields else ()
+    return next((value for value in values if value != "none"), "round")
+
+
+def _refused(section: str, kind: Any, values: dict[str, Any]) -> list[str]:
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        places = {str(each["loc"][0]) for each in error.errors() if each["loc"]}
+        return [f"{section}.{key} = {values[key]}" for key in places if key in values]
+    return []

@@ -1,0 +1,95 @@
+"""Caps on what this machine sends and receives: token buckets, and what waits for them.
+
+Blobs, streams passed on and measured bytes wait for their turn. Control messages, which are few and
+by which others decide, only count: what they take is missing to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+
+BURST_S = 0.25
+"""A machine that was idle may send or take so much at once. Over t seconds a cap is exceeded by at
+most BURST_S / t: 0.4 % over a minute."""
+LARGEST_PART_BYTES = 64 * 1024
+"""Of a capped transfer: what the other side calls progress, so that no stream waits for the parts
+of all others for longer than its deadline allows."""
+SMALLEST_PART_BYTES = 4096
+PROGRESS_BYTES_PER_S = LARGEST_PART_BYTES / 7.5
+"""For each stream, twice what a receiver calls progress; with more streams all would starve."""
+
+
+class Bucket:
+    """A token bucket without a clock, as a virtual schedule (GCRA, ITU-T I.371)."""
+
+    def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
+        """Is full.
+
+        Args:
+            bytes_per_s: its rate.
+            burst_s: what it holds, in seconds of that rate.
+        """
+        self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
+        self._paid_s = -inf
+
+    def take(self, now_s: float, num_bytes: int) -> float:
+        """Takes tokens, be they there or not; returns after how many seconds they are.
+
+        Whoever takes later waits longer, so takers have their turns in the order of their calls.
+
+        Args:
+            now_s: moments of calls never go back.
+            num_bytes: how many.
+        """
+        self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
+        return max(0.0, self._paid_s - now_s)
+
+
+class Throttle:
+    """One direction of this machine's link; from any thread.
+
+    Attributes:
+        mbit: the cap in Mbit/s; None: there is none, and nobody waits.
+        bytes_per_s: the same; inf without.
+    """
+
+    def __init__(
+        self, mbit: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.mbit = mbit
+        self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
+        self._bucket = Bucket(self.bytes_per_s) if mbit else None
+        self._clock, self._lock = clock, threading.Lock()
+
+    def part_bytes(self, most: int) -> int:
+        """How many bytes to move at a time, of at most so many."""
+        if not self.mbit:
+            return most
+        burst = int(self.bytes_per_s * BURST_S)
+        return min(most, LARGEST_PART_BYTES, max(burst, SMALLEST_PART_BYTES))
+
+    @property
+    def most_streams(self) -> float:
+        """Streams at a time of which each gets on fast enough for whoever waits for it."""
+        return max(2, self.bytes_per_s // PROGRESS_BYTES_PER_S) if self.mbit else inf
+
+    def count(self, num_bytes: int) -> float:
+        """Counts bytes that are moved at once; returns how long others would have waited, in s."""
+        if self._bucket is None:
+            return 0.0
+        with self._lock:
+            return self._bucket.take(self._clock(), num_bytes)
+
+    async def wait(self, num_bytes: int) -> None:
+        """Returns when so many bytes may be moved."""
+        if wait_s := self.count(num_bytes):
+            await asyncio.sleep(wait_s)
+
+    def wait_in_thread(self, num_bytes: int, stop: threading.Event) -> None:
+        """The same in a thread; returns at once when `stop` is set."""
+        if wait_s := self.count(num_bytes):
+            stop.wait(wait_s)

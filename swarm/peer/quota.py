@@ -1,0 +1,188 @@
+"""The bytes that this machine may move in a month: counted, warned of, and left for in time.
+
+A calendar month (UTC), since that is what providers sell; both directions together, since most
+count them so; all runs of a state directory, since it is one line. Counted is what a node counts
+(`network/traffic.py`), with a share for what it cannot see.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from swarm import durable
+from swarm.config import NetworkSection, RunConfig
+from swarm.errors import DataQuotaSpent
+from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
+from swarm.network.node import Node
+from swarm.network.traffic import Traffic
+from swarm.peer.leaving import Stop
+from swarm.peer.state_directory import StateDirectory
+from swarm.progress import duration
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD = 1.05
+"""Headers of TCP and IP are 40 of 1,500 bytes, acknowledgements half of that the other way; the
+DHT, retransmissions and encryption have the rest."""
+WARN_AT = (0.5, 0.8, 0.9)
+LOOK_S = 10.0
+HINT = "raise --data-quota, or start again when the next month has begun (UTC)"
+
+
+def month_of(time_s: float) -> str:
+    """The calendar month of a moment, such as "2026-11"; later ones are larger as texts."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m")
+
+
+def bytes_moved(traffic: Traffic) -> int:
+    """What a node has moved since its start, both ways together, as it goes over the line."""
+    moved = (
+        traffic.blob_bytes_sent
+        + traffic.blob_bytes_received
+        + traffic.moments_bytes_sent  # those received are blobs
+        + traffic.control_bytes_sent
+        + traffic.control_bytes_received
+        + 2 * traffic.relayed_bytes
+    )
+    return round(moved * OVERHEAD)
+
+
+def bytes_to_leave(run: RunConfig, num_peers: int) -> float:
+    """What a peer still moves once it wishes to leave: a round both ways, and its moments."""
+    round_bytes = 2 * bytes_sent_per_peer_per_round(run, num_peers)
+    return OVERHEAD * (round_bytes + handover_bytes(run, num_peers))
+
+
+class MonthlyCount:
+    """Bytes of this month, in a file that outlives the process; one that is torn counts as 0.
+
+    Attributes:
+        month: see `month_of`.
+        num_bytes: moved in it.
+        left_gb: the quota that a peer has left for in this month; 0 if none has.
+    """
+
+    def __init__(self, path: Path, now_s: float) -> None:
+        self._path = path
+        self.month, self.num_bytes, self.left_gb = month_of(now_s), 0, 0.0
+        try:
+            kept = json.loads(path.read_text())
+            month, num_bytes = str(kept["month"]), int(kept["bytes"])
+            left_gb = float(kept["left_gb"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if month >= self.month:  # a clock that goes back begins no month
+            self.month, self.num_bytes, self.left_gb = month, num_bytes, left_gb
+
+    def add(self, num_bytes: int, now_s: float) -> None:
+        """Counts bytes that were moved until now."""
+        if month_of(now_s) > self.month:
+            self.month, self.num_bytes, self.left_gb = month_of(now_s), 0, 0.0
+        self.num_bytes += num_bytes
+
+    def write(self) -> None:
+        """Makes it durable."""
+        kept = {"month": self.month, "bytes": self.num_bytes, "left_gb": self.left_gb}
+        durable.write_file(self._path, json.dumps(kept).encode() + b"\n")
+
+
+class DataQuota:
+    """Decides, whenever it is told what was moved, whether to warn or to leave."""
+
+    def __init__(
+        self,
+        count: MonthlyCount,
+        quota_bytes: float,
+        reserve_bytes: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begins to count.
+
+        Args:
+            count: of the month so far.
+            quota_bytes: of a month.
+            reserve_bytes: with which the peer can still leave in order.
+            clock: seconds since 1970.
+        """
+        self.count = count
+        self._quota, self._reserve, self._clock = quota_bytes, reserve_bytes, clock
+        self._began_s, self._before, self._warned = clock(), 0, 0.0
+
+    def look(self, moved: int) -> str | None:
+        """Counts, and warns when a further mark is passed.
+
+        Args:
+            moved: bytes since this object was made.
+
+        Returns:
+            Why the peer must leave, or None.
+        """
+        now_s = self._clock()
+        self.count.add(moved - self._before, now_s)
+        self._before, used = moved, self.count.num_bytes
+        said = f"{used / 1e9:.3g} of {self._quota / 1e9:.3g} GB of {self.count.month} are used"
+        if used + self._reserve >= self._quota:
+            self.count.left_gb = self._quota / 1e9
+            return f"{said}, and leaving takes up to {self._reserve / 1e9:.3g} GB"
+        passed = max((mark for mark in WARN_AT if used >= mark * self._quota), default=0.0)
+        if passed > self._warned and moved:
+            left_s = (self._quota - self._reserve - used) * (now_s - self._began_s) / moved
+            logger.warning("data quota: %s; at this rate it leaves in %s", said, duration(left_s))
+        self._warned = passed
+        return None
+
+
+def count_of(state: StateDirectory) -> MonthlyCount:
+    """What a state directory's peers have moved this month."""
+    return MonthlyCount(state.path / "data_used", time.time())
+
+
+def require_quota(network: NetworkSection, state: StateDirectory) -> None:
+    """Before anything is moved.
+
+    Raises:
+        DataQuotaSpent: the month's bytes are used up, or a peer has left for this quota.
+    """
+    count, quota = count_of(state), network.data_quota_gb
+    if quota is not None and max(count.num_bytes / 1e9, count.left_gb) >= quota:
+        used_gb = count.num_bytes / 1e9
+        raise DataQuotaSpent(f"{used_gb:.3g} of {quota:g} GB of {count.month} are used", hint=HINT)
+
+
+def watch_quota(
+    network: NetworkSection, state: StateDirectory, node: Node, run: RunConfig, stop: Stop
+) -> Callable[[], None]:
+    """Counts from now on what a node moves, and has the peer leave in time; returns what ends it.
+
+    Without a quota nothing is counted.
+    """
+    if network.data_quota_gb is None:
+        return lambda: None
+    reserve = bytes_to_leave(run, run.run.peers)
+    quota = DataQuota(count_of(state), network.data_quota_gb * 1e9, reserve)
+    ended = threading.Event()
+
+    def watch() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(LOOK_S)
+            why = quota.look(bytes_moved(node.traffic))
+            quota.count.write()
+            if why and not stop():
+                logger.warning("data quota: %s; leaving", why)
+                stop.ask(DataQuotaSpent(why, hint=HINT))
+
+    thread = threading.Thread(target=watch, name="data-quota", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    return end

@@ -1,0 +1,151 @@
+"""What a link makes of a run: the table of the design for the 7B, and what the program accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm.config import RunConfig, parse_config
+from swarm.config.amounts import LinkRates
+from swarm.model import link_plan
+from swarm.model.cost import bytes_sent_per_peer_per_round
+from swarm.model.link_plan import (
+    SETTINGS,
+    TRANSFERS_ALONE,
+    Setting,
+    carried_mbit,
+    cycle_bytes,
+    needed_mbit,
+    not_built,
+    plan_link,
+    setting_of,
+    settings_for,
+    with_rounds,
+)
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+STEP_S = 36.0
+"""Of the 7B in its last phase, on 8 GPUs a peer: 50 steps are half an hour."""
+COMPUTE_S = 50 * STEP_S
+
+
+def run_7b(*overrides: str) -> RunConfig:
+    path = RUNS / "spes_7b.toml"
+    return parse_config(RunConfig, path.read_text(), source=str(path), overrides=overrides)
+
+
+RUN = run_7b()
+
+# Source: the design's table for the 7B, H = 50, N = 4: GB a peer and cycle, then for 100/100 and
+# for 20/100 Mbit/s: seconds of transfer, utilisation in percent, delay in steps.
+TABLE = [
+    (Setting("fp32", "fp32", owners=4), 44.00, (4142, 30.3, 0.0), (20708, 8.0, 0.0)),
+    (Setting("int8", "int8", owners=4), 11.09, (1044, 63.2, 0.0), (5220, 25.6, 0.0)),
+    (Setting("fp32", "fp32"), 24.68, (2323, 43.6, 0.0), (11614, 13.4, 0.0)),
+    (Setting("fp32", "bf16"), 15.02, (1413, 55.9, 0.0), (7066, 20.3, 0.0)),
+    (Setting("bf16", "bf16"), 12.34, (1162, 60.7, 0.0), (5808, 23.6, 0.0)),
+    (Setting("int8", "int8"), 6.22, (586, 75.3, 0.0), (2929, 38.0, 0.0)),
+    (Setting("int4", "int4"), 3.14, (295, 85.7, 0.0), (1477, 54.9, 0.0)),
+    (Setting("int4", "int4", overlap=True), 3.14, (295, 99.9, 8.3), (1477, 99.9, 41.1)),
+    (Setting("int4", "int4", 2, 1, 4, overlap=True), 2.60, (245, 99.9, 3.5), (1223, 99.9, 17.1)),
+    (Setting("b2", "b2"), 1.60, (150, 92.1, 0.0), (752, 70.4, 0.0)),
+    (Setting("b2", "b2", 4, 4, 4, overlap=True), 1.62, (152, 99.9, 1.2), (761, 99.9, 5.4)),
+    (Setting("b2", "b2", 4, 1, 4, overlap=True), 2.65, (250, 99.9, 1.8), (1248, 99.9, 8.8)),
+    (Setting("b2", "b2", 2, 1, 4, overlap=True), 1.33, (125, 99.9, 1.8), (624, 99.9, 8.8)),
+    (Setting("b2", "b2", 4, 1, 8, 2, overlap=True), 2.24, (210, 99.9, 1.6), (1052, 99.9, 7.4)),
+    (Setting("int4", "top16", 4, 4, 4, overlap=True), 1.12, (106, 99.9, 0.8), (528, 99.9, 3.8)),
+    (Setting("b2", "b1", 5, 1, 5, overlap=True), 2.40, (226, 99.9, 1.4), (1129, 99.9, 6.4)),
+    (Setting("b2", "top8", 5, 1, 5, overlap=True), 1.98, (187, 99.9, 1.1), (934, 99.9, 5.3)),
+    (Setting("b1", "b1", 5, 5, 5, overlap=True), 0.85, (80, 99.9, 0.6), (402, 99.9, 2.3)),
+    (Setting("b2", "b1", 5, 1, 5, 2, overlap=True), 2.61, (246, 99.9, 1.5), (1230, 99.9, 6.9)),
+    (Setting("b2", "b2", 5, 1, 10, 2, overlap=True), 2.59, (244, 99.9, 1.5), (1218, 99.9, 6.9)),
+    (Setting("b1", "b1"), 0.83, (78, 95.7, 0.0), (389, 82.1, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("setting", "gigabytes", "fast", "slow"), TABLE)
+def test_the_designs_table_follows_from_the_formulas(
+    setting: Setting,
+    gigabytes: float,
+    fast: tuple[float, float, float],
+    slow: tuple[float, float, float],
+) -> None:
+    moved = cycle_bytes(RUN, setting, 4)
+    assert moved / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    for up, (transfer_s, percent, delay_steps) in ((100.0, fast), (20.0, slow)):
+        plan = plan_link(RUN, setting, (up, 100.0), compute_s=COMPUTE_S, num_peers=4)
+        assert plan.transfer_s == pytest.approx(transfer_s, rel=0.01)
+        assert 100 * plan.utilisation == pytest.approx(percent, abs=1.0)
+        assert 50 * plan.delay_share == pytest.approx(delay_steps, abs=0.15)
+
+
+def test_a_runs_own_setting_sends_what_the_cost_counts() -> None:
+    for overrides in ([], ["wire.shared=bf16"], ["round.experts_every=3", "wire.experts=fp32"]):
+        run = run_7b(*overrides)
+        for num_peers in (2, 4, 16):
+            sent = bytes_sent_per_peer_per_round(run, num_peers)
+            assert cycle_bytes(run, setting_of(run), num_peers) == pytest.approx(sent, rel=1e-9)
+
+
+def test_a_round_that_lasts_longer_than_the_steps_beside_it_holds_them_up() -> None:
+    setting = Setting("int4", "int4", overlap=True)
+    plan = plan_link(RUN, setting, (10.0, 100.0), compute_s=COMPUTE_S, num_peers=4)
+    assert plan.transfer_s == pytest.approx(2 * 1477, rel=0.01)
+    assert plan.utilisation == pytest.approx(COMPUTE_S / (plan.transfer_s + 4 + 1.5), rel=1e-3)
+    assert plan.delay_share == 1.0
+
+
+def test_the_needed_rate_is_the_one_with_which_the_share_is_reached() -> None:
+    for setting in (Setting("fp32", "bf16"), Setting("b2", "b1", 5, 1, 5, overlap=True)):
+        mbit = needed_mbit(RUN, setting, compute_s=COMPUTE_S, num_peers=4, wanted=0.9)
+        how = {"compute_s": COMPUTE_S, "num_peers": 4, "assumed": TRANSFERS_ALONE}
+        reached = plan_link(RUN, setting, (mbit, mbit), **how).utilisation
+        assert reached == pytest.approx(1.0 if setting.overlap else 0.9)
+        slower = plan_link(RUN, setting, (mbit * 0.99, mbit), **how).utilisation
+        assert slower < reached
+
+
+def test_loss_limits_a_connection_unless_bbr_sends() -> None:
+    # Source: 1460 B x 1.22 / (0.1 s sqrt(0.001)) = 4.5 Mbit/s a connection.
+    link = LinkRates(up_mbit=20, down_mbit=100, rtt_ms=100, loss_pct=0.1)
+    up, down = carried_mbit(link, 4)
+    assert (up, down) == (pytest.approx(3 * 4.5, rel=0.01), pytest.approx(3 * 4.5, rel=0.01))
+    assert carried_mbit(link, 4, is_bbr=True) == (20, 100)
+    assert carried_mbit(LinkRates(20, 100, 100), 4) == (20, 100)
+    assert carried_mbit(LinkRates(5, 100, 10, 0.1), 16)[0] == 5
+
+
+def test_rounds_of_a_cycle_divide_the_local_steps() -> None:
+    assert {s.rounds for s in settings_for(run_7b())} == {1, 5}
+    assert {s.rounds for s in settings_for(run_7b("round.local_steps=20"))} == {1, 5}
+    ten = run_7b("round.local_steps=4", "merging.alpha=0")
+    assert {s.rounds for s in settings_for(ten)} == {1, 4}
+    odd = run_7b("round.local_steps=7", "merging.alpha=0")
+    assert {s.rounds for s in settings_for(odd)} == {1}
+    assert max(s.owners for s in settings_for(run_7b("run.peers=1"))) == 1
+    moved = with_rounds(Setting("b2", "b2", 4, 1, 8, owners=2, overlap=True), 5)
+    assert moved == Setting("b2", "b2", 5, 1, 10, owners=2, overlap=True)
+
+
+def test_what_a_run_file_cannot_say_yet_is_told_by_its_keys() -> None:
+    assert not_built(RUN, Setting("fp32", "fp32")) == ()
+    assert not_built(RUN, Setting("bf16", "bf16", experts_every=3)) == ()
+    for setting in SETTINGS:
+        keys = not_built(RUN, setting)
+        fields = {"wire": type(RUN.wire).model_fields, "round": type(RUN.round).model_fields}
+        for key in keys:
+            section, _, name = key.partition(" =")[0].partition(".")
+            assert name not in fields[section], "there is such a key, so its value was refused"
+        if setting.overlap and "overlap" not in fields["round"]:
+            assert any(key.startswith("round.overlap = ") for key in keys)
+
+
+def test_prices_are_of_settings_that_differ_and_name_their_runs() -> None:
+    assert len(set(SETTINGS)) == len(SETTINGS)
+    exact = SETTINGS[0]
+    assert exact.price and exact.price.loss_pct == 0.0 and not_built(RUN, exact) == ()
+    for setting in SETTINGS[1:]:
+        if setting.price:
+            assert "steps" in setting.price.source and setting.price.seeds >= 2
+    assert set(link_plan.CODING_BYTES) >= {s.shared for s in SETTINGS}

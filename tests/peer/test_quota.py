@@ -1,0 +1,149 @@
+"""A month's bytes: counted over restarts, warned of, left for in time, and refused afterwards."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.errors import DataQuotaSpent
+from swarm.model.cost import bytes_sent_per_peer_per_round, handover_bytes
+from swarm.network.node import Node
+from swarm.network.traffic import Traffic
+from swarm.peer import quota
+from swarm.peer.leaving import Stop
+from swarm.peer.quota import (
+    OVERHEAD,
+    DataQuota,
+    MonthlyCount,
+    bytes_moved,
+    bytes_to_leave,
+    count_of,
+    month_of,
+    require_quota,
+    watch_quota,
+)
+from swarm.peer.state_directory import StateDirectory
+from tests.train.runs import tiny_run
+
+NOVEMBER_S = 1_795_392_000.0
+"""2026-11-23, 00:00 UTC."""
+DAY_S = 86_400.0
+GB = 10**9
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "data_used"
+
+
+def test_a_month_is_counted_over_restarts_and_the_next_begins_at_zero(file: Path) -> None:
+    assert month_of(NOVEMBER_S) == "2026-11"
+    count = MonthlyCount(file, NOVEMBER_S)
+    count.add(5, NOVEMBER_S)
+    count.write()
+    again = MonthlyCount(file, NOVEMBER_S + DAY_S)
+    assert again.num_bytes == 5
+    again.add(7, NOVEMBER_S + 2 * DAY_S)
+    assert again.num_bytes == 12
+    again.add(3, NOVEMBER_S + 9 * DAY_S)
+    assert (again.month, again.num_bytes) == ("2026-12", 3)
+    assert MonthlyCount(file, NOVEMBER_S + 9 * DAY_S).num_bytes == 0
+
+
+def test_a_clock_that_goes_back_begins_no_month(file: Path) -> None:
+    count = MonthlyCount(file, NOVEMBER_S)
+    count.add(5, NOVEMBER_S - 30 * DAY_S)
+    count.write()
+    assert MonthlyCount(file, NOVEMBER_S - 30 * DAY_S).num_bytes == 5
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"month": "2026-11"}', "\x00"])
+def test_a_torn_file_is_no_reason_not_to_start(file: Path, torn: str) -> None:
+    file.write_text(torn)
+    assert MonthlyCount(file, NOVEMBER_S).num_bytes == 0
+
+
+def test_all_kinds_of_bytes_count_once_and_those_passed_on_twice() -> None:
+    traffic = Traffic(
+        control_bytes_sent=1,
+        control_bytes_received=20,
+        blob_bytes_sent=300,
+        blob_bytes_received=4000,
+        moments_bytes_sent=50_000,
+        moments_bytes_received=600,  # these are blobs too
+        relayed_bytes=1_000_000,
+    )
+    assert bytes_moved(traffic) == round(2_054_321 * OVERHEAD)
+
+
+def test_a_peer_is_warned_once_at_each_mark_and_leaves_while_it_still_can(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = NOVEMBER_S
+    data = DataQuota(MonthlyCount(file, now_s), 100.0 * GB, 4.0 * GB, clock=lambda: now_s)
+    warned = {}
+    with caplog.at_level(logging.WARNING):
+        for gb in range(97):
+            now_s = NOVEMBER_S + 3600.0 * gb
+            caplog.clear()
+            why = data.look(gb * GB)
+            if caplog.text:
+                warned[gb] = caplog.text
+            assert (why is not None) == (gb >= 96), gb
+    assert sorted(warned) == [50, 80, 90]
+    assert "80 of 100 GB of 2026-11 are used; at this rate it leaves in 16.0 h" in warned[80]
+    assert why == "96 of 100 GB of 2026-11 are used, and leaving takes up to 4 GB"
+
+
+def test_what_leaving_takes_is_a_round_both_ways_and_the_moments() -> None:
+    run = tiny_run()
+    needed = 2 * bytes_sent_per_peer_per_round(run, 4) + handover_bytes(run, 4)
+    assert bytes_to_leave(run, 4) == pytest.approx(OVERHEAD * needed)
+
+
+def test_the_peer_is_asked_to_leave_with_a_typed_reason_and_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "LOOK_S", 0.01)
+    run, state, stop = tiny_run(), StateDirectory(tmp_path), Stop(60.0)
+    network = NetworkSection(data_quota_gb=1.0)
+    traffic = Traffic(blob_bytes_sent=1)
+    node = cast(Node, SimpleNamespace(traffic=traffic))
+    require_quota(network, state)
+    end = watch_quota(network, state, node, run, stop)
+    assert not stop.wait(0.1)
+    stop.raise_why()
+    traffic.blob_bytes_sent = GB
+    assert stop.wait(30.0)
+    end()
+    with pytest.raises(DataQuotaSpent, match=r"of 1 GB of .* are used, and leaving takes up to"):
+        stop.raise_why()
+    assert json.loads((tmp_path / "data_used").read_text())["bytes"] >= GB
+    with pytest.raises(DataQuotaSpent, match="raise --data-quota, or start again when"):
+        require_quota(network, state)
+    require_quota(NetworkSection(data_quota_gb=2.0), state)
+    require_quota(NetworkSection(), state)
+    state.close()
+
+
+def test_without_a_quota_nothing_is_written(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+    node = cast(Node, SimpleNamespace(traffic=Traffic()))
+    watch_quota(NetworkSection(), state, node, tiny_run(), Stop(1.0))()
+    assert not (tmp_path / "data_used").exists()
+    assert count_of(state).month == month_of(time.time())
+    state.close()
+
+
+def test_a_person_who_asks_gets_no_error() -> None:
+    stop = Stop(1.0)
+    stop.ask()
+    stop.ask(DataQuotaSpent("too late"))
+    stop.raise_why()
