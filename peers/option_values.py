@@ -21,6 +21,15 @@ class Setting(click.types.StringParamType):
     envvar_list_splitter = ";"
 
 
+def number_or_all(_: click.Context, __: click.Parameter, text: str | None) -> int | str | None:
+    """A number of GPUs, or all."""
+    if text is None or text == "all":
+        return text
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise click.BadParameter(f"{text!r} is no number of GPUs; it is 2, for example, or all")
+    return int(text)
+
+
 def split_addresses(
     _: click.Context, __: click.Parameter, values: Sequence[str]
 ) -> tuple[str, ...]:

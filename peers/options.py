@@ -23,6 +23,7 @@ from peers.option_values import (
     file_of,
     gigabytes_of,
     head_digest,
+    number_or_all,
     rate_of,
     split_addresses,
 )
@@ -205,6 +206,13 @@ class Options:
         "What holds the model; auto takes the fastest that fits.",
         sets="compute.engine",
         type=click.Choice(["auto", "resident", "streaming"]),
+    )
+    gpus: int | str | None = _flag(
+        "--gpus",
+        "Computes on so many GPUs of this machine, or all, as one peer; by default on one.",
+        sets="compute.parallel",
+        metavar="N|all",
+        callback=number_or_all,
     )
     gpu: str | None = _flag("--gpu", "Plans for such a GPU: 24GB; 0 for none.", metavar="SIZE")
     host: str | None = _flag("--host", "Plans for so much memory: 64GB.", metavar="SIZE")

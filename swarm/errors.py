@@ -26,7 +26,8 @@ SwarmError (1)
 ├── OutOfMemory (11)           no engine fits the memory of this machine, or of its GPU
 ├── DoesNotFit (12)            a plan needs more disk or memory than a machine has
 ├── InvitationError (13)       an invitation is damaged, or lets nobody into this run
-└── DataQuotaSpent (14)        the bytes that this machine may move in a month are used up
+├── DataQuotaSpent (14)        the bytes that this machine may move in a month are used up
+└── WorkersFailed (15)         the processes that compute for this peer end again and again
 """
 
 from __future__ import annotations
@@ -200,6 +201,12 @@ class DataQuotaSpent(SwarmError):
     """The bytes that this machine may move in a month are used up; a running peer left in order."""
 
     exit_code = 14
+
+
+class WorkersFailed(SwarmError):
+    """The processes that compute for this peer ended or were silent several times in a row."""
+
+    exit_code = 15
 
 
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")

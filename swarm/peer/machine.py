@@ -17,7 +17,9 @@ from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
+from swarm.peer.workers import num_workers, parallel_engine, place_of, share_of
 from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
+from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
@@ -131,7 +133,9 @@ def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
     )
 
 
-def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> SteppingEngine:
+def engine_for(
+    run: RunConfig, compute: ComputeSection, folder: Path
+) -> SteppingEngine | ParallelEngine:
     """The fastest engine that fits this machine, with those below it; says which and why.
 
     Planned for an equal share of the experts; an ownership that needs more steps down.
@@ -141,9 +145,12 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         compute: what the person decided.
         folder: the run's; frozen experts may be mapped from files in it.
     """
-    machine = this_machine(compute, folder)
+    machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
+    workers = num_workers(compute, machine.device)
+    if workers:
+        machine, wishes = share_of(machine, workers), replace(wishes, engine="resident")
     owned = owned_per_peer(run, run.run.peers)
-    plan = plan_engine(run, owned, machine, wishes_of(compute, folder / "frozen"))
+    plan = plan_engine(run, owned, machine, wishes)
     logger.log(
         logging.INFO if plan.fits else logging.WARNING,
         "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
@@ -152,6 +159,8 @@ def engine_for(run: RunConfig, compute: ComputeSection, folder: Path) -> Steppin
         plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )
+    if workers:
+        return parallel_engine(run, plan, folder, place_of(run, compute, machine, workers))
     return _with_threads(run, plan, compute, folder)
 
 

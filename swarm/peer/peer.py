@@ -38,11 +38,11 @@ from swarm.peer.threads import start_threads
 from swarm.peer.trainer import StopAsked, Trainer
 from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import require_way_in
+from swarm.peer.workers import num_workers
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, Unit
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import RoundMachine, Rules
-from swarm.train.ladder import describe
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Peer:
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
         self._engine = engine_for(run, host.config.compute, started.directory.path)
-        self.status.engine_of = lambda: describe(self._engine.options, run)
+        self.status.engine_of = self._engine.describe
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
         self._moments = ExpertMoments(model, self._exchange, self.status)
         self._trainer = Trainer(
@@ -271,7 +271,7 @@ class Peer:
         observer: PeerObserver,
         check: Callable[[StateDirectory], None] | None = None,
     ) -> Peer:
-        device_of(config.compute.device)  # a missing GPU ends it before it begins
+        num_workers(config.compute, device_of(config.compute.device))  # a missing GPU ends it here
         start_threads(config.compute)
         host = Host.open(config, Path(folder), observer, check)
         with ExitStack() as undo:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -32,9 +33,9 @@ from torch import Tensor
 
 from swarm import durable
 from swarm.errors import CorruptState, StateError
-from swarm.train.engine import EngineState
+from swarm.train.engine import Counts, EngineState
 from swarm.train.guard import LossScale
-from swarm.train.tensor_file import OpenFile, Place, TensorFile, bytes_of
+from swarm.train.tensor_file import LazyTensors, OpenFile, Place, TensorFile, bytes_of
 
 _FORMAT = 2
 _LENGTH_BYTES = 8
@@ -112,8 +113,7 @@ class Saving:
         self.path = path
         self.is_open = True
         """Whether it can be finished: once, whatever comes of it."""
-        self._tensors = dict(sorted(engine.tensors.items()))
-        self._tensors |= {f"rng.{name}": tensor for name, tensor in sorted(rng.items())}
+        self._tensors = (engine.tensors, {f"rng.{name}": each for name, each in rng.items()})
         self._digest = blake3(max_threads=blake3.AUTO)
         self._chunks = SimpleQueue[bytes | memoryview | None]()
         self._room = threading.Semaphore(_CHUNKS_AHEAD)
@@ -150,7 +150,7 @@ class Saving:
 
     def _hash(self) -> None:
         try:
-            for chunk in _encode(self._tensors):
+            for chunk in _encode(*self._tensors):
                 if self._given_up:
                     return
                 self._digest.update(chunk)
@@ -217,22 +217,42 @@ def load_private(path: Path) -> PrivateState:
         CorruptState: the file is missing, torn, truncated, changed, or of another format.
     """
     try:
-        file = OpenFile(path)
+        file = OpenFile.at(path)
         size = os.fstat(file.descriptor).st_size
         sound = size > _DIGEST_BYTES and _is_sound(file.descriptor, size - _DIGEST_BYTES)
     except OSError as error:
         raise CorruptState(f"{path}: cannot be read: {error}") from error
     if not sound:
         raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
-    end = size - _DIGEST_BYTES - _LENGTH_BYTES
-    length = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, end), "little")
-    meta = json.loads(os.pread(file.descriptor, length, end - length))
+    meta = _read_meta(file, size)
     if meta.pop("format") != _FORMAT:
         raise CorruptState(f"{path}: written in a format that this version does not read")
     header_bytes = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, 0), "little")
     header = json.loads(os.pread(file.descriptor, header_bytes, _LENGTH_BYTES))
     start = _LENGTH_BYTES + header_bytes
     return _decode(meta, file, {name: _place(start, entry) for name, entry in header.items()})
+
+
+def peek_counts(path: Path) -> Counts | None:
+    """What `EngineState.counts` is in the file at `path`; it is read without a check of the digest.
+
+    Returns:
+        None if there is no such file, or nothing like one.
+    """
+    try:
+        file = OpenFile.at(path)
+        owned, *counts = _read_meta(file, os.fstat(file.descriptor).st_size)["engine"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    updates, skipped, skipped_in_a_row = counts
+    return tuple(owned), updates, skipped, skipped_in_a_row
+
+
+def _read_meta(file: OpenFile, size: int) -> dict[str, Any]:
+    end = size - _DIGEST_BYTES - _LENGTH_BYTES
+    length = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, end), "little")
+    meta: dict[str, Any] = json.loads(os.pread(file.descriptor, length, end - length))
+    return meta
 
 
 def _is_sound(descriptor: int, body_bytes: int) -> bool:
@@ -310,23 +330,31 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
     yield len(text).to_bytes(_LENGTH_BYTES, "little")
 
 
-def _encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _encode(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece, at most a few MB of it at a time."""
     header: dict[str, Any] = {}
     offset = 0
-    for name, tensor in tensors.items():
-        stop = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
-        }
-        offset = stop
+    for tensors in groups:
+        for name, (dtype, shape) in sorted(_forms(tensors).items()):
+            stop = offset + math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     yield len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
-    for tensor in tensors.values():
-        yield from bytes_of(tensor)
+    for tensors in groups:
+        for name in sorted(tensors):
+            yield from bytes_of(tensors[name])
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    if isinstance(tensors, LazyTensors):
+        return tensors.forms()
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _place(start: int, entry: Mapping[str, Any]) -> Place:

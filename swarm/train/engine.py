@@ -26,6 +26,8 @@ from swarm.train.guard import UNSCALED, LossScale
 
 StandIn = Callable[[str], Tensor]
 """The value of a tensor, by its Hugging Face name."""
+Counts = tuple[tuple[int, ...], int, int, int]
+"""Owned experts, updates, skipped steps, and of these the ones since the last update."""
 TERMS = ("loss", "cross_entropy", "balance", "router_z", "output_z")
 """The first fields of `Losses`, as `StepStats` names them."""
 
@@ -87,6 +89,11 @@ class EngineState:
     skipped: int
     skipped_in_a_row: int
     scale: LossScale = UNSCALED
+
+    @property
+    def counts(self) -> Counts:
+        """What tells the states of one engine apart, unless something was written between them."""
+        return self.owned, self.updates, self.skipped, self.skipped_in_a_row
 
     def require(self, run: RunConfig) -> None:
         """Raises CorruptState if it is not a state of this run's model."""

@@ -21,12 +21,13 @@ from swarm.experts import (
     expert_tensor,
     selection_biases,
 )
+from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.routing import RoutingControls
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm
-from swarm.train.micro_batches import micro_batches, num_masked
+from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
 from swarm.train.routed import Routed
@@ -168,14 +169,17 @@ class ResidentEngine:
         agreed: StandIn | None = None,
     ) -> float:
         """See `Engine`."""
-
-        def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            masked = Masked(scored_BT=scored_BT.to(self._device))
-            losses = self._model.losses(micro_BT1.to(self._device), self._run.loss, masked=masked)
-            return losses.cross_entropy.item()
-
         with _computing_fp32(self._model), self._standing_in(agreed):
-            return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
+            return self._mean(tokens_BT1, scored_BT)
+
+    def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
+        rows = self._run.train.micro_batch_sequences
+        return mean_over(self._mean_of, tokens_BT1, scored_BT, rows)
+
+    def _mean_of(self, micro_BT1: Tensor, scored_BT: Tensor) -> float:
+        masked = Masked(scored_BT=scored_BT.to(self._device))
+        losses = self._model.losses(micro_BT1.to(self._device), self._run.loss, masked=masked)
+        return losses.cross_entropy.item()
 
     @contextlib.contextmanager
     def _standing_in(self, agreed: StandIn | None) -> Iterator[None]:
@@ -240,21 +244,30 @@ class ResidentEngine:
             The mean of each term of the loss, and where the tokens went.
         """
         rows = self._run.train.micro_batch_sequences
-        parts = micro_batches(tokens_BT1, masks, rows, self._device)
-        terms, routed = [], Routed(self._device)
-        for index, (micro_BT1, masked) in enumerate(parts):
-            losses = self._model.losses(
-                micro_BT1.to(self._device, non_blocking=True),
-                self._run.loss,
-                controls.part(index),
-                masked,
-            )
-            (losses.total / len(parts) * self._guard.scale.value).backward()
-            terms.append(torch.stack([term.detach() for term in losses[:5]]))
-            routed.add(losses)
+        found = self._gradients(micro_batches(tokens_BT1, masks, rows, self._device), controls)
         # One wait for the device per step, not one per term.
-        means = torch.stack(terms).mean(dim=0).tolist()
+        means = torch.stack([torch.stack(losses[:5]) for losses in found]).mean(dim=0).tolist()
+        routed = Routed(self._device)
+        for losses in found:
+            routed.add(losses)
         return dict(zip(TERMS, means, strict=True)), routed
+
+    def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
+        """Adds up the gradients of all micro-batches; returns the losses of each, detached."""
+        return [self._backward(parts, index, controls) for index in range(len(parts))]
+
+    def _backward(
+        self, parts: Sequence[MicroBatch], index: int, controls: RoutingControls
+    ) -> Losses:
+        micro_BT1, masked = parts[index]
+        losses = self._model.losses(
+            micro_BT1.to(self._device, non_blocking=True),
+            self._run.loss,
+            controls.part(index),
+            masked,
+        )
+        (losses.total / len(parts) * self._guard.scale.value).backward()
+        return losses._replace(total=losses.total.detach())
 
 
 @contextlib.contextmanager

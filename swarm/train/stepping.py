@@ -72,6 +72,10 @@ class SteppingEngine:
             except (MemoryError, RuntimeError) as error:
                 self._next(_memory_error(error))
 
+    def describe(self) -> str:
+        """The engine in words."""
+        return describe(self.options, self._run)
+
     # ------------------------------------------------ as `Engine`
 
     @property

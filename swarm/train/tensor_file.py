@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,24 +35,40 @@ class Place:
 class OpenFile:
     """A file that stays open for as long as anybody refers to it, whatever becomes of its name."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens it for reading and writing; raises OSError."""
-        self.descriptor = os.open(path, os.O_RDWR)
+    def __init__(self, descriptor: int) -> None:
+        """Takes a descriptor over."""
+        self.descriptor = descriptor
+
+    @classmethod
+    def at(cls, path: Path) -> OpenFile:
+        """Opens a file for reading and writing; raises OSError."""
+        return cls(os.open(path, os.O_RDWR))
 
     def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+        os.close(self.descriptor)
 
 
-class TensorFile(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """A mapping whose tensors come when they are looked up, each time anew."""
+
+    @abstractmethod
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each, without a look at any."""
+
+
+class TensorFile(LazyTensors):
     """A mapping whose values are fresh tensors on the CPU, each read as it is looked up.
 
     It holds the open file and nothing of the tensors. Reading raises CorruptState when the file
     has become too short, StateError when the disk fails.
+
+    Attributes:
+        file: that they lie in.
     """
 
     def __init__(self, file: OpenFile, places: Mapping[str, Place]) -> None:
-        self._file, self._places = file, dict(places)
+        self.file, self._places = file, dict(places)
+        self._end = max((place.offset + place.num_bytes for place in places.values()), default=0)
 
     @classmethod
     def temporary(cls, folder: Path | None) -> TensorFile:
@@ -66,11 +83,38 @@ class TensorFile(Mapping[str, Tensor]):
         try:
             descriptor, path = tempfile.mkstemp(dir=folder)
             os.close(descriptor)
-            file = OpenFile(Path(path))
+            file = OpenFile.at(Path(path))
             os.unlink(path)
         except OSError as error:
             raise StateError(f"{folder}: no file for tensors: {error.strerror}") from error
         return cls(file, {})
+
+    @classmethod
+    def in_memory(cls) -> TensorFile:
+        """An empty file that is in memory only, for other processes to read or write.
+
+        Raises:
+            MemoryError: there is none left.
+        """
+        try:
+            return cls(OpenFile(os.memfd_create("tensors")), {})
+        except OSError as error:
+            raise MemoryError(f"no memory for tensors: {error.strerror}") from error
+
+    def behind(self) -> TensorFile:
+        """An empty one in the same file, which writes behind this one."""
+        more = TensorFile(self.file, {})
+        more._end = self._end
+        return more
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Where the tensors lie."""
+        return self._places
+
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `LazyTensors`."""
+        return {name: (place.dtype, place.shape) for name, place in self._places.items()}
 
     def append(self, name: str, tensor: Tensor) -> None:
         """Writes a tensor behind the others, in pieces of `CHUNK_BYTES`.
@@ -78,18 +122,23 @@ class TensorFile(Mapping[str, Tensor]):
         Raises:
             StateError: the disk is full or cannot be written.
         """
-        offset = max((p.offset + p.num_bytes for p in self._places.values()), default=0)
-        place = Place(offset, tensor.dtype, tuple(tensor.shape))
+        place = Place(self._end, tensor.dtype, tuple(tensor.shape))
+        offset = self._end
         try:
             for piece in bytes_of(tensor):
                 while piece:
-                    written = os.pwrite(self._file.descriptor, piece, offset)
+                    written = os.pwrite(self.file.descriptor, piece, offset)
                     piece, offset = piece[written:], offset + written
         except OSError as error:
             raise StateError(
                 f"a tensor cannot be written: {error.strerror}", hint="free some space"
             ) from error
-        self._places[name] = place
+        self._places[name], self._end = place, offset
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Appends tensors, of which one is looked up at a time; raises as `append`."""
+        for name in tensors:
+            self.append(name, tensors[name])
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of the tensor."""
@@ -98,7 +147,7 @@ class TensorFile(Mapping[str, Tensor]):
         view, offset = flat.numpy().data, place.offset
         while view:
             try:
-                count = os.preadv(self._file.descriptor, [view[:CHUNK_BYTES]], offset)
+                count = os.preadv(self.file.descriptor, [view[:CHUNK_BYTES]], offset)
             except OSError as error:
                 raise StateError(f"a tensor cannot be read: {error.strerror}") from error
             if not count:

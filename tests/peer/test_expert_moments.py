@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swarm.codecs import Content, encode_unit
+from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.experts import expert_shapes, expert_unit
 from swarm.network.blobs import BlobStore
@@ -34,8 +35,10 @@ from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, at_once
+from swarm.train.engine import Engine
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into, founded_in
+from tests.train.crews import Crews, shared_crews
 from tests.train.runs import batch, held_out, same, tiny_run
 
 RUN = tiny_run(wire={"experts": "bf16"})
@@ -103,9 +106,11 @@ class Status:
 class Side:
     """A peer's model with its moments; all sides share one store and manifest."""
 
+    make_engine: Callable[[RunConfig], Engine] = staticmethod(ResidentEngine)
+
     def __init__(self, me: str, store: BlobStore, founded: Manifest) -> None:
         self.exchange, self.status = Exchange(store), Status()
-        self.model = LiveModel(me, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+        self.model = LiveModel(me, RUN, Side.make_engine(RUN), Agreed(store, LAYOUT))
         self.moments = ExpertMoments(
             self.model,
             cast(MomentsExchange, self.exchange),
@@ -167,6 +172,30 @@ def assert_near(moments: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     for name, tensor in moments.items():
         atol = 1e-6 * expected[name].abs().max().item()
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[Crews]:
+    with shared_crews() as crews:
+        yield crews
+
+
+@pytest.fixture(
+    params=["resident", pytest.param("parallel", marks=pytest.mark.exhaustive)], autouse=True
+)
+def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test is of engines of one kind."""
+    made: list[Engine] = []
+
+    def parallel(run: RunConfig) -> Engine:
+        made.append(request.getfixturevalue("crews").engine(run))
+        return made[-1]
+
+    if request.param == "parallel":
+        monkeypatch.setattr(Side, "make_engine", parallel)
+    yield
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture

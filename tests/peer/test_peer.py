@@ -157,4 +157,6 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_made(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--device cpu"):
         swarm.Peer.found(tiny(tmp_path), tmp_path / "x", config=machine("compute.device=cuda"))
+    with pytest.raises(ConfigError, match="--gpus"):
+        swarm.Peer.found(tiny(tmp_path), tmp_path / "x", config=machine("compute.parallel='all'"))
     assert not (tmp_path / "x").exists()

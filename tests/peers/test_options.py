@@ -271,3 +271,14 @@ def test_each_flag_of_a_setting_names_one_that_there_is_and_belongs_to_one_confi
 def test_the_files_that_come_with_swarm_are_options_by_their_names(given: Call) -> None:
     assert given("--run", "demo").run_config().run.name == "demo"
     assert given("--config", "gpu").peer_config().compute.device == "cuda"
+
+
+def test_gpus_are_a_number_or_all(given: Call) -> None:
+    assert given().peer_config().compute.parallel == "off"
+    assert given("--gpus", "2").peer_config().compute.parallel == 2
+    assert given("--gpus", "all").peer_config().compute.parallel == "all"
+    assert given(SWARM_GPUS="3").peer_config().compute.parallel == 3
+    for wrong in ("0", "none", "-1"):
+        result = CliRunner().invoke(peer_main, ["--gpus", wrong])
+        assert result.exit_code == 2
+        assert "is no number of GPUs" in result.output

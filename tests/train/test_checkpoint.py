@@ -16,12 +16,14 @@ from swarm.train.checkpoint import (
     Saving,
     load_newest,
     load_private,
+    peek_counts,
     previous_path,
     read_rng,
     restore_rng,
     save_private,
 )
 from swarm.train.engine import EngineState
+from swarm.train.tensor_file import LazyTensors
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
 CPU = torch.device("cpu")
@@ -105,6 +107,43 @@ def test_rows_of_a_stack_are_saved_without_their_neighbours(path):
     state = state_of(EngineState({"a": stack[1], "b": stack[:, 1], "c": stack[3].T}, (), 0, 0, 0))
     save_private(path, state)
     assert same(dict(load_private(path).engine.tensors), dict(state.engine.tensors))
+
+
+def test_a_state_whose_tensors_come_one_by_one_is_the_same_file(path):
+    """As that of workers, of which none is looked up to know what there is."""
+    state = small_state()
+    save_private(path, state)
+    whole = path.read_bytes()
+    lazy = load_private(path).engine
+    lookups = []
+
+    class Counted(LazyTensors):
+        def forms(self):
+            return lazy.tensors.forms()
+
+        def __iter__(self):
+            return iter(lazy.tensors)
+
+        def __len__(self):
+            return len(lazy.tensors)
+
+        def __getitem__(self, name):
+            lookups.append(name)
+            return lazy.tensors[name]
+
+    save_private(path, replace(state, engine=replace(lazy, tensors=Counted())))
+    assert path.read_bytes() == whole
+    assert sorted(lookups) == sorted(lazy.tensors)
+
+
+def test_the_counts_of_a_state_are_read_without_its_tensors(path):
+    assert peek_counts(path) is None
+    state = small_state()
+    save_private(path, state)
+    assert peek_counts(path) == state.engine.counts
+    for content in (b"", b"123", b"[]" + (2).to_bytes(8, "little") + bytes(32)):
+        path.write_bytes(content)
+        assert peek_counts(path) is None
 
 
 def test_the_state_before_is_kept(path):

@@ -8,19 +8,28 @@ from swarm.errors import CorruptState, TrainingDiverged
 from swarm.experts import expert_shapes, owned_stack, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import EngineState
+from tests.train.crews import shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 
 RUN = tiny_run()
 NAMES_1, NAMES_2 = (list(expert_shapes(RUN.model, expert)) for expert in (1, 2))
 
 
-@pytest.fixture(params=[new_engine, new_streaming], ids=["resident", "streaming"])
+@pytest.fixture(scope="module")
+def crews():
+    with shared_crews() as crews:
+        yield crews
+
+
+@pytest.fixture(params=["resident", "streaming", "parallel"])
 def make_engine(request):
-    """Makes engines of one kind, and ends their threads when the test is over."""
+    """Makes engines of one kind, and ends their threads and workers when the test is over."""
+    makers = {"resident": new_engine, "streaming": new_streaming}
+    maker = makers.get(request.param) or request.getfixturevalue("crews").engine
     made = []
 
     def make(*args, **options):
-        made.append(request.param(*args, **options))
+        made.append(maker(*args, **options))
         return made[-1]
 
     yield make
@@ -250,7 +259,7 @@ def test_training_goes_on_in_bf16_after_an_evaluation(make_engine):
     run = tiny_run(train={"compute": "bf16"})
     looked, blind = make_engine(run, [0]), make_engine(run, [0])
     looked.evaluate(batch(run, 50))
-    assert train(looked, 1) == train(blind, 1) != train(make_engine(RUN, [0]), 1)
+    assert train(looked, 1) == train(blind, 1) != train(new_engine(RUN, [0]), 1)
 
 
 def test_evaluation_is_the_mean_over_tokens_also_with_a_smaller_last_micro_batch(make_engine):
@@ -273,24 +282,24 @@ def test_evaluation_counts_only_what_is_scored(make_engine):
     assert engine.evaluate(tokens, scored_BT=everything) == engine.evaluate(tokens)
 
 
-def test_evaluation_uses_replaced_values_and_leaves_every_bit(make_engine):
-    for frozen in ("fp32", "bf16"):
-        run = tiny_run(train={"frozen": frozen})
-        engine, other = make_engine(run, [0, 1]), make_engine(run, [0, 1])
-        train(engine, 2)
-        names = [*expert_shapes(run.model, 0), *expert_shapes(run.model, 1)]
-        stand_ins = {
-            name: (tensor * 3).bfloat16().float() for name, tensor in other.read(names).items()
-        }
-        before, state = weights(engine), frozen_copy(engine)
-        tokens = batch(run, 50)
-        plain = engine.evaluate(tokens)
-        replaced = engine.evaluate(tokens, agreed=stand_ins.__getitem__)
-        assert replaced != plain
-        assert same(weights(engine), before)
-        assert same(engine.state_dict().tensors, state.tensors)
-        engine.write(stand_ins)
-        assert engine.evaluate(tokens) == replaced
+@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
+def test_evaluation_uses_replaced_values_and_leaves_every_bit(make_engine, frozen):
+    run = tiny_run(train={"frozen": frozen})
+    engine, other = make_engine(run, [0, 1]), make_engine(run, [0, 1])
+    train(engine, 2)
+    names = [*expert_shapes(run.model, 0), *expert_shapes(run.model, 1)]
+    stand_ins = {
+        name: (tensor * 3).bfloat16().float() for name, tensor in other.read(names).items()
+    }
+    before, state = weights(engine), frozen_copy(engine)
+    tokens = batch(run, 50)
+    plain = engine.evaluate(tokens)
+    replaced = engine.evaluate(tokens, agreed=stand_ins.__getitem__)
+    assert replaced != plain
+    assert same(weights(engine), before)
+    assert same(engine.state_dict().tensors, state.tensors)
+    engine.write(stand_ins)
+    assert engine.evaluate(tokens) == replaced
 
 
 def test_an_evaluation_that_fails_leaves_every_bit_as_well():

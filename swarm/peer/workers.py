@@ -1,0 +1,91 @@
+"""Worker processes of this peer: how many, with what of the machine each, and their engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from swarm.config import ComputeSection, RunConfig
+from swarm.errors import ConfigError
+from swarm.peer.state_directory import RunDirectory
+from swarm.peer.threads import is_exact
+from swarm.train.ladder import EnginePlan, Machine
+from swarm.train.parallel.crew import Crew, Place
+from swarm.train.parallel.engine import ParallelEngine
+from swarm.train.parallel.history import Saved
+
+logger = logging.getLogger(__name__)
+
+
+def num_workers(compute: ComputeSection, device: str) -> int:
+    """Worker processes that a person asks for; 0 for none beside the peer's own.
+
+    Args:
+        compute: what the person decided.
+        device: "cuda" or "cpu", on which this peer computes.
+
+    Raises:
+        ConfigError: there are not so many GPUs, or their engine cannot be had.
+    """
+    asked = compute.parallel
+    if asked == "off":
+        return 0
+    if compute.engine == "streaming":
+        raise ConfigError(
+            f"compute.parallel (--gpus) = {asked}: the streaming engine computes on one GPU",
+            hint="leave out one of --gpus and --engine",
+        )
+    if device == "cpu":
+        if compute.device == "cpu" and asked != "all":
+            return asked
+        raise ConfigError(
+            f"compute.parallel (--gpus) = {asked}: there is no GPU here to compute on",
+            hint="leave it out; with --device cpu a number of processes computes on the CPU",
+        )
+    there = torch.cuda.device_count()
+    number = there if asked == "all" else asked
+    if number > there:
+        raise ConfigError(
+            f"compute.parallel (--gpus) = {asked}: PyTorch finds {there} on this machine",
+            hint="ask for fewer, or for all",
+        )
+    return number
+
+
+def share_of(machine: Machine, workers: int) -> Machine:
+    """What each of so many workers has: a GPU, and its part of the host."""
+    return replace(
+        machine,
+        host_bytes=machine.host_bytes / workers,
+        cores=max(1, machine.cores // workers),
+        updates_g_s=machine.updates_g_s / workers,
+    )
+
+
+def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: int) -> Place:
+    """Where workers compute, each with this share of the machine."""
+    threads = compute.threads or (1 if is_exact(run) else share.cores)
+    backend = "nccl" if share.device == "cuda" else "gloo"
+    return Place(workers, share.device, threads, backend)
+
+
+def parallel_engine(run: RunConfig, plan: EnginePlan, folder: Path, place: Place) -> ParallelEngine:
+    """Starts workers for a plan that is made for each of them.
+
+    Args:
+        run: what is trained.
+        plan: of the engine of each worker.
+        folder: the run's; the private state lies there.
+        place: where they compute.
+    """
+    logger.info("workers: %d, %d threads each, over %s", place.size, place.threads, place.backend)
+    return ParallelEngine(
+        run,
+        [plan.options, *plan.below],
+        lambda: Crew(place),
+        folder=folder,
+        saved=Saved.at(RunDirectory(folder).private_path),
+    )

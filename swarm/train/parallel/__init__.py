@@ -1,0 +1,1 @@
+"""One peer of several processes with a device each, behind the interface of an engine."""

@@ -1,0 +1,240 @@
+"""An engine without weights: processes of its own hold them and compute together.
+
+Legend: B sequences, T tokens that a sequence predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data.masks import Masks
+from swarm.experts import Slice, expert_shapes
+from swarm.model.routing import RoutingControls
+from swarm.train.engine import EngineState, StandIn, StepStats, is_trained
+from swarm.train.guard import LossScale
+from swarm.train.ladder import describe
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Crew
+from swarm.train.parallel.exchange import controls_message, dtype_named, masks_tensors, stats_of
+from swarm.train.parallel.history import Command, Found, History, Saved, load_command
+from swarm.train.parallel.workforce import Patience, Workforce
+from swarm.train.tensor_file import LazyTensors, TensorFile
+
+
+class ParallelEngine:
+    """Several workers, each with the whole model, that share the micro-batches; see `Engine`.
+
+    A worker that ends, is silent or has no memory left takes the others along. New ones begin with
+    the private state on disk and repeat what came after it, bit for bit: the caller sees no more of
+    it than the time. Where memory was short they keep less for backward, or smaller moments.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        options: Sequence[EngineOptions],
+        start: Callable[[], Crew],
+        *,
+        folder: Path | None = None,
+        saved: Saved | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """Starts the workers.
+
+        Args:
+            run: the model.
+            options: of each worker; the first ones, and those to step down to, in order.
+            start: starts workers.
+            folder: its disk has room for what new workers must repeat; None for the system's
+                folder for temporary files.
+            saved: where the private state is saved; None where it is not.
+            patience: how long a command may take.
+
+        Raises:
+            OutOfMemory: no options fit.
+            WorkersFailed: no workers come up.
+        """
+        self._run = run
+        self._history = History(folder, saved or Saved.at(None))
+        self._force = Workforce(run, options, start, self._history, patience or Patience())
+        self._owned: tuple[int, ...] = ()
+        self._skipped = 0
+
+    def describe(self) -> str:
+        """The engine in words."""
+        each = describe(self._force.options, self._run)
+        return f"{self._force.size} workers, each {each}"
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by rank."""
+        return self._force.pids
+
+    # ------------------------------------------------ as `Engine`
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """See `Engine`."""
+        return self._owned
+
+    @property
+    def skipped(self) -> int:
+        """See `Engine`."""
+        return self._skipped
+
+    @property
+    def intact(self) -> bool:
+        """See `Engine`; workers that ended in the middle of a step come back before it."""
+        return True
+
+    def own(self, experts: Sequence[int]) -> None:
+        """See `Engine`."""
+        wanted = tuple(sorted(set(experts)))
+        if wanted != self._owned:
+            self._force.tell(Command({"do": "own", "experts": wanted}))
+            self._own_now(wanted)
+
+    def count_from(self, updates: int) -> None:
+        """See `Engine`."""
+        self._force.tell(Command({"do": "count_from", "updates": updates}))
+
+    def step(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        lr: float,
+        controls: RoutingControls | None = None,
+        masks: Masks | None = None,
+    ) -> StepStats:
+        """See `Engine`."""
+        message = {"do": "step", "lr": lr, "controls": controls_message(controls)}
+        kept = self._history.kept({"tokens": tokens_BT1} | masks_tensors(masks))
+        answer = self._force.tell(Command(message, kept))
+        self._skipped = answer["skipped"]
+        return stats_of(answer["stats"])
+
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """See `Engine`."""
+        self._force.ask({"do": "rehearse"}, {"tokens": tokens_BT1})
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return dict(self._force.read({"do": "read", "names": list(names)}))
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._write(named, self._history.kept(named))
+
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`."""
+        return self._force.read({"do": "read_part", "part": _fields(part)})["values"]
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`."""
+        assert is_trained(part.name, self._owned), part
+        kept = self._history.kept({"values": values})
+        self._force.tell(Command({"do": "write_part", "part": _fields(part)}, kept))
+
+    @property
+    def borrows(self) -> bool:
+        """See `Engine`; new workers read what was lent where it lies."""
+        return True
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._write(named, named)
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return dict(self._force.read({"do": "read_moments", "names": list(names)}))
+
+    def write_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        self._force.tell(Command({"do": "write_moments"}, self._history.kept(moments)))
+
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
+        """See `Engine`; the values of `agreed` are asked for once, and lie in a file meanwhile."""
+        given: dict[str, StandIn] = {"tokens": lambda _: tokens_BT1}
+        if scored_BT is not None:
+            given["scored"] = lambda _: scored_BT
+        for expert in self._owned if agreed else ():
+            assert agreed is not None
+            given |= dict.fromkeys(expert_shapes(self._run.model, expert), agreed)
+        file = self._history.aside(Found(given))
+        mean: float = self._force.ask({"do": "evaluate"}, file)["mean"]
+        return mean
+
+    def state_dict(self) -> EngineState:
+        """See `Engine`; each tensor comes from a worker when it is looked up."""
+        answer = self._force.ask({"do": "state"})
+        owned, updates, skipped, skipped_in_a_row = answer["counts"]
+        scale = LossScale(*answer["scale"])
+        tensors = _RemoteTensors(self._force, answer["forms"])
+        state = EngineState(tensors, tuple(owned), updates, skipped, skipped_in_a_row, scale)
+        self._history.mark(state.counts, lambda name: is_trained(name, self._owned))
+        return state
+
+    def load_state_dict(self, state: EngineState) -> None:
+        """See `Engine`."""
+        state.require(self._run)
+        command = load_command(state)
+        if not isinstance(state.tensors, TensorFile):
+            command = Command(command.message, self._history.kept(state.tensors))
+        self._skipped = self._force.tell(command)["skipped"]
+        self._own_now(tuple(sorted(state.owned)))
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._force.close()
+
+    def _write(self, named: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+        self._force.tell(Command({"do": "write"}, kept))
+        self._history.froze((n for n in named if not is_trained(n, self._owned)), kept)
+
+    def _own_now(self, experts: tuple[int, ...]) -> None:
+        """Remembers the values with which experts have become frozen."""
+        gone = [expert for expert in self._owned if expert not in experts]
+        self._owned = experts
+        for expert in gone:
+            names = list(expert_shapes(self._run.model, expert))
+            self._history.froze(names, self._history.kept(self.read(names)))
+
+
+class _RemoteTensors(LazyTensors):
+    """Tensors of the first worker's private state."""
+
+    def __init__(self, force: Workforce, forms: Mapping[str, tuple[str, list[int]]]) -> None:
+        self._force = force
+        self._forms = {
+            name: (dtype_named(dtype), tuple(shape)) for name, (dtype, shape) in forms.items()
+        }
+
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `LazyTensors`."""
+        return dict(self._forms)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._forms:
+            raise KeyError(name)
+        return self._force.read({"do": "read_state", "name": name})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+
+def _fields(part: Slice) -> list[object]:
+    return [part.name, part.start, part.stop]

@@ -1,0 +1,262 @@
+"""A process that holds one rank of a `ParallelEngine`: `python -m swarm.train.parallel.worker FD`.
+
+It obeys the controller at the other end of the socket FD, one command after the other, and ends
+when that end is closed, whatever it is doing: a thread of its own reads the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import SwarmError, lacks_memory
+from swarm.experts import Slice
+from swarm.train.engine import EngineState
+from swarm.train.guard import LossScale
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.exchange import (
+    Channel,
+    Closed,
+    Message,
+    controls_of,
+    listed,
+    masks_of,
+    opened,
+)
+from swarm.train.parallel.sharding import Disconnected, RankEngine, Ranks
+from swarm.train.tensor_file import OpenFile, TensorFile
+
+COLLECTIVE_S = 1800.0
+"""A rank waits for the others so long; the controller ends all of them much sooner."""
+Given = Mapping[str, Tensor]
+"""The tensors that came with a command; `TensorFile` or nothing."""
+
+
+class Worker:
+    """Carries out commands; those that only ask are answered by the first rank alone."""
+
+    def __init__(self) -> None:
+        self._ranks = Ranks(0, 1, torch.device("cpu"))
+        self._made: RankEngine | None = None
+        self._state: EngineState | None = None
+        self._commands: dict[str, Callable[[Message, Given], Message]] = {
+            "begin": self._begin,
+            "make": self._make,
+            "own": self._own,
+            "count_from": self._count_from,
+            "step": self._step,
+            "rehearse": self._rehearse,
+            "write": self._write,
+            "write_part": self._write_part,
+            "write_moments": self._write_moments,
+            "load": self._load,
+            "evaluate": self._evaluate,
+        }
+        self._questions: dict[str, Callable[[Message, TensorFile], None]] = {
+            "read": self._read,
+            "read_part": self._read_part,
+            "read_moments": self._read_moments,
+            "read_state": self._read_state,
+        }
+
+    def answer(self, message: Message, file: OpenFile | None) -> Message:
+        """Does what a message says; the answer says so too if it failed."""
+        command = message.pop("do")
+        try:
+            if command in self._questions:
+                assert file is not None
+                out = TensorFile(file, {})
+                if self._ranks.rank == 0:
+                    self._questions[command](message, out)
+                return {"tensors": listed(out)}
+            if command == "state":
+                return self._describe()
+            if command != "rehearse":
+                self._state = None
+            given = opened(file, message.pop("tensors")) if file is not None else {}
+            return self._commands[command](message, given)
+        except SwarmError as error:
+            reason = getattr(error, "reason", "")
+            kind, text = type(error).__name__, error.args[0]
+            return {"failed": kind, "text": text, "hint": error.hint, "reason": reason}
+        except Disconnected as error:
+            return {"failed": "disconnected", "text": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the controller says it
+            if lacks_memory(error):
+                text = str(error).partition("\n")[0] or type(error).__name__
+                return {"failed": "memory", "text": text}
+            return {"failed": "fault", "text": traceback.format_exc()}
+
+    # ------------------------------------------------ the start
+
+    def _begin(self, message: Message, _: Given) -> Message:
+        """Finds the other ranks."""
+        rank, size = message["rank"], message["size"]
+        backend, on_gpu = message["backend"], message["device"] == "cuda"
+        torch.set_num_threads(message["threads"])
+        if on_gpu:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        self._ranks = Ranks(rank, size, torch.device("cuda" if backend == "nccl" else "cpu"))
+        if size > 1:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{message['rendezvous']}",
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+            )
+        return {}
+
+    def _make(self, message: Message, _: Given) -> Message:
+        self._made = None  # before the next one takes memory
+        run = RunConfig.model_validate_json(message["run"])
+        self._made = RankEngine(run, EngineOptions(**message["options"]), self._ranks)
+        return {}
+
+    @property
+    def _engine(self) -> RankEngine:
+        assert self._made is not None, "the first command makes an engine"
+        return self._made
+
+    # ------------------------------------------------ as `Engine`
+
+    def _own(self, message: Message, _: Given) -> Message:
+        self._engine.own(message["experts"])
+        return {}
+
+    def _count_from(self, message: Message, _: Given) -> Message:
+        self._engine.count_from(message["updates"])
+        return {}
+
+    def _step(self, message: Message, given: Given) -> Message:
+        controls = controls_of(message["controls"])
+        masks = masks_of(given)
+        stats = self._engine.step(given["tokens"], lr=message["lr"], controls=controls, masks=masks)
+        return {"stats": dataclasses.asdict(stats), "skipped": self._engine.skipped}
+
+    def _rehearse(self, _: Message, given: Given) -> Message:
+        self._engine.rehearse(given["tokens"])
+        return {}
+
+    def _write(self, _: Message, given: Given) -> Message:
+        for name in given:
+            self._engine.write({name: given[name]})
+        return {}
+
+    def _write_part(self, message: Message, given: Given) -> Message:
+        self._engine.write_part(Slice(*message["part"]), given["values"])
+        return {}
+
+    def _write_moments(self, _: Message, given: Given) -> Message:
+        self._engine.write_moments(dict(given))
+        return {}
+
+    def _load(self, message: Message, given: Given) -> Message:
+        owned, updates, skipped, skipped_in_a_row = message["counts"]
+        scale = LossScale(*message["scale"])
+        state = EngineState(given, tuple(owned), updates, skipped, skipped_in_a_row, scale)
+        self._engine.load_state_dict(state)
+        return {"skipped": self._engine.skipped}
+
+    def _evaluate(self, _: Message, given: Given) -> Message:
+        mean = self._engine.evaluate(
+            given["tokens"],
+            scored_BT=given.get("scored"),
+            agreed=given.__getitem__ if given.keys() - {"tokens", "scored"} else None,
+        )
+        return {"mean": mean}
+
+    def _describe(self) -> Message:
+        """The private state without its tensors, which are kept to be read one by one."""
+        self._state = state = self._engine.state_dict()
+        forms = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in state.tensors.items()
+        }
+        scale = [state.scale.value, state.scale.good_steps]
+        return {"forms": forms, "counts": state.counts, "scale": scale}
+
+    # ------------------------------------------------ questions
+
+    def _read(self, message: Message, out: TensorFile) -> None:
+        for name in message["names"]:
+            out.append(name, self._engine.read([name])[name])
+
+    def _read_part(self, message: Message, out: TensorFile) -> None:
+        out.append("values", self._engine.read_part(Slice(*message["part"])))
+
+    def _read_moments(self, message: Message, out: TensorFile) -> None:
+        for name, tensor in self._engine.read_moments(message["names"]).items():
+            out.append(name, tensor)
+
+    def _read_state(self, message: Message, out: TensorFile) -> None:
+        if self._state is None:
+            self._describe()
+        assert self._state is not None
+        out.append(message["name"], self._state.tensors[message["name"]])
+
+
+class _ToController(logging.Handler):
+    """Hands what the first rank logs to the controller, between two answers."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.INFO)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = [record.levelno, record.name, record.getMessage()]
+        self._channel.send({"log": line})
+
+
+def serve(channel: Channel) -> None:
+    """Answers messages for ever; the process ends when the controller does."""
+    inbox: queue.SimpleQueue[tuple[Message, OpenFile | None]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
+    worker = Worker()
+    while True:
+        message, file = inbox.get()
+        if message["do"] == "begin":
+            # All say the same, so the first one speaks for them.
+            mine = _ToController(channel) if message["rank"] == 0 else logging.NullHandler()
+            logging.basicConfig(level=logging.INFO, handlers=[mine])
+        channel.send(worker.answer(message, file))
+
+
+def _listen(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
+    """Reads until the socket is closed, then ends the process, whatever that computes."""
+    try:
+        while True:
+            while (found := channel.take()) is not None:
+                inbox.put(found)
+            channel.receive()
+    except Closed:
+        os._exit(0)
+
+
+def main() -> None:
+    """Serves the controller that has started this process."""
+    # Who presses Ctrl+C, or a service that ends all of a peer's processes, means the controller.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(Closed):
+        serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Workers that are started again when they end, and come back to where they were."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.errors import OutOfMemory, SwarmError, WorkersFailed
+from swarm.train.ladder import describe
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Crew, Lost
+from swarm.train.parallel.exchange import Message, listed, opened, options_message
+from swarm.train.parallel.history import Command, History
+from swarm.train.tensor_file import TensorFile
+
+logger = logging.getLogger(__name__)
+
+TRIES = 3
+"""So many times in a row workers are started for one command; then the peer ends."""
+Answer = TypeVar("Answer")
+COMPUTES = ("step", "rehearse", "evaluate")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a command may take.
+
+    Attributes:
+        least_s: any.
+        first_s: a computation, before there is one of its kind to compare with.
+        times: a computation may take so many times as long as the longest of its kind.
+        bytes_per_s: of reading a private state, at least.
+    """
+
+    least_s: float = 300.0
+    first_s: float = 3600.0
+    times: float = 20.0
+    bytes_per_s: float = 20e6
+
+    def within_s(self, message: Message, longest_s: Mapping[str, float], num_bytes: int) -> float:
+        """The deadline of a command that comes with so many bytes."""
+        kind = message["do"]
+        if kind in COMPUTES and kind not in longest_s:
+            return max(self.least_s, self.first_s)
+        return self.least_s + self.times * longest_s.get(kind, 0.0) + num_bytes / self.bytes_per_s
+
+
+class Workforce:
+    """Asks workers, and starts others in their place; one question at a time, from any thread.
+
+    Attributes:
+        options: of the engine of each worker.
+        size: number of workers.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        options: Sequence[EngineOptions],
+        start: Callable[[], Crew],
+        history: History,
+        patience: Patience,
+    ) -> None:
+        """Starts workers; see `ParallelEngine`."""
+        self.options, *self._below = options
+        self._run, self._start, self._history, self._patience = run, start, history, patience
+        self._lock = threading.RLock()
+        self._crew: Crew | None = None
+        self.size = 0
+        self._longest_s: dict[str, float] = {}
+        self.ask({"do": "count_from", "updates": 0})
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers, by rank; none if they are to be started."""
+        return self._crew.pids if self._crew else ()
+
+    def tell(self, command: Command) -> Message:
+        """Has all workers do something that changes them; returns the first one's answer.
+
+        Raises:
+            SwarmError: as an engine raises it.
+            OutOfMemory: memory is short with all options.
+            WorkersFailed: workers ended again and again.
+        """
+        with self._lock:
+            answer = self.ask(command.message, command.tensors)
+            self._history.add(command)
+            return answer
+
+    def ask(self, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Message:
+        """Has all workers do something that need not be repeated; raises as `tell`."""
+        return self._until_done(lambda crew: self._carry_out(crew, message, tensors))
+
+    def read(self, message: Message) -> TensorFile:
+        """Tensors of the first worker; raises as `tell`."""
+
+        def read(crew: Crew) -> TensorFile:
+            out = TensorFile.in_memory()
+            return opened(out.file, self._timed(crew, message, out)["tensors"])
+
+        return self._until_done(read)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        with self._lock:
+            if self._crew is not None:
+                self._crew.end()
+            self._crew = None
+
+    # ------------------------------------------------ again and again
+
+    def _until_done(self, work: Callable[[Crew], Answer]) -> Answer:
+        tries = 0
+        while True:
+            try:
+                with self._lock:
+                    return self._once(work)
+            except Lost as lost:
+                tries += not lost.is_memory
+                self._judge(lost, tries)
+
+    def _once(self, work: Callable[[Crew], Answer]) -> Answer:
+        try:
+            if self._crew is None:
+                self._come_back()
+            assert self._crew is not None
+            return work(self._crew)
+        except SwarmError:
+            raise
+        except BaseException:
+            # They are lost, or answers may be on their way that nobody waits for.
+            self.close()
+            raise
+
+    def _come_back(self) -> None:
+        """Starts workers and has them repeat what they must."""
+        began_s = time.monotonic()
+        crew = self._start()
+        try:
+            options = options_message(self.options)
+            run = self._run.canonical_json().decode()
+            self._timed(crew, {"do": "make", "run": run, "options": options}, None)
+            for command in self._history.commands():
+                self._carry_out(crew, command.message, command.tensors)
+        except BaseException:
+            crew.end()
+            raise
+        self._crew, self.size = crew, len(crew.pids)
+        logger.info(
+            "%d workers began within %.1f s (processes %s)",
+            self.size,
+            time.monotonic() - began_s,
+            ", ".join(map(str, crew.pids)),
+        )
+
+    def _judge(self, lost: Lost, tries: int) -> None:
+        """Says what happened; raises if there is no use in starting workers again."""
+        if not lost.is_memory:
+            if tries >= TRIES:
+                raise WorkersFailed(
+                    f"the workers ended {tries} times in a row, the last time: {lost}",
+                    hint="the state directory is good; see the log, and dmesg for the GPUs",
+                )
+            logger.warning("%s; all workers are started again", lost)
+            return
+        if not self._below:
+            raise OutOfMemory(
+                f"no engine below {describe(self.options, self._run)} is left: {lost}",
+                hint="own fewer experts (--capacity), or see what fits with swarm-plan",
+            )
+        before, self.options = self.options, self._below.pop(0)
+        logger.warning(
+            "out of memory with %s; stepping down to %s (%s)",
+            describe(before, self._run),
+            describe(self.options, self._run),
+            lost,
+        )
+
+    # ------------------------------------------------ one command
+
+    def _carry_out(
+        self, crew: Crew, message: Message, tensors: Mapping[str, Tensor] | None
+    ) -> Message:
+        if tensors is None:
+            return self._timed(crew, message, None)
+        if isinstance(tensors, TensorFile):
+            file = tensors
+        else:
+            file = TensorFile.in_memory()
+            file.take(tensors)
+        return self._timed(crew, message | {"tensors": listed(file)}, file)
+
+    def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> Message:
+        num_bytes = sum(place.num_bytes for place in file.places.values()) if file else 0
+        began_s = time.monotonic()
+        within_s = self._patience.within_s(message, self._longest_s, num_bytes)
+        answer = crew.ask(message, file, within_s)
+        kind, seconds = message["do"], time.monotonic() - began_s
+        if kind in COMPUTES:
+            self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
+        return answer
