@@ -202,7 +202,7 @@ def needed_mbit(
 def setting_of(run: RunConfig) -> Setting:
     """How a run exchanges by its configuration.
 
-    With slices of its experts a cycle is all the rounds in which each of them is exchanged once.
+    With slices a cycle is all the rounds in which each unit is exchanged once.
     """
     wire, due = run.wire.model_dump(), run.round.model_dump()
     every = run.round.experts_every
@@ -210,8 +210,8 @@ def setting_of(run: RunConfig) -> Setting:
     return Setting(
         shared=wire["shared"] if coded["shared"] == "none" else coded["shared"],
         experts=wire["experts"] if coded["experts"] == "none" else coded["experts"],
-        rounds=every if due.get("stagger") else 1,
-        shared_every=due.get("shared_every", 1),
+        rounds=max(every, run.round.shared_every) if run.round.stagger else 1,
+        shared_every=run.round.shared_every,
         experts_every=every,
         owners=run.ownership.owners_per_expert,
         overlap=due.get("overlap", "none") != "none",
