@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -131,7 +130,7 @@ class FakeMachine:
         self.record = Record(TIP, None, None)
         self.chain = Chain.of(self.record)
         self.timers = Timers(tick_s=0.05)
-        self.rules = SimpleNamespace(run="run-1")
+        self.rules = make_rules()
         self.first: list[Effect] = []
         self.answers: dict[type[Event], Callable[[Any], Sequence[Effect]]] = {}
         self.events: list[Event] = []
