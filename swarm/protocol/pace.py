@@ -57,7 +57,7 @@ class Pace:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """At which it receives: the slowest recent one, or a lower cap; 0 if none is known."""
+        """At which this peer receives: the slowest of late, or a lower cap; 0: none is known."""
         rate, cap = min(self._rates, default=0.0), self.cap_bytes_per_s
         if not rate:
             cap = min(cap, self.cap_of_others_bytes_per_s)

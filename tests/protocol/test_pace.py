@@ -30,21 +30,21 @@ def test_the_slowest_recent_transfer_counts_and_small_ones_do_not() -> None:
 
 def test_a_cap_below_what_was_seen_or_assumed_is_the_rate() -> None:
     """A capped convener gives others the time that its own link takes."""
-    assert Pace(UNITS, cap_bytes_per_s=1e6).rate_bytes_per_s == 1e6
-    assert Pace(UNITS, cap_bytes_per_s=1e9).rate_bytes_per_s == 0.0
+    assert Pace(UNITS, cap_bytes_per_s=1e6).measured(UNITS.keys()).rate_bytes_per_s == 1e6
+    assert Pace(UNITS, cap_bytes_per_s=1e9).measured(UNITS.keys()).rate_bytes_per_s == 0.0
     pace = Pace(UNITS, cap_bytes_per_s=1e6)
     pace.fetched(8 * MIB, 1.0)
-    assert pace.rate_bytes_per_s == 1e6
+    assert pace.measured(UNITS.keys()).rate_bytes_per_s == 1e6
     pace.fetched(MIB, 2.0)
-    assert pace.rate_bytes_per_s == MIB / 2
+    assert pace.measured(UNITS.keys()).rate_bytes_per_s == MIB / 2
 
 
 def test_a_peer_that_sends_slowly_expects_no_more_of_others_until_it_knows() -> None:
     """All behind lines of 5 Mbit/s lost their first round to time-outs for 20 (measured)."""
     pace = Pace(UNITS, cap_of_others_bytes_per_s=6e5)
-    assert pace.rate_bytes_per_s == 6e5
+    assert pace.measured(UNITS.keys()).rate_bytes_per_s == 6e5
     pace.fetched(8 * MIB, 1.0)
-    assert pace.rate_bytes_per_s == 8 * MIB
+    assert pace.measured(UNITS.keys()).rate_bytes_per_s == 8 * MIB
 
 
 def test_only_recent_measurements_count() -> None:
