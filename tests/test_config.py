@@ -18,6 +18,7 @@ from swarm.config import (
     validate_config,
 )
 from swarm.errors import ConfigError
+from swarm.model.link_plan import Setting, cycle_bytes, not_built, setting_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUN_FILES = sorted((CONFIGS / "runs").glob("*.toml"))
@@ -52,7 +53,32 @@ def test_a_shipped_run_ends_where_its_schedule_does(path: Path) -> None:
         # The paper changes batch and H after 70 % of the tokens.
         assert phase.until_tokens / tokens == pytest.approx(0.7, abs=1e-3)
         assert phase.batch_tokens == 2 * run.train.batch_tokens
-        assert (phase.local_steps, run.round.local_steps) == (100, 50)
+        # Slices of a cycle have its steps together.
+        slices = run.round.experts_every
+        assert (slices * phase.local_steps, slices * run.round.local_steps) == (100, 50)
+
+
+HOME_FILES = [path for path in RUN_FILES if path.stem.endswith("_home")]
+DILOCO = Setting("fp32", "fp32", owners=2**16)
+
+
+@pytest.mark.parametrize("path", HOME_FILES, ids=lambda path: path.stem)
+def test_a_run_for_home_links_is_the_exact_one_at_a_sixteenth_of_dilocos_bytes(path: Path) -> None:
+    exact_path = path.with_stem(path.stem.removesuffix("_home"))
+    home, exact = (
+        parse_config(RunConfig, each.read_text(), source=str(each)) for each in (path, exact_path)
+    )
+    ours, theirs = home.model_dump(), exact.model_dump()
+    differ = {name for name in ours if ours[name] != theirs[name]}
+    assert differ == {"run", "round", "wire", "phases"}
+    assert {key for key in ours["run"] if ours["run"][key] != theirs["run"][key]} == {
+        "name",
+        "rounds",
+    }
+    peers, setting = home.run.peers, setting_of(home)
+    assert not_built(home, setting) == ()
+    sent = cycle_bytes(home, setting, peers)
+    assert cycle_bytes(exact, DILOCO, peers) / sent > 16
 
 
 @pytest.mark.parametrize("path", PEER_FILES, ids=lambda path: path.stem)
@@ -63,7 +89,10 @@ def test_a_shipped_machine_loads(path: Path) -> None:
 
 def test_the_shipped_files_are_those_that_the_readme_names() -> None:
     names = [path.stem for path in RUN_FILES]
-    assert names == ["demo", "rehearsal", "spes_1b", "spes_2b", "spes_7b", "spes_9b"]
+    assert names == [
+        "demo", "rehearsal", "spes_1b", "spes_2b", "spes_2b_home", "spes_7b", "spes_7b_home",
+        "spes_9b",
+    ]  # fmt: skip
     assert [path.stem for path in PEER_FILES] == ["gpu", "laptop"]
 
 
