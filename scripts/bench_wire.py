@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -377,6 +378,8 @@ def main(
             failed.append(f"{mode.name}, N = {num_peers}: {error}")
             say(failed[-1])
             continue
+        if arguments.state_dir is None:
+            shutil.rmtree(home, ignore_errors=True)
         rows.append(row_of(mode, run, num_peers, measured))
         say(f"{mode.name}, N = {num_peers}: {measured.blobs / 1e6:.3f} MB a cycle")
     verdict = {**described(rows, run), "failed": failed}
