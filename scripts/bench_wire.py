@@ -128,7 +128,9 @@ def model_like(like: RunConfig, layers: int) -> list[str]:
     """Settings of a model with as many elements of shared tensors to each of an expert as another.
 
     Few rows and long columns: a router is then as small beside its experts as that of the 7B, and
-    the vocabulary makes up for what is missing in shared tensors.
+    the vocabulary makes up for what is missing in shared tensors. What nobody trains is equal at
+    all peers and is not sent, so every token goes through all experts, and the embedding is the
+    output layer, of which each step moves all rows.
 
     Args:
         like: the run whose shares are wanted.
@@ -137,12 +139,13 @@ def model_like(like: RunConfig, layers: int) -> list[str]:
     counted = parameters(like.model)
     experts = 3 * layers * EXPERTS * HIDDEN * INTERMEDIATE
     attention = layers * (4 * HIDDEN**2 + EXPERTS * HIDDEN)
-    rows = (experts * counted.shared / counted.experts - attention) / (2 * HIDDEN)
+    rows = (experts * counted.shared / counted.experts - attention) / HIDDEN
     return [
         f"model.hidden_size={HIDDEN}", f"model.moe_intermediate_size={INTERMEDIATE}",
         f"model.num_experts={EXPERTS}", f"model.num_hidden_layers={layers}",
         f"model.num_attention_heads={HEADS}", f"model.num_key_value_heads={HEADS}",
-        f"model.vocab_size={round(rows)}",
+        f"model.vocab_size={round(rows)}", "model.tie_word_embeddings=true",
+        f"model.num_experts_per_tok={EXPERTS}",
     ]  # fmt: skip
 
 
