@@ -23,14 +23,6 @@ from swarm.config.section import (
     Weight,
 )
 
-_ABSENT_AT_DEFAULT = (
-    ("data", "attention"),
-    ("data", "mask_repetition"),
-    ("wire", "shared_coding"),
-    ("wire", "experts_coding"),
-)
-"""Settings that the canonical JSON leaves out at their defaults, so that digests stay."""
-
 
 class RunSection(Section):
     """Identity and length of the run."""
@@ -378,11 +370,7 @@ class RunConfig(Section):
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""
-        values = self.model_dump(mode="json")
-        for section, key in _ABSENT_AT_DEFAULT:
-            if values[section][key] == type(getattr(self, section)).model_fields[key].default:
-                del values[section][key]
-        return canonical(values)
+        return canonical(self.model_dump(mode="json"))
 
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""
