@@ -143,8 +143,8 @@ LYING: dict[str, ExtendedMix] = {
     ),
 }
 _WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
-FRAGMENTED: Mapping[str, Mix] = {
-    name.lower(): replace(mix, is_fragmented=True) for name, mix in _WHOLE.items()
+SLICED: Mapping[str, Mix] = {
+    name.lower(): replace(mix, is_sliced=True) for name, mix in _WHOLE.items()
 }
 """Each class once more, with rounds that exchange their slices of the units."""
-ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **FRAGMENTED}
+ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **SLICED}
