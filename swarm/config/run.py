@@ -158,7 +158,7 @@ class RoundConfig(Section):
     move the same number of bytes; an expert that missed its round is made up for in the next. Then
     `local_steps` are those of a slice, and the last round of the run exchanges everything."""
     roster_after_s: Seconds = 6.0
-    """D1: after so long a roster may close without silent peers, if a quorum has offered."""
+    """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
     """Silence after which a lost majority is given up; by default 600 s, or what a fetch of the
     whole model may take if that is longer."""
