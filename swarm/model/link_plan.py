@@ -17,7 +17,7 @@ from swarm.config.amounts import LinkRates
 from swarm.experts import shared_shapes
 from swarm.model.cost import is_exact, parameters
 
-CODING_BYTES = {"fp32": 4.0} | {
+CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
     coding: elements_bytes(BLOCK, coding) / BLOCK for coding in get_args(Coding) if coding != "none"
 }
 """Bytes of an element: fp32 and bf16 as values, the others as codings of what has changed."""
