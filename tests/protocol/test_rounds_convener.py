@@ -112,7 +112,7 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
     slow = last_of(pump)
     train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
     pump.run_to_height(4)
-    # Who was not counted is of the highest rank, whatever the digests are.
+    # The peer that was not counted is of the highest rank, whatever the digests are.
     assert slow not in pump.nodes[slow].machine.tip.contributors and slow == last_of(pump)
     start, offer = pump.now, late_offer(pump, slow)
     pump.give(slow, Offered(offer))
