@@ -5,7 +5,7 @@
 | P | one of 3 to 8 members lies, and strangers forge, beside ordinary faults |
 | W | one of 4 members votes twice besides; nothing else fails, so two quorums share an honest one |
 | Y | as P with units that move by deltas |
-| Q | a peer comes back after 300 rounds and three changes of the whole membership; forgers try it |
+| Q | a peer comes back after 400 rounds and three changes of the whole membership; forgers try it |
 """
 
 from __future__ import annotations
