@@ -14,8 +14,7 @@ from typing import get_args
 from swarm.codings import BLOCK, elements_bytes
 from swarm.config import Coding, RunConfig
 from swarm.config.amounts import LinkRates
-from swarm.experts import shared_shapes
-from swarm.model.cost import is_exact, parameters
+from swarm.model.cost import exact_elements, parameters
 
 CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
     coding: elements_bytes(BLOCK, coding) / BLOCK for coding in get_args(Coding) if coding != "none"
@@ -115,7 +114,7 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     experts, in elements; s and x bytes of each; p_s and p_x rounds between two exchanges.
     """
     counted = parameters(run.model)
-    exact = sum(math.prod(s) for name, s in shared_shapes(run.model).items() if is_exact(name))
+    exact = exact_elements(run.model)
     owners = min(setting.owners, num_peers)
     to_and_from = 2 * (num_peers - 1)
     shared = (counted.shared - exact) * CODING_BYTES[setting.shared] / setting.shared_every
