@@ -105,7 +105,7 @@ def table_for(
 
     def planned(setting: Setting) -> Planned:
         plan = plan_link(run, setting, rates, compute_s=compute_s, num_peers=num_peers)
-        return Planned(setting, plan, not_built(run, setting))
+        return Planned(setting, plan, not_built(setting))
 
     tried = [planned(setting) for setting in settings_for(run)]
     reaching = [each for each in tried if each.plan.utilisation >= wanted]
@@ -215,7 +215,7 @@ COLUMNS = (
 PRICES = (
     "Loss: held out, against exact SPES with the same cycle, in toy runs (247 thousand parameters, "
     "4 peers, 2 or 3 paired seeds with a noise of 0.6 points each; 4 rounds a cycle, late by 4 % "
-    "of it at most; without codings fragments lost 0.4 points more when 30 % late, one overlapped "
+    "of it at most; without codings slices lost 0.4 points more when 30 % late, one overlapped "
     "round 1.5). Nobody has measured it for a large model; ? was not tried."
 )
 

@@ -65,7 +65,7 @@ class Progress:
         """
         histories = [peer.events() for peer in swarm.peers if peer.alive]
         chains = [applied(events) for events in histories]
-        # Who has no manifest yet, such as a newcomer, holds no line back.
+        # A peer without a manifest, such as a newcomer, holds no line back.
         newest = [chain[-1]["height"] for chain in chains if chain]
         everywhere = min(newest, default=-1) if len(newest) == len(chains) or self.said else -1
         by_height: dict[int, list[Event]] = {}

@@ -22,20 +22,20 @@ def parse() -> argparse.Namespace:
         epilog="""Classes of the base model: A anything, B a majority is spared, C a majority dies,
 D short time-outs, E the same with cut links. Of the extended model: F lost and rolled-back disks,
 G 8 to 12 peers, H sleep, clock jumps and one-way links, J large blobs on slow links with adapted
-timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time. Large swarms,
-only by --classes: S 64 peers (some seconds each), T 256 peers (half a minute each). Hostile ones,
-likewise: P a member that lies and strangers that forge, W one that votes twice, Q a peer that was
-away for 300 rounds. A small letter: that class with round.stagger. Exit status: 0 if no invariant
-broke (with --mutant: if one did), else 1.""",
+timers, K moments, L all of it, M a deaf or mute minority, N rounds of a given time, R deltas. Only
+by --classes: S 64 peers (some seconds each), T 256 peers (half a minute each), V keys that join and
+vanish, P a member that lies and strangers that forge, W one that votes twice, Y a liar beside
+deltas, Q a peer that was away for hundreds of rounds. A small letter: that class with slices
+(round.stagger). Exit status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
     )
     parser.add_argument("--schedules", type=int, default=2000, help="how many, over all classes")
     parser.add_argument("--seed", type=int, default=0, help="first seed of each class")
     parser.add_argument(
         "--extended",
         action="store_true",
-        help="classes F to N, the extended model, instead of A to E",
+        help="classes F to N and R, the extended model, instead of A to E",
     )
-    parser.add_argument("--classes", help="such as ABC, of either model; S and T of large swarms")
+    parser.add_argument("--classes", help="such as ABC, of any model; see below")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")

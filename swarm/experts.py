@@ -50,6 +50,11 @@ class UnitLayout:
     coding: Coding = "none"
 
 
+def travels_exactly(name: str) -> bool:
+    """Whether a shared tensor is a norm or a router: small and sensitive, so in fp32, uncoded."""
+    return name.endswith("norm.weight") or ".mlp.gate." in name
+
+
 def expert_tensor(layer: int, expert: int, projection: str) -> str:
     """Name of one matrix of one expert; `projection` is "gate", "up" or "down"."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"

@@ -24,8 +24,8 @@ DOCUMENTS = ("*.md", "configs/*.md", *(f"{folder}/**/*.md" for folder in FOLDERS
 
 BRACKETED = re.compile(r"\[([A-Z]{1,2}\d+[a-z]?(?:(?:, |-)[^\]\[]{1,30})*)\]")
 BARE = re.compile(r"(?<![\w\[.:/-])([A-Z]\d{1,2}[a-z]?)(?![\w:.]*\w)")
-NO_RULES = frozenset({"D2", "D3", "F32", "U8", "K2"})
-"""Timers, types of safetensors, and a term of an attack: they only look like rules."""
+NO_RULES = frozenset({"F32", "U8", "K2"})
+"""Types of safetensors, and a term of an attack: they only look like rules."""
 SECTION = re.compile(r"\bsections? (\d+(?:\.\d+)*)")
 SOURCES = ("RFC", "arXiv")
 """Sections of these are none of ours."""
@@ -253,7 +253,7 @@ def test_what_is_there_is_no_offence():
     text = Text(
         "swarm/a.md",
         "`protocol/manifest.py` `Manifest.seed` "
-        "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 D2 "
+        "[map](README.md#33-rules) `rounds/` `protocol/trust.py` [A1, C1-C3] section 3.3 F32 "
         "`swarm-peer`, swarm-peer's, ./scripts/test, scripts/bench_join.py; RFC 8032, section 7.1",
     )
     checks = (

@@ -23,14 +23,6 @@ from swarm.config.section import (
     Weight,
 )
 
-_ABSENT_AT_DEFAULT = (
-    ("data", "attention"),
-    ("data", "mask_repetition"),
-    ("wire", "shared_coding"),
-    ("wire", "experts_coding"),
-)
-"""Settings that the canonical JSON leaves out at their defaults, so that digests stay."""
-
 
 class RunSection(Section):
     """Identity and length of the run."""
@@ -166,7 +158,7 @@ class RoundConfig(Section):
     move the same number of bytes; an expert that missed its round is made up for in the next. Then
     `local_steps` are those of a slice, and the last round of the run exchanges everything."""
     roster_after_s: Seconds = 6.0
-    """D1: after so long a roster may close without silent peers, if a quorum has offered."""
+    """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
     """Silence after which a lost majority is given up; by default 600 s, or what a fetch of the
     whole model may take if that is longer."""
@@ -378,11 +370,7 @@ class RunConfig(Section):
 
     def canonical_json(self) -> bytes:
         """The configuration as the one byte string that every peer derives from it."""
-        values = self.model_dump(mode="json")
-        for section, key in _ABSENT_AT_DEFAULT:
-            if values[section][key] == type(getattr(self, section)).model_fields[key].default:
-                del values[section][key]
-        return canonical(values)
+        return canonical(self.model_dump(mode="json"))
 
     def fingerprint(self) -> str:
         """BLAKE3 of the canonical JSON: equal exactly when all settings are."""

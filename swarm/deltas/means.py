@@ -27,7 +27,7 @@ class Reduced:
     """One group of what a reducer makes.
 
     Attributes:
-        delta: B, bytes of the delta that comes nearest to t, the mean and what was carried.
+        delta: B, bytes of the delta that comes nearest to t, the mean with the remainder.
         value: v' = v + dec(B), bytes of the value.
         left: g = t - (v' - v), fp32: what the move lacks. Against the value, not against the delta
             alone, so that what rounding to the agreed type took is in it.
@@ -42,23 +42,24 @@ def reduced(
     layout: UnitLayout,
     base: Read,
     deltas: Sequence[Delta],
-    carried: Read | None = None,
+    remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> Iterator[Reduced]:
-    """The mean of deltas, group by group; B of a single one, with nothing carried, is that one.
+    """The mean of deltas, group by group; B of one without remainder is that one.
 
     Args:
         layout: of the unit.
         base: of v.
         deltas: of the contributors, in this order.
-        carried: of g, what the mean before left over; None: nothing.
+        remainder: of g; what the mean before left over; None: nothing.
         weights: as `codecs.mean_chunk`.
 
     Raises:
         BadBlob: as `decode_delta`, and `codecs.check_finite` of the value.
     """
-    wanted, before = mean_of_deltas(layout, deltas, carried, weights), agreed_elements(layout, base)
-    given = deltas[0].read if len(deltas) == 1 and carried is None else None
+    wanted = mean_of_deltas(layout, deltas, remainder, weights)
+    before = agreed_elements(layout, base)
+    given = deltas[0].read if len(deltas) == 1 and remainder is None else None
     for start, stop in groups(layout):
         t = wanted(start, stop)
         if given:
@@ -74,7 +75,7 @@ def reduced(
 def mean_of_deltas(
     layout: UnitLayout,
     deltas: Sequence[Delta],
-    carried: Read | None = None,
+    remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> ReadElements:
     """What a reducer encodes: t = the mean of dec(delta) in this order, plus g; fp32."""
@@ -82,8 +83,8 @@ def mean_of_deltas(
 
     def elements(start: int, stop: int) -> Tensor:
         mean = mean_chunk([each(start, stop) for each in decoded], weights)
-        if carried is None:
+        if remainder is None:
             return mean
-        return mean.add_(values_in(carried(4 * start, 4 * (stop - start)), "fp32"))
+        return mean.add_(values_in(remainder(4 * start, 4 * (stop - start)), "fp32"))
 
     return elements

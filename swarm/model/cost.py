@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from swarm.codings import elements_bytes
 from swarm.config import Codec, ModelConfig, RunConfig
-from swarm.experts import expert_shapes, shared_shapes
+from swarm.experts import expert_shapes, shared_shapes, travels_exactly
 
 ELEMENT_BYTES: dict[Codec, int] = {"fp32": 4, "bf16": 2}
 TRAINED_BYTES = 16
@@ -81,17 +81,17 @@ def full_state_bytes(model: ModelConfig) -> int:
     return TRAINED_BYTES * parameters(model).total
 
 
-def is_exact(name: str) -> bool:
-    """Whether a shared tensor is a norm or a router, which travel in fp32 and uncoded."""
-    return name.endswith("norm.weight") or ".mlp.gate." in name
+def exact_elements(model: ModelConfig) -> int:
+    """Elements of the norms and routers, which always travel in fp32."""
+    shapes = shared_shapes(model).items()
+    return sum(math.prod(shape) for name, shape in shapes if travels_exactly(name))
 
 
 def shared_wire_bytes(run: RunConfig) -> int:
     """The shared tensors as blobs; norms and routers are small and always travel in fp32."""
-    total = 0
-    for name, shape in shared_shapes(run.model).items():
-        total += math.prod(shape) * ELEMENT_BYTES["fp32" if is_exact(name) else run.wire.shared]
-    return total
+    exact = exact_elements(run.model)
+    others = parameters(run.model).shared - exact
+    return exact * ELEMENT_BYTES["fp32"] + others * ELEMENT_BYTES[run.wire.shared]
 
 
 def expert_wire_bytes(run: RunConfig) -> int:
@@ -122,11 +122,7 @@ def _moved_shared_bytes(run: RunConfig) -> int:
     """
     if run.wire.shared_coding == "none":
         return shared_wire_bytes(run)
-    uncoded = sum(
-        math.prod(shape)
-        for name, shape in shared_shapes(run.model).items()
-        if name.endswith("norm.weight") or ".mlp.gate." in name
-    )
+    uncoded = exact_elements(run.model)
     coded = parameters(run.model).shared - uncoded
     return uncoded * ELEMENT_BYTES["fp32"] + elements_bytes(coded, run.wire.shared_coding)
 

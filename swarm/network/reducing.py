@@ -53,7 +53,7 @@ class LeftOver:
         self._pinned = set[Digest]()
 
     def of(self, effect: Reduce) -> Digest | None:
-        """What is to be carried into a mean."""
+        """What is to be added to a mean."""
         return self._remainders.of(effect.unit) if effect.base else None
 
     def found(self, tip: Manifest, unit: Unit, mean: Mean) -> None:
@@ -100,20 +100,20 @@ class Reducing:
         self.store, self.layout = store, layout
         self.open_value, self.is_stored = open_value, is_stored
 
-    def mean(self, effect: Reduce, carried: Digest | None) -> Mean | None:
+    def mean(self, effect: Reduce, remainder: Digest | None) -> Mean | None:
         """The mean that a `Reduce` asks for; None if a blob that it takes is no longer here.
 
         Args:
             effect: with or without deltas.
-            carried: what the mean of the unit's deltas before left over.
+            remainder: what the mean of the unit's deltas before left over.
         """
         wanted = [digest for _, digest in effect.inputs]
-        with self._held([*wanted, *filter(None, [effect.base, carried])]) as is_here:
+        with self._held([*wanted, *filter(None, [effect.base, remainder])]) as is_here:
             if not is_here:
                 return None
             if effect.base is None:
                 return Mean(self._mean_of_values(effect, wanted))
-            return self._mean_of_deltas(effect, effect.base, carried)
+            return self._mean_of_deltas(effect, effect.base, remainder)
 
     def _mean_of_values(self, effect: Reduce, digests: Sequence[Digest]) -> ReducedUnit:
         layout = self.layout.by_unit[effect.unit]
@@ -125,14 +125,14 @@ class Reducing:
         value = mean_of(reads, layout.num_bytes, layout.codec, effect.weights)
         return ReducedUnit(write(self.open_value(layout.num_bytes), value), layout.num_bytes)
 
-    def _mean_of_deltas(self, effect: Reduce, base: Digest, carried: Digest | None) -> Mean:
+    def _mean_of_deltas(self, effect: Reduce, base: Digest, remainder: Digest | None) -> Mean:
         layout = self.layout.by_unit[effect.unit]
         sizes = coded_bytes(layout), layout.num_bytes
         groups = reduced(
             layout,
             reader(self.store, base),
             [self._delta(digest) for _, digest in effect.inputs],
-            reader(self.store, carried) if carried else None,
+            reader(self.store, remainder) if remainder else None,
             effect.weights,
         )
         with (

@@ -58,11 +58,12 @@ def start_threads(compute: ComputeSection) -> None:
 
 
 def is_exact(run: RunConfig) -> bool:
-    """Whether a run computes and sends fp32 alone, so that it is SPES to the bit with one thread.
+    """Whether a run computes and sends fp32 values alone: one thread then is SPES to the bit.
 
     More threads add sums up in another order. Peers agree all the same, on what was computed.
     """
-    return {run.train.compute, run.train.frozen, run.wire.shared, run.wire.experts} == {"fp32"}
+    types = {run.train.compute, run.train.frozen, run.wire.shared, run.wire.experts}
+    return types == {"fp32"} and {run.wire.shared_coding, run.wire.experts_coding} == {"none"}
 
 
 class ThreadedEngine(SteppingEngine):

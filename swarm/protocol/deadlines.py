@@ -11,7 +11,7 @@ from functools import cached_property
 from math import floor, inf
 
 MIN_ROSTER_S = 6.0
-"""D1 is never shorter: a busy laptop must not lose its tokens."""
+"""T_roster is never shorter: a busy laptop must not lose its tokens."""
 MIN_REFORM_S = 600.0
 SAFETY = 3.0
 """Transfers may take so many times what the measured rate says."""
@@ -37,20 +37,20 @@ class Timers:
     silence_s: float = 6.0
     """A roster waits no longer for a missing peer that has been silent for so long."""
     roster_s: float = 6.0
-    """D1: a roster may close without slow peers so long after the campaign began."""
+    """T_roster: a roster may close without slow peers so long after the campaign began."""
     straggler_factor: float = 1.5
     """Local steps may take this multiple of what their peer said first that they would take."""
     roster_late_s: float = 14.0
-    """D2: silence, or delay after its word, for which a peer is waited for that a quorum needs."""
+    """T_late: silence, or delay after its word, for which one that a quorum needs is waited for."""
     wordless_s: float = 14.0
-    """D3: so long it is waited for that does not say when it will be ready."""
+    """T_word: so long it is waited for that does not say when it will be ready."""
     reduce_s: float = 5.0
     """T_red: a reducer's results must be there."""
     vote_s: float = 6.0
     """T_vote: a proposal's blobs must have reached its convener."""
     attempt_s: float = 41.0
-    """T_att of attempt 0, from when nobody is waited for any more: D2, T_red three times, T_vote
-    twice. Attempts 1 and 2 may take twice and three times as long."""
+    """T_att of attempt 0, from when nobody is waited for any more: T_late, three times T_red, twice
+    T_vote. Attempts 1 and 2 may take twice and three times as long."""
     hello_s: float = 3.0
     """T_hello: gossip and join requests."""
     discover_s: float = 6.0
@@ -124,7 +124,7 @@ def production_timers(
 
     Args:
         measured: sizes and rate.
-        roster_after_s: D1, and the silence after which a missing peer is no longer waited for.
+        roster_after_s: T_roster, and the silence after which nobody is waited for any more.
         reform_after_s: the run's T_reform, or None to derive it.
         base: smallest values; the model's by default.
 

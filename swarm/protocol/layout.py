@@ -22,6 +22,7 @@ from swarm.experts import (
     expert_unit,
     shared_shapes,
     shared_unit,
+    travels_exactly,
 )
 
 __all__ = [
@@ -89,16 +90,12 @@ def layout_of(run: RunConfig) -> Layout:
 
 def shared_codec(name: str, run: RunConfig) -> Codec:
     """How a shared tensor travels: norms and routers, small and sensitive, always as fp32."""
-    return "fp32" if _is_exact(name) else run.wire.shared
+    return "fp32" if travels_exactly(name) else run.wire.shared
 
 
 def shared_coding(name: str, run: RunConfig) -> Coding:
     """How a shared tensor's move is coded: that of norms and routers never is."""
-    return "none" if _is_exact(name) else run.wire.shared_coding
-
-
-def _is_exact(name: str) -> bool:
-    return name.endswith("norm.weight") or ".mlp.gate." in name
+    return "none" if travels_exactly(name) else run.wire.shared_coding
 
 
 def _unit(name: str, codec: Codec, coding: Coding, slices: tuple[Slice, ...]) -> UnitLayout:

@@ -106,7 +106,7 @@ class _Work:
         valid = [peer for peer in self.previous.get(expert, ()) if peer in self.capacity]
         valid.sort(key=lambda peer: (peer not in self.contributors, peer))
         staying = [peer for peer in valid if not self._loses(peer, is_stale)]
-        # Who is to lose it stays only in a place that no contributor is left to take.
+        # An owner that is to lose it stays only in a place that no contributor is left to take.
         places = max(0, wanted - len(self.contributors | set(staying)))
         losing = [peer for peer in valid if peer not in staying][:places]
         self.owners[expert] = [*staying, *losing][:wanted]

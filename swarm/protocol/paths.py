@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swarm.protocol.manifest import Digest, Manifest, Unit
 
 MAX_DELTAS = 8
-"""On the way to one value; who lacks more fetches the value."""
+"""On the way to one value; a peer that lacks more fetches the value."""
 
 
 @dataclass(frozen=True)

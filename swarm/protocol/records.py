@@ -110,7 +110,7 @@ class RunRecord:
     wait_for_peers: Count
     """How many peers the founder waits for."""
     text: Text | None = None
-    """While peers are gathered, what manifest 0 will say: who lacks it need not wait."""
+    """While peers are gathered, what manifest 0 will say: a peer that lacks it need not wait."""
     tokenizer: TokenizerFile | None = None
     """Likewise."""
 

@@ -1,9 +1,9 @@
 """What the means that a peer has made of deltas left over: its part of the closed loop [W5]. Pure.
 
-The mean t of some deltas becomes a delta itself, and v' - v is what came of it. Who brought the
-deltas has given them away, so t - (v' - v) is added to the next mean of the unit, or it would be
-lost. It is only due once a manifest has that very v': a round may be tried again, and then the
-same deltas come again. Nothing of it is durable: what is dropped is one coding error of one mean.
+The mean t of some deltas becomes a delta itself, and v' - v is what came of it. The contributors
+have given their deltas away, so t - (v' - v) is added to the next mean of the unit, or it would be
+lost. It is only due once a manifest has that very v': a round may be tried again, and then the same
+deltas come again. Nothing of it is durable: what is dropped is one coding error of one mean.
 """
 
 from __future__ import annotations

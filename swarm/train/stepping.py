@@ -36,6 +36,32 @@ def make_engine(run: RunConfig, options: EngineOptions) -> Engine:
     return ResidentEngine(run, options)
 
 
+def next_below(
+    now: EngineOptions, below: list[EngineOptions], run: RunConfig, found: str
+) -> EngineOptions:
+    """Takes the next level from those that need less, and says so.
+
+    Args:
+        now: the level that did not fit.
+        below: what is left, the fastest first; its first one is taken out.
+        run: which model.
+        found: what showed that memory ran out.
+
+    Raises:
+        OutOfMemory: nothing is left.
+    """
+    if not below:
+        raise OutOfMemory(
+            f"no engine below {describe(now, run)} is left: {found}",
+            hint="own fewer experts (--capacity), or see what fits with swarm-plan",
+        )
+    logger.warning(
+        "out of memory with %s; stepping down to %s (%s)",
+        describe(now, run), describe(below[0], run), found,
+    )  # fmt: skip
+    return below.pop(0)
+
+
 class SteppingEngine:
     """An engine that is exchanged for the next one below when memory runs out; see `Engine`.
 
@@ -70,7 +96,9 @@ class SteppingEngine:
             try:
                 self._engine = make_engine(run, self.options)
             except (MemoryError, RuntimeError) as error:
-                self._next(_memory_error(error))
+                self.options = next_below(
+                    self.options, self._below, self._run, _memory_error(error)
+                )
 
     def describe(self) -> str:
         """The engine in words."""
@@ -204,7 +232,7 @@ class SteppingEngine:
         self._now.close()
         self._engine = None
         while self._engine is None:
-            self._next(found)
+            self.options = next_below(self.options, self._below, self._run, found)
             gc.collect()
             if self.options.device == "cuda":
                 torch.cuda.empty_cache()
@@ -246,20 +274,6 @@ class SteppingEngine:
             ):
                 frozen.append(name, engine.read([name])[name].to(dtype))
         return replace(state, tensors=trained), frozen
-
-    def _next(self, found: str) -> None:
-        if not self._below:
-            raise OutOfMemory(
-                f"no engine below {describe(self.options, self._run)} is left: {found}",
-                hint="own fewer experts (--capacity), or see what fits with swarm-plan",
-            )
-        before, self.options = self.options, self._below.pop(0)
-        logger.warning(
-            "out of memory with %s; stepping down to %s (%s)",
-            describe(before, self._run),
-            describe(self.options, self._run),
-            found,
-        )
 
 
 def _memory_error(error: BaseException) -> str:

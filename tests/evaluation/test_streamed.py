@@ -13,6 +13,7 @@ from swarm.evaluation import streamed
 from swarm.evaluation.streamed import StreamedModel
 from swarm.experts import all_shapes
 from swarm.model.huggingface import save_model
+from swarm.model.masking import Masked
 from swarm.model.transformer import Transformer
 from tests.evaluation.exports import DOCUMENTS, make_export
 from tests.model.samples import random_weights, tiny_run
@@ -38,7 +39,7 @@ def test_its_loss_is_that_of_the_whole_model(
     with torch.no_grad():
         wanted = held_out.mean(
             lambda tokens, scored: float(
-                whole.losses(tokens, run.loss, scored_BT=scored).cross_entropy
+                whole.losses(tokens, run.loss, masked=Masked(scored_BT=scored)).cross_entropy
             )
         )
     # Small enough that windows and logits go in several parts.

@@ -70,7 +70,7 @@ PAIRS = 2
 ROUNDS = 8
 """Of one phase."""
 STEP_S = 0.25
-"""Of a local step; a round has six, and the issue's attacks were measured on rounds of 1.5 s up."""
+"""Of a local step; a round has six, so it takes 1.5 s at least."""
 MOST_SLOWER, MOST_BYTES, MOST_JOINING = 1.25, 64 * MIB, 2.0
 MOST_PROCESSOR = 0.25
 """Seconds of one processor in a second, that an attack may cost an honest peer and its daemon: what

@@ -97,7 +97,7 @@ def test_the_same_every_second_stops_nobody_either() -> None:
 
 
 def test_two_members_that_fail_after_each_other_are_followed_wherever_they_are() -> None:
-    """Who was away while others made thousands of attempts believes the second that says so."""
+    """A peer that was away during thousands of attempts believes the second that says so."""
     pump = start_swarm("ABCD")
     pump.run_to_height(2)
     order = pump.nodes["A"].machine.tip.order

@@ -89,7 +89,7 @@ def test_four_real_peers_that_join_idle_and_are_killed_hold_no_round_up(tmp_path
     with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
         swarm.start()
         honest = swarm.peers[:3]
-        # Whoever is there when the run is founded votes at once.
+        # A peer that is there when the run is founded votes at once.
         swarm.wait_until(has_rounds(1), what="a round of the three", timeout_s=2 * ROUND_S)
         swarm.program = "tests.hostile.idle_peer"
         keys = [swarm.add(["--initial-peers", honest[0].join_address()]) for _ in KEYS]

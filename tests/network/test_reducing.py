@@ -121,7 +121,7 @@ def test_a_delta_that_is_no_delta_is_a_problem_and_no_failure(bench: Bench) -> N
 def test_a_manifest_is_durable_with_its_deltas_or_without(
     bench: Bench, tmp_path: Path, has_deltas: bool
 ) -> None:
-    """Who voted for it has the deltas; who took its values in their place need not."""
+    """Voters for it have the deltas; a peer that took its values in their place need not."""
     blobs = {word: bench.store.put(word) for word in (b"c", b"v")}
     founding = replace(TIP.founding, config=blobs[b"c"], validation=blobs[b"v"])
     delta = bench.store.put(b"delta") if has_deltas else digest_of(b"delta")

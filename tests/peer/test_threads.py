@@ -183,6 +183,7 @@ def test_a_run_that_is_exact_gets_one_thread(
     assert is_exact(exact)
     assert not is_exact(RUN)
     assert not is_exact(tiny_run(wire={"experts": "bf16"}))
+    assert not is_exact(tiny_run(wire={"shared_coding": "b2"}))
     torch.set_num_threads(2)
     assert not isinstance(made_for(exact, tmp_path), ThreadedEngine)
     assert torch.get_num_threads() == 1

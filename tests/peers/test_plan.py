@@ -240,7 +240,7 @@ def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> 
     link = figures["link"]
     assert (link["up_mbit"], link["down_mbit"], link["rtt_ms"]) == (20, 100, 100)
     assert figures["mbit"] == 20 and link["wanted_utilisation"] == 0.97
-    # Source: the design's table for the 7B: its default at 20/100 Mbit/s computes 20.3 %.
+    # Source: the table in tests/model/test_link_plan.py: at 20/100 Mbit/s it computes 20.3 %.
     assert link["run"]["utilisation"] == pytest.approx(0.203, abs=0.01)
     assert link["run"]["not_built"] == []
     assert link["settings"] and all(s["utilisation"] >= 0.97 for s in link["settings"])

@@ -86,7 +86,7 @@ def test_a_slow_peer_is_waited_for_as_long_as_the_rule_says() -> None:
     train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 14.0})
     pump.run_to_height(4)
     assert pump.nodes["A"].machine.tip.contributors == tuple("ABCD")
-    train_times(pump, {slow: 45.0})  # a quorum after 10, and D2 is 20
+    train_times(pump, {slow: 45.0})  # a quorum after 10, and T_late is 20
     pump.run_to_height(6, others(pump, slow))
     tip = pump.nodes[first_of(pump)].machine.tip
     assert slow not in tip.contributors
@@ -112,7 +112,7 @@ def test_a_peer_four_times_slower_is_not_waited_for_and_its_experts_advance() ->
     slow = last_of(pump)
     train_times(pump, dict.fromkeys("ABCD", 10.0) | {slow: 40.0})
     pump.run_to_height(4)
-    # Who was not counted is of the highest rank, whatever the digests are.
+    # The peer that was not counted is of the highest rank, whatever the digests are.
     assert slow not in pump.nodes[slow].machine.tip.contributors and slow == last_of(pump)
     start, offer = pump.now, late_offer(pump, slow)
     pump.give(slow, Offered(offer))

@@ -150,7 +150,7 @@ def test_a_partition_that_heals_ends_in_one_chain(
         at = [applied(peer.events())[-1] for peer in swarm.peers]
         swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
         now = [applied(peer.events())[-1] for peer in swarm.peers]
-        # Who is still in the generation of the healing has won.
+        # The peers that are still in the generation of the healing have won.
         won = [i for i, event in enumerate(at) if event["generation"] == now[i]["generation"]]
         assert won, "one side rolls nothing back"
         assert max(now[i]["round"] - at[i]["round"] for i in won) <= HEALED_ROUNDS

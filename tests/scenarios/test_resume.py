@@ -123,6 +123,7 @@ DAMAGES: list[tuple[Callable[[LocalPeer], None], str]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, ["run.rounds=1000"])
     with LocalSwarm(tmp_path / "swarm", run_file, 4) as swarm:

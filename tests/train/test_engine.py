@@ -21,7 +21,9 @@ def crews():
         yield crews
 
 
-@pytest.fixture(params=["resident", "streaming", "parallel"])
+@pytest.fixture(
+    params=["resident", "streaming", pytest.param("parallel", marks=pytest.mark.exhaustive)]
+)
 def make_engine(request):
     """Makes engines of one kind, and ends their threads and workers when the test is over."""
     makers = {"resident": new_engine, "streaming": new_streaming}

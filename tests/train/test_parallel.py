@@ -114,14 +114,17 @@ def assert_equal(run, left, right):
 
 # ------------------------------------------------ the same bits
 
+BY_UNIT = {"optimizer": {"clip": "unit", "clip_norm": 0.1}}
+GLOBAL = {**CLIPPED, "loss": {"balance": "global"}}
+
 
 @pytest.mark.parametrize(
     "sections",
     [
         pytest.param(CLIPPED, id="fp32"),
         pytest.param(BF16, id="bf16"),
-        pytest.param({"optimizer": {"clip": "unit", "clip_norm": 0.1}}, id="clipped by unit"),
-        pytest.param({**CLIPPED, "loss": {"balance": "global"}}, id="loss over all layers"),
+        pytest.param(BY_UNIT, id="clipped by unit", marks=pytest.mark.exhaustive),
+        pytest.param(GLOBAL, id="loss over all layers", marks=pytest.mark.exhaustive),
         pytest.param({**EVERYTHING, **CLIPPED}, id="every influence on routing"),
         pytest.param({**MASKED, **CLIPPED}, id="documents and padding"),
     ],
@@ -131,12 +134,14 @@ def test_two_workers_equal_one_process_in_every_bit(parallel, sections):
     assert_equal(run, parallel(run, OWNED), new_engine(run, OWNED))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_four_workers_with_a_micro_batch_each_equal_one_process(parallel, compute):
     run = tiny_run(**CLIPPED, train={"micro_batch_sequences": 1, "compute": compute})
     assert_equal(run, parallel(run, OWNED, workers=4), new_engine(run, OWNED))
 
 
+@pytest.mark.exhaustive
 def test_workers_without_a_micro_batch_take_part_in_the_step_all_the_same(parallel):
     assert_equal(RUN, parallel(RUN, OWNED, workers=4), new_engine(RUN, OWNED))
 
@@ -148,6 +153,7 @@ def test_several_micro_batches_are_added_up_in_blocks_of_the_workers(parallel, s
     assert_equal(run, parallel(run, OWNED), in_blocks(run, 2))
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_the_workers_share_unevenly_is_added_up_in_blocks_too(parallel):
     run = tiny_run(**CLIPPED, train={"micro_batch_sequences": 1, "batch_tokens": 5 * 16})
     assert_equal(run, parallel(run, OWNED), in_blocks(run, 2))
@@ -203,6 +209,7 @@ class OnceImpatient(Patience):
     is_armed = False
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_hangs_is_ended_with_one_line(parallel, caplog):
     patience = OnceImpatient()
     engine = parallel(RUN, OWNED, given={"patience": patience})
@@ -224,6 +231,7 @@ WIDE = tiny_run(
 )
 
 
+@pytest.mark.exhaustive
 def test_workers_without_memory_are_started_again_one_level_lower(parallel, caplog):
     below = replace(EngineOptions.of(WIDE), recompute="routing")
     engine, straight = parallel(WIDE, OWNED, below=[below]), new_engine(WIDE, OWNED)
@@ -269,6 +277,7 @@ def test_without_a_level_below_no_memory_ends_the_peer():
     assert len(tries) == 2
 
 
+@pytest.mark.exhaustive
 def test_new_workers_go_on_from_the_private_state_on_disk(parallel, tmp_path):
     """With what came after it: other experts, values that were written or lent, and steps.
 
@@ -301,6 +310,7 @@ def test_new_workers_go_on_from_the_private_state_on_disk(parallel, tmp_path):
     assert is_same(RUN, engine, straight)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_without_room_does_not_stop_a_step(parallel, tmp_path, caplog):
     engine, straight = parallel(RUN, OWNED), new_engine(RUN, OWNED)
     engine._history = engine._force._history = History(tmp_path / "missing", Saved.at(None))
@@ -338,6 +348,7 @@ def is_gone(pid):
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.exhaustive
 def test_workers_end_with_a_controller_that_is_killed():
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER], stdout=subprocess.PIPE)
     with controller:

@@ -12,9 +12,9 @@ from operator import attrgetter
 from swarm.emulation.simulator.cast import Cast, machine_of, under
 from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
-from swarm.emulation.simulator.fragment_mutants import FRAGMENT_MUTANTS
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
+from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
 from swarm.protocol.dealing import Book, num_samples
@@ -294,5 +294,5 @@ ALL_MUTANTS: Mapping[str, Mutant] = {
     **WAITING_MUTANTS,
     **LYING_MUTANTS,
     **DELTA_MUTANTS,
-    **FRAGMENT_MUTANTS,
+    **SLICE_MUTANTS,
 }

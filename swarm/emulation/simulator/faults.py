@@ -89,7 +89,7 @@ class Mix:
     """How long a slow peer's disk may take to make blobs durable."""
     restart_s: tuple[float, ...] = (0.3, 3.0, 15.0)
     """Times after which a peer that crashed by trap starts again."""
-    is_fragmented: bool = False
+    is_sliced: bool = False
     """Whether each round exchanges its slice of the units [U2]."""
     certificates: float = 0.5
     """Chance that commits need certificates; agreement must not hang on them."""
@@ -205,7 +205,7 @@ class Draw:
     def _rules(self) -> Rules:
         random = self.random
         every, shared_every, parts = random.choice([1, 1, 2, 3]), 1, NUM_PARTS
-        if self.mix.is_fragmented:
+        if self.mix.is_sliced:
             every, shared_every = random.choice([2, 3, 4, 5]), random.choice([1, 2, 3, 4])
             parts = max(NUM_PARTS, shared_every * random.choice([1, 2]))
         units = [shared_unit(part) for part in range(parts)]
@@ -227,7 +227,7 @@ class Draw:
             unit_codec=dict.fromkeys(units, "fp32"),
             experts_every=every,
             shared_every=shared_every,
-            stagger=self.mix.is_fragmented,
+            stagger=self.mix.is_sliced,
             local_steps_at=lambda _: LOCAL_STEPS,
             batch_tokens_at=lambda _: SAMPLES_PER_STEP * SAMPLE_TOKENS,
             sequence_length=SAMPLE_TOKENS,

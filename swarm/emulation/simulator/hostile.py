@@ -5,7 +5,7 @@
 | P | one of 3 to 8 members lies, and strangers forge, beside ordinary faults |
 | W | one of 4 members votes twice besides; nothing else fails, so two quorums share an honest one |
 | Y | as P with units that move by deltas |
-| Q | a peer comes back after 300 rounds and three changes of the whole membership; forgers try it |
+| Q | a peer comes back after 400 rounds and three changes of the whole membership; forgers try it |
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ LYING: dict[str, ExtendedMix] = {
     ),
 }
 _WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
-FRAGMENTED: Mapping[str, Mix] = {
-    name.lower(): replace(mix, is_fragmented=True) for name, mix in _WHOLE.items()
+SLICED: Mapping[str, Mix] = {
+    name.lower(): replace(mix, is_sliced=True) for name, mix in _WHOLE.items()
 }
 """Each class once more, with rounds that exchange their slices of the units."""
-ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **FRAGMENTED}
+ALL_CLASSES: Mapping[str, Mix] = {**_WHOLE, **SLICED}

@@ -103,7 +103,7 @@ class Course:
     applied: list[tuple[float, Manifest]] = field(default_factory=list)
     """Every training round of the longest chain, with the time when a peer had it first."""
     widest: Timers = CALM_TIMERS
-    """The largest D1 and T_reform that any peer had."""
+    """The largest T_roster and T_reform that any peer had."""
 
     @property
     def contributors(self) -> list[set[PeerId]]:

@@ -158,11 +158,6 @@ class Rules:
         return {**self.unit_bytes, **self.delta_bytes}
 
     @cached_property
-    def has_coded_shared(self) -> bool:
-        """Whether shared tensors move by deltas, so that what is left over is carried on [W8]."""
-        return any(unit in self.unit_coding for unit in self.shared_units)
-
-    @cached_property
     def schedule(self) -> Schedule:
         """Which units are due when."""
         return Schedule(self.experts_every, self.shared_every, self.stagger, self.rounds)

@@ -12,12 +12,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.errors import OutOfMemory, SwarmError, WorkersFailed
-from swarm.train.ladder import describe
+from swarm.errors import SwarmError, WorkersFailed
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost
 from swarm.train.parallel.exchange import Message, listed, opened, options_message
 from swarm.train.parallel.history import Command, History
+from swarm.train.stepping import next_below
 from swarm.train.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -171,18 +171,7 @@ class Workforce:
                 )
             logger.warning("%s; all workers are started again", lost)
             return
-        if not self._below:
-            raise OutOfMemory(
-                f"no engine below {describe(self.options, self._run)} is left: {lost}",
-                hint="own fewer experts (--capacity), or see what fits with swarm-plan",
-            )
-        before, self.options = self.options, self._below.pop(0)
-        logger.warning(
-            "out of memory with %s; stepping down to %s (%s)",
-            describe(before, self._run),
-            describe(self.options, self._run),
-            lost,
-        )
+        self.options = next_below(self.options, self._below, self._run, str(lost))
 
     # ------------------------------------------------ one command
 

@@ -67,7 +67,7 @@ class _OwnRules(RoundMachine):
         super().__init__(me, capacity, own, *rest, **options)
 
 
-FRAGMENT_MUTANTS: Mapping[str, Mutant] = {
+SLICE_MUTANTS: Mapping[str, Mutant] = {
     "overdue_forgotten": Mutant(
         "U3: what was missed is due until it is renewed", Cast(training=_OverdueForgotten)
     ),

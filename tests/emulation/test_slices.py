@@ -5,9 +5,9 @@ import pytest
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
-from swarm.emulation.simulator.fragment_mutants import FRAGMENT_MUTANTS
-from swarm.emulation.simulator.hostile import FRAGMENTED
+from swarm.emulation.simulator.hostile import SLICED
 from swarm.emulation.simulator.schedule import run_schedule
+from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
 
 SEEDS = [
     pytest.param(range(1), id="one"),
@@ -35,8 +35,8 @@ def test_no_schedule_with_slices_breaks_an_invariant(fault_class: str, seeds: ra
 
 
 def test_each_class_is_there_with_slices_too() -> None:
-    assert {*CLASSES, *EXTENDED} <= {name.upper() for name in FRAGMENTED}
-    assert all(mix.is_fragmented for mix in FRAGMENTED.values())
+    assert {*CLASSES, *EXTENDED} <= {name.upper() for name in SLICED}
+    assert all(mix.is_sliced for mix in SLICED.values())
 
 
 @pytest.mark.parametrize("name", CAUGHT)
@@ -49,4 +49,4 @@ def test_a_removed_rule_of_slices_breaks_an_invariant(name: str) -> None:
 
 
 def test_every_mutant_of_slices_is_caught() -> None:
-    assert CAUGHT.keys() == FRAGMENT_MUTANTS.keys()
+    assert CAUGHT.keys() == SLICE_MUTANTS.keys()
