@@ -41,8 +41,7 @@ from swarm.emulation.links import Link
 from swarm.emulation.local_swarm import Event, LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import SwarmError
-from swarm.experts import shared_shapes
-from swarm.model.cost import bytes_sent_per_peer_per_round, is_exact, parameters
+from swarm.model.cost import bytes_sent_per_peer_per_round, exact_elements, parameters
 from swarm.model.link_plan import Setting, cycle_bytes
 
 LIKE = RUN_FILE.with_name("spes_7b.toml")
@@ -151,9 +150,7 @@ def model_like(like: RunConfig, layers: int) -> list[str]:
 
 def exact_share(run: RunConfig) -> float:
     """Norms and routers, which no coding makes smaller, as a share of all elements."""
-    shapes = shared_shapes(run.model).items()
-    exact = sum(math.prod(shape) for name, shape in shapes if is_exact(name))
-    return exact / parameters(run.model).total
+    return exact_elements(run.model) / parameters(run.model).total
 
 
 def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> list[str]:
