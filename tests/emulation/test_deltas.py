@@ -41,6 +41,11 @@ def test_deltas_survive_a_liar_beside_odd_arithmetic() -> None:
     assert run_schedule("Y", 13).violation is None
 
 
+def test_a_convener_that_is_silent_about_others_keeps_late_offers() -> None:
+    """The liar itself failed here: who offers late contributes nothing, but has declared."""
+    assert run_schedule("Y", 57_000_149).violation is None
+
+
 @pytest.mark.parametrize("seed", [2, 9])
 def test_deltas_move_in_slices_of_a_cycle(seed: int) -> None:
     """Offers are repeated here on a reform; and in some of these one part alone moves by deltas."""

@@ -300,9 +300,10 @@ class Liar:
         return self.anew(propose, joiners={PHANTOM: 9.0})
 
     def silence(self, propose: Propose) -> Propose:
-        """Nobody but the contributors was heard: its word against that of the others."""
+        """Nobody was heard but those with an offer: its word against that of the others."""
         assert propose.evidence
-        kept = propose.manifest.contributors
+        sources = propose.manifest.sources.values()
+        kept = {peer for values in sources for peer, _ in values}  # late offers are among them [O2]
         declared = {p: d for p, d in propose.evidence.declared.items() if p in kept}
         evidence = replace(propose.evidence, declared=declared)
         return self.anew(replace(propose, evidence=evidence))
