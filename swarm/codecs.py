@@ -246,17 +246,26 @@ def _beyond(
     for piece in content:
         for start, chunk in _chunks(piece, layout.codec):
             before = values_in(base(done + start * size, len(chunk) * size), layout.codec).float()
-            moved = (chunk.float() - before).abs_()
-            beyond = moved - before.abs() * relative  # `before` may be the store's own memory
-            worst = int(beyond.argmax())
-            if not beyond[worst].item() <= absolute:
-                raise BadBlob(
-                    "implausible_update",
-                    f"{layout.unit}: local steps cannot have moved an element by "
-                    f"{moved[worst].item():.3g} (limit {absolute:.3g})",
-                )
+            check_moves(layout, (chunk.float() - before).abs_(), before, absolute, relative)
         done += len(piece)
         yield piece
+
+
+def check_moves(
+    layout: UnitLayout, moves: Tensor, before: Tensor, absolute: float, relative: float
+) -> None:
+    """Refuses moves (fp32, none negative) that no local steps can have made, as `check_update`.
+
+    `before` is fp32 and not written to: it may be the store's own memory.
+    """
+    beyond = moves - before.abs() * relative
+    worst = int(beyond.argmax())
+    if not beyond[worst].item() <= absolute:
+        raise BadBlob(
+            "implausible_update",
+            f"{layout.unit}: local steps cannot have moved an element by "
+            f"{moves[worst].item():.3g} (limit {absolute:.3g})",
+        )
 
 
 def check_moments(layout: UnitLayout, content: Content) -> None:

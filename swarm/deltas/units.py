@@ -21,6 +21,7 @@ from swarm.codecs import (
     Read,
     bytes_of,
     check_chunk,
+    check_moves,
     values_in,
 )
 from swarm.codings import BLOCK, GROUP, coded_bytes, elements_bytes
@@ -206,16 +207,8 @@ def check_delta(
     before = agreed_elements(layout, base) if base else None
     for start, stop in groups(layout):
         moves = by(start, stop).abs_()
-        if before is None:
-            continue
-        beyond = moves - before(start, stop).float().abs() * relative
-        worst = int(beyond.argmax())
-        if not beyond[worst].item() <= absolute:
-            raise BadBlob(
-                "implausible_update",
-                f"{layout.unit}: local steps cannot have moved an element by "
-                f"{moves[worst].item():.3g} (limit {absolute:.3g})",
-            )
+        if before is not None:
+            check_moves(layout, moves, before(start, stop).float(), absolute, relative)
 
 
 def agreed_elements(layout: UnitLayout, read: Read) -> ReadElements:

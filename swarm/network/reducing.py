@@ -6,17 +6,16 @@ Means of deltas leave something over, which is a blob of the store while it is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.codecs import Content, mean_of
 from swarm.codings import coded_bytes
 from swarm.deltas.means import reduced
-from swarm.deltas.units import Delta, apply_delta
+from swarm.deltas.units import apply_delta
 from swarm.errors import BadBlob
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import BlobGone, reader, write
+from swarm.network.contents import BlobGone, delta_in, kept, reader, write
 from swarm.network.draft import Draft
 from swarm.protocol.events import Rebuild, Reduce
 from swarm.protocol.layout import Layout
@@ -108,8 +107,8 @@ class Reducing:
             remainder: what the mean of the unit's deltas before left over.
         """
         wanted = [digest for _, digest in effect.inputs]
-        with self._held([*wanted, *filter(None, [effect.base, remainder])]) as is_here:
-            if not is_here:
+        with kept(self.store, [*wanted, *filter(None, [effect.base, remainder])]) as missing:
+            if missing:
                 return None
             if effect.base is None:
                 return Mean(self._mean_of_values(effect, wanted))
@@ -131,7 +130,7 @@ class Reducing:
         groups = reduced(
             layout,
             reader(self.store, base),
-            [self._delta(digest) for _, digest in effect.inputs],
+            [delta_in(self.store, digest) for _, digest in effect.inputs],
             reader(self.store, remainder) if remainder else None,
             effect.weights,
         )
@@ -155,13 +154,12 @@ class Reducing:
             None, or why that is not the value: it is not here then.
         """
         layout = self.layout.by_unit[effect.unit]
-        with self._held([effect.base, effect.delta]) as is_here:
-            if not is_here:
+        with kept(self.store, [effect.base, effect.delta]) as missing:
+            if missing:
                 return "what it is made of is no longer here"
             try:
-                value = apply_delta(
-                    layout, reader(self.store, effect.base), self._delta(effect.delta)
-                )
+                base, delta = reader(self.store, effect.base), delta_in(self.store, effect.delta)
+                value = apply_delta(layout, base, delta)
                 made = write(self.store.draft(layout.num_bytes), value)
             except (BadBlob, BlobGone) as error:
                 return str(error)
@@ -170,15 +168,3 @@ class Reducing:
             return f"the delta {effect.delta[:12]} makes {made[:12]} of {effect.base[:12]}"
         self.is_stored(made)
         return None
-
-    def _delta(self, digest: Digest) -> Delta:
-        return Delta(self.store.size(digest) or 0, reader(self.store, digest))
-
-    @contextmanager
-    def _held(self, digests: Sequence[Digest]) -> Iterator[bool]:
-        """Keeps blobs as long as the context lasts; gives whether all are here."""
-        self.store.pin(digests)
-        try:
-            yield all(self.store.has(digest) for digest in digests)
-        finally:
-            self.store.unpin(digests)

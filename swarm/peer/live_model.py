@@ -34,7 +34,7 @@ from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
-from swarm.network.contents import BlobGone, reader, store_content
+from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
 from swarm.peer.live_deltas import difference, follow
 from swarm.peer.putting_aside import put_aside
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
@@ -64,7 +64,7 @@ class Agreed:
 
     def delta(self, digest: Digest) -> Delta:
         """A delta in the store; reading it raises like `read`."""
-        return Delta(self.store.size(digest) or 0, self.read(digest))
+        return delta_in(self.store, digest)
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:
@@ -73,15 +73,10 @@ class Agreed:
         Raises:
             BlobGone: one of them is not here.
         """
-        wanted = sorted(set(digests))
-        self.store.pin(wanted)  # before the look, so that no collection falls between
-        try:
-            for digest in wanted:
-                if not self.store.has(digest):
-                    raise BlobGone(f"the blob {digest[:12]} was collected: a newer tip has come")
+        with kept(self.store, digests) as missing:
+            if missing:
+                raise BlobGone(missing[0])
             yield
-        finally:
-            self.store.unpin(wanted)
 
     def part(self, digest: Digest, unit: Unit, part: Slice) -> Tensor:
         """Agreed values of a run of elements; see `codecs.read_part`. Raises like `read`."""

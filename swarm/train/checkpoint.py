@@ -323,7 +323,7 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
     if not state.part_bases:
         del meta["part_bases"]
     meta["expert_bases"] = sorted(state.expert_bases.items())
-    meta["engine"] = [engine.owned, engine.updates, engine.skipped, engine.skipped_in_a_row]
+    meta["engine"] = engine.counts
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]
     text = json.dumps({"format": _FORMAT, **meta}, sort_keys=True).encode()
     yield text

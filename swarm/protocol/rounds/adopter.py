@@ -234,9 +234,7 @@ class Adopter(Role):
 
     def _kept_of(self, manifests: Iterable[Manifest]) -> Iterator[Digest]:
         for manifest in manifests:
-            yield from (manifest.blob, *manifest.founding.blobs, *manifest.deltas)
-            for entry in manifest.entries.values():
-                yield entry.digest
+            yield from (*manifest.blobs, *manifest.deltas)
 
     def _fetch_is_stuck(self) -> bool:
         """Whether a fetch brought nothing new for T_reform / 2: it may be unobtainable [X2]."""

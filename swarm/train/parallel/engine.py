@@ -16,11 +16,16 @@ from swarm.data.masks import Masks
 from swarm.experts import Slice, expert_shapes
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import EngineState, StandIn, StepStats, is_trained
-from swarm.train.guard import LossScale
 from swarm.train.ladder import describe
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew
-from swarm.train.parallel.exchange import controls_message, dtype_named, masks_tensors, stats_of
+from swarm.train.parallel.exchange import (
+    controls_message,
+    dtype_named,
+    masks_tensors,
+    state_of,
+    stats_of,
+)
 from swarm.train.parallel.history import Command, Found, History, Saved, load_command
 from swarm.train.parallel.workforce import Patience, Workforce
 from swarm.train.tensor_file import LazyTensors, TensorFile
@@ -178,10 +183,7 @@ class ParallelEngine:
     def state_dict(self) -> EngineState:
         """See `Engine`; each tensor comes from a worker when it is looked up."""
         answer = self._force.ask({"do": "state"})
-        owned, updates, skipped, skipped_in_a_row = answer["counts"]
-        scale = LossScale(*answer["scale"])
-        tensors = _RemoteTensors(self._force, answer["forms"])
-        state = EngineState(tensors, tuple(owned), updates, skipped, skipped_in_a_row, scale)
+        state = state_of(answer, _RemoteTensors(self._force, answer["forms"]))
         self._history.mark(state.counts, lambda name: is_trained(name, self._owned))
         return state
 

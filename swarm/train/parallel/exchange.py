@@ -20,7 +20,8 @@ from torch import Tensor
 from swarm.data.masks import Masks
 from swarm.errors import CorruptState
 from swarm.model.routing import RoutingControls
-from swarm.train.engine import StepStats
+from swarm.train.engine import EngineState, StepStats
+from swarm.train.guard import LossScale
 from swarm.train.options import EngineOptions
 from swarm.train.tensor_file import OpenFile, Place, TensorFile
 
@@ -91,7 +92,7 @@ class Channel:
 def listed(file: TensorFile) -> dict[str, Any]:
     """Where the tensors of a file lie, for JSON."""
     return {
-        name: [place.offset, str(place.dtype).removeprefix("torch."), place.shape]
+        name: [place.offset, dtype_name(place.dtype), place.shape]
         for name, place in file.places.items()
     }
 
@@ -107,6 +108,11 @@ def opened(file: OpenFile, tensors: Mapping[str, Any]) -> TensorFile:
     )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What `dtype_named` takes."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_named(name: str) -> torch.dtype:
     """The type of tensors that `str` calls "torch.NAME"."""
     dtype = getattr(torch, name)
@@ -119,6 +125,18 @@ def options_message(options: EngineOptions) -> Message:
     """The options of a resident engine, for JSON."""
     kept = ("device", "compute", "frozen", "moments", "recompute")
     return {name: getattr(options, name) for name in kept}
+
+
+def state_message(state: EngineState) -> Message:
+    """A private state without its tensors, for JSON."""
+    return {"counts": state.counts, "scale": [state.scale.value, state.scale.good_steps]}
+
+
+def state_of(message: Message, tensors: Mapping[str, Tensor]) -> EngineState:
+    """A private state from its `state_message` and its tensors."""
+    owned, updates, skipped, skipped_in_a_row = message["counts"]
+    scale = LossScale(*message["scale"])
+    return EngineState(tensors, tuple(owned), updates, skipped, skipped_in_a_row, scale)
 
 
 def controls_of(values: Mapping[str, Any] | None) -> RoutingControls | None:

@@ -19,7 +19,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of
 from swarm.train.checkpoint import load_newest, peek_counts
 from swarm.train.engine import Counts, EngineState, StandIn
-from swarm.train.parallel.exchange import Message
+from swarm.train.parallel.exchange import Message, state_message
 from swarm.train.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -203,5 +203,4 @@ def _expert(name: str) -> int:
 
 def load_command(state: EngineState) -> Command:
     """Has workers take over a private state."""
-    scale = [state.scale.value, state.scale.good_steps]
-    return Command({"do": "load", "counts": state.counts, "scale": scale}, state.tensors)
+    return Command({"do": "load", **state_message(state)}, state.tensors)

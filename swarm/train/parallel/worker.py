@@ -28,16 +28,18 @@ from swarm.config import RunConfig
 from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
 from swarm.train.engine import EngineState
-from swarm.train.guard import LossScale
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.exchange import (
     Channel,
     Closed,
     Message,
     controls_of,
+    dtype_name,
     listed,
     masks_of,
     opened,
+    state_message,
+    state_of,
 )
 from swarm.train.parallel.sharding import Disconnected, RankEngine, Ranks
 from swarm.train.tensor_file import OpenFile, TensorFile
@@ -168,10 +170,7 @@ class Worker:
         return {}
 
     def _load(self, message: Message, given: Given) -> Message:
-        owned, updates, skipped, skipped_in_a_row = message["counts"]
-        scale = LossScale(*message["scale"])
-        state = EngineState(given, tuple(owned), updates, skipped, skipped_in_a_row, scale)
-        self._engine.load_state_dict(state)
+        self._engine.load_state_dict(state_of(message, given))
         return {"skipped": self._engine.skipped}
 
     def _evaluate(self, _: Message, given: Given) -> Message:
@@ -186,11 +185,10 @@ class Worker:
         """The private state without its tensors, which are kept to be read one by one."""
         self._state = state = self._engine.state_dict()
         forms = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            name: [dtype_name(tensor.dtype), list(tensor.shape)]
             for name, tensor in state.tensors.items()
         }
-        scale = [state.scale.value, state.scale.good_steps]
-        return {"forms": forms, "counts": state.counts, "scale": scale}
+        return {"forms": forms, **state_message(state)}
 
     # ------------------------------------------------ questions
 
