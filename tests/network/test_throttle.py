@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -90,11 +91,16 @@ NUM_BYTES = 10 * MIB
 
 
 def serving(peers: Peers, store: BlobStore, network: NetworkSection) -> Node:
+    streams = {PROTOCOL: blob_server_of(store).serve, MEASURE: Prober().serve}
+    return peers.node(Handlers(streams=streams), network=network)
+
+
+def blob_server_of(store: BlobStore) -> BlobServer:
+    """One whose ledger refuses nothing."""
     limits = {cost: Limit(Rate(1e9), Rate(1e9), Rate(1e9)) for cost in Cost}
     server = BlobServer(ledger=Ledger(limits))
     server.attach(store)
-    streams = {PROTOCOL: server.serve, MEASURE: Prober().serve}
-    return peers.node(Handlers(streams=streams), network=network)
+    return server
 
 
 @pytest.mark.parametrize("capped", ["max_upload_mbit", "max_download_mbit"])
@@ -139,7 +145,9 @@ def test_a_stream_lasts_as_long_as_its_answers_get_on(
 
 def test_a_peer_with_a_low_cap_turns_streams_away_rather_than_starve_all(peers: Peers) -> None:
     store = BlobStore()
-    server = serving(peers, store, LOOPBACK.model_copy(update={"max_upload_mbit": 1.0}))
+    blob_server = blob_server_of(store)
+    capped = LOOPBACK.model_copy(update={"max_upload_mbit": 1.0})
+    server = peers.node(Handlers(streams={PROTOCOL: blob_server.serve}), network=capped)
     client, blob = peers.node(), b"small"
     want = Want(store.put(blob), len(blob), (server.peer_id,))
     failures: list[str] = []
@@ -147,6 +155,8 @@ def test_a_peer_with_a_low_cap_turns_streams_away_rather_than_starve_all(peers: 
     async def try_while_others_are_served() -> None:
         most = int(server.traffic.up.most_streams)
         taken = [await client.open_stream(server.peer_id, PROTOCOL, WAIT_S) for _ in range(most)]
+        while blob_server._num_served < most:  # an opened stream counts once serving has begun
+            await asyncio.sleep(0.01)
 
         def note(*failure: str) -> None:
             failures.append(failure[2])

@@ -54,6 +54,11 @@ class _ReturnsAtOnce(Acceptor):
         return None
 
 
+class _SecondValueIsIgnored(Acceptor):
+    def _refuse_second_value(self, convener: PeerId, ballot: Ballot) -> None:
+        pass
+
+
 _P = cast(LyingMix, LYING["P"])
 CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
 """A liar alone; whoever believes it shows it soon."""
@@ -81,6 +86,10 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     ),
     "returns_at_once": Mutant(
         "A7: whoever had a vote lets others convene", Cast(machine_of(_ReturnsAtOnce))
+    ),
+    "second_value_is_ignored": Mutant(
+        "A4: a convener with two values under one attempt is replaced",
+        Cast(machine_of(_SecondValueIsIgnored)),
     ),
     "gaps_stay": Mutant(
         "L3: heads that a proof passed over are fetched", Cast(machine_of(_GapsStay))

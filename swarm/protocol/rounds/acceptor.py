@@ -135,6 +135,7 @@ class Acceptor(Role):
             self.out.post(source, self.standing.signed_accept(ballot, manifest.digest))
             return
         if self._voted_otherwise(ballot):
+            self._refuse_second_value(source, ballot)
             return
         running = self.blobs.proposal
         if running and ballot < running.ballot:
@@ -159,12 +160,17 @@ class Acceptor(Role):
         return vote is not None and (vote.ballot, vote.manifest.digest) == (ballot, manifest.digest)
 
     def _voted_otherwise(self, ballot: Ballot) -> bool:
-        """Whether this ballot got a vote for another value: it may have one value only.
-
-        An honest convener never asks for it; so it is a second line behind [P3] and [C6].
-        """
+        """Whether this ballot got a vote for another value: it may have one value only."""
         vote = self.standing.record.accepted
         return vote is not None and vote.ballot == ballot
+
+    def _refuse_second_value(self, convener: PeerId, ballot: Ballot) -> None:
+        """Follows a convener with two values no longer: it may have split the votes [A4].
+
+        An honest one never proposes two under one ballot [P3, C6].
+        """
+        self.out.refuse(convener, "PROPOSE", f"a second value under attempt {ballot.attempt}")
+        self.succession.distrusted.add(convener)
 
     def proposal_problem(self, manifest: Manifest, evidence: Evidence | None) -> str | None:
         """Why a manifest does not follow from the tip and its evidence [H1b, A6, M5].
