@@ -157,6 +157,10 @@ class RoundConfig(Section):
     """Whether each round is a slice of a cycle and exchanges its share of the units, so that all
     move the same number of bytes; an expert that missed its round is made up for in the next. Then
     `local_steps` are those of a slice, and the last round of the run exchanges everything."""
+    overlap: Literal["none", "round"] = "none"
+    """round: the next local steps begin while a round is under way, and what the round agrees on is
+    added when it is over; it needs codings for `wire`, and a common text. none: everybody waits
+    until a round is over."""
     roster_after_s: Seconds = 6.0
     """T_roster: after so long a roster may close without silent peers, if a quorum has offered."""
     reform_after_s: Seconds | None = None
@@ -242,6 +246,7 @@ class RunConfig(Section):
                 "round.shared_every: needs round.stagger = true, or most rounds would average "
                 "nothing; more round.local_steps make fewer rounds"
             )
+        self._check_overlap()
         if self.phases and not self.optimizer.schedule_steps:
             raise ValueError(
                 "optimizer.schedule_steps: is needed with phases, because the steps of a run then "
@@ -267,6 +272,20 @@ class RunConfig(Section):
                 "it needs 256 bytes and two specials, at least 258"
             )
         return self
+
+    def _check_overlap(self) -> None:
+        if self.round.overlap == "none":
+            return
+        if "none" in (self.wire.shared_coding, self.wire.experts_coding):
+            raise ValueError(
+                "round.overlap: needs wire.shared_coding and wire.experts_coding, such as int8: "
+                "peers that train on can follow what is agreed only by its difference"
+            )
+        if self.data.mode != "common":
+            raise ValueError(
+                'round.overlap: needs data.mode = "common": what a peer has read ahead is counted '
+                "by what it was dealt"
+            )
 
     def _check_owners(self) -> None:
         if self.ownership.owners_per_expert > self.run.peers:

@@ -33,11 +33,18 @@ from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork, finishes_in_time
-from swarm.protocol.dealing import Stretches
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work, at_once
+from swarm.protocol.training import (
+    Applied,
+    Assignment,
+    SavedWork,
+    Training,
+    TrainingShell,
+    Work,
+    at_once,
+)
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
@@ -135,15 +142,14 @@ class Trainer(TrainingShell):
     async def train(
         self,
         tip: Manifest,
-        dealt: Stretches,
+        task: Assignment,
         before: Work | None,
-        began_s: float,
         left: Callable[[int, float, float], LocalWork],
     ) -> LocalStats:
         assert before is None or isinstance(before, LocalStats)
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
-        self.status.progress.begin(tip.round + 1, self.run.run.rounds)
+        self.status.progress.begin(tip.round + 1 + task.is_offered, self.run.run.rounds)
         self.moments.install()
 
         def on_step(step: int, stats: StepStats) -> None:
@@ -152,10 +158,11 @@ class Trainer(TrainingShell):
 
         def steps_left(steps: int, seconds: float) -> int:
             step_s = (done_s + seconds) / (done + steps) if done + steps else 0.0
-            work = left(done + steps, step_s, time.monotonic() - began_s)
-            self._check_time_left(work.steps, step_s)
+            work = left(done + steps, step_s, time.monotonic() - task.began_s)
+            if not task.is_offered:
+                self._check_time_left(work.steps, step_s)
             self.status.progress.planned(done + steps, work.steps)
-            if work.seconds is not None:
+            if work.seconds is not None and not task.is_offered:
                 self.rounds.expect(tip.digest, work.seconds)
             if not work.steps:
                 logger.debug("round=%d offers: %s", tip.round + 1, work.reason)
@@ -166,9 +173,12 @@ class Trainer(TrainingShell):
             self.model.engine,
             self.loader,
             self.run,
-            Task(self.model.me, tip.step, dealt, batch_tokens, done),
+            Task(self.model.me, tip.step, task.dealt, batch_tokens, task.step),
             left=steps_left,
-            stop=lambda: self.rounds.newest.manifest.digest != tip.digest,
+            stop=lambda: (
+                self.rounds.newest.manifest.digest != tip.digest
+                or (task.is_offered and self.stop())
+            ),
             on_step=on_step,
         )
         self.status.end_steps(stats)

@@ -17,10 +17,11 @@ the offer of a finished round lacks nothing, so its owner restarts from the mean
 
 Where deltas are averaged [W5, W8], a value x that is trained never jumps to the agreed one: it
 becomes x + (v' - v) - c, where c is what it has brought into the mean itself. So x - v' is always
-just what the swarm has not got from it yet: what the coding of its delta lost, later steps, and
-the steps of a round that left it out. The next delta is x - v', so nothing is lost and nothing
-comes twice, without anything stored besides x. This needs the very blob that was counted: a peer
-that does not know it begins anew from v', and so does one that a second round in a row left out.
+just what the swarm has not got from it yet: what the coding of its delta lost, later steps, as
+there are while rounds overlap, and the steps of a round that left it out. The next delta is x - v',
+so nothing is lost and nothing comes twice, without anything stored besides x. This needs the very
+blob that was counted: a peer that does not know it begins anew from v', and so does one that a
+second round in a row left out.
 A delta that is taken verbatim needs no rule of its own: its writer's master stays [S2].
 
 After a restart the same function decides, with the bases and the offer that the private state
@@ -29,7 +30,7 @@ was saved with [P6].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -95,6 +96,10 @@ class Adoption:
         choices = (self.shared, *(each.action for each in self.experts.values()))
         return all(action is Action.KEEP for action in choices)
 
+    def begins_anew(self, shared_units: Iterable[Unit]) -> bool:
+        """Whether a part of the shared tensors restarts from its agreed value."""
+        return self.shared is Action.RESTART and not self.kept_parts.issuperset(shared_units)
+
     @property
     def kept(self) -> frozenset[int]:
         """Experts that go on from where they are, whatever became of the shared tensors [O2]."""
@@ -111,6 +116,7 @@ def adopt(
     offers: Sequence[Offer],
     carried: frozenset[Unit] = frozenset(),
     part_bases: Mapping[Unit, Digest] = MappingProxyType({}),
+    overlaps: bool = False,
 ) -> Adoption:
     """Decides on every piece of local progress.
 
@@ -124,13 +130,16 @@ def adopt(
         carried: units that the round before left out already.
         part_bases: agreed value that the progress of each part of the shared tensors started from;
             empty where every round renews all of them.
+        overlaps: whether this peer has trained on since its offer, so that no part of the shared
+            tensors may jump [V2]; parts that are sent whole follow as those that move by deltas do.
 
     Returns:
         An action with its reason for the shared tensors and for each expert.
     """
     shared, shared_reason = _decide_shared(me, manifest, previous)
     known: Mapping[Unit, Digest] = {}
-    if shared is Action.RESTART and manifest.parent == previous and _moves_shared(manifest):
+    follows = manifest.parent == previous and (_moves_shared(manifest) or overlaps)
+    if shared is Action.RESTART and manifest.kind is Kind.QUORUM and follows:
         shared, shared_reason, known = _decide_coded_shared(me, manifest, offers, carried)
     mine = {expert for expert, owners in manifest.owners.items() if me in owners}
     decisions = {}
@@ -254,8 +263,7 @@ def _going_on(
 
 def _moves_shared(manifest: Manifest) -> bool:
     """Whether a training round moved shared tensors by deltas."""
-    moved = (unit for unit in manifest.deltas.values() if expert_of_unit(unit) is None)
-    return manifest.kind is Kind.QUORUM and any(moved)
+    return any(expert_of_unit(unit) is None for unit in manifest.deltas.values())
 
 
 def _decide_coded_shared(

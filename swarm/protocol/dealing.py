@@ -4,9 +4,10 @@ A *sample* is one window of the common text. The samples of a run are numbered f
 number alone says which window it is (`swarm.data.streams`), and in which lap through the text. A
 manifest carries a *book*: `cursor` (no sample from here on was dealt yet), `holes` (samples before
 it that were dealt and not counted, and are dealt to nobody now) and `dealt` (what each member reads
-next). Whatever a round did not count of its deals becomes a hole, and holes are dealt first. So at
-any time, of the samples before the cursor: counted + holes + dealt = cursor, and none is in two.
-Pure.
+next). Whatever a round did not count of its deals becomes a hole, and holes are dealt first. Where
+rounds overlap, a member may have read on: what was not counted stays its own, and it is dealt two
+rounds ahead. So at any time, of the samples before the cursor: counted + holes + dealt = cursor,
+and none is in two. Pure.
 """
 
 from __future__ import annotations
@@ -44,18 +45,31 @@ def num_samples(stretches: Iterable[Stretch]) -> int:
     return sum(stop - start for start, stop in stretches)
 
 
-def next_book(book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]) -> Book:
+def next_book(
+    book: Book,
+    counted: Mapping[PeerId, int],
+    quotas: Mapping[PeerId, int],
+    *,
+    keeps_rest: bool = False,
+) -> Book:
     """The book after a round.
 
     Args:
         book: the parent's.
         counted: of each contributor, how many samples from the front of its deal entered the round.
-        quotas: of each member of the new manifest, how many samples it is to get.
+        quotas: of each member of the new manifest, how many samples it is to have.
+        keeps_rest: whether what was not counted stays with a member, before what it is dealt anew:
+            where rounds overlap, it may have read that by now [T5].
     """
-    rest = [*book.holes]
+    open_, kept = [*book.holes], dict[PeerId, Stretches]()
     for peer, stretches in book.dealt.items():
-        rest += split(stretches, counted.get(peer, 0))[1]
-    return _deal(Book(*_settled(book.cursor, rest)), quotas)
+        rest = split(stretches, counted.get(peer, 0))[1]
+        if keeps_rest and peer in quotas:
+            kept[peer] = rest
+        else:
+            open_ += rest
+    cursor, holes = _settled(book.cursor, open_)
+    return _deal(Book(cursor, holes, kept), quotas)
 
 
 def reformed_book(book: Book, quotas: Mapping[PeerId, int]) -> Book:
@@ -94,12 +108,16 @@ def book_problem(book: Book) -> str | None:
 
 
 def _deal(book: Book, quotas: Mapping[PeerId, int]) -> Book:
-    """Deals to these peers, in peer-id order: first the holes, then what follows the cursor."""
+    """Fills these peers' deals up to their quotas, in peer-id order.
+
+    First come the holes, then what follows the cursor.
+    """
     cursor, dealt = book.cursor, dict(book.dealt)
     holes = [*reversed(book.holes)]  # the first one last, since each is looked at once only
     for peer in sorted(quotas):
         taken: list[Stretch] = []
-        left = quotas[peer]
+        own = dealt.get(peer, ())
+        left = max(0, quotas[peer] - num_samples(own))
         while left and holes:
             start, stop = holes.pop()
             middle = min(stop, start + left)
@@ -110,7 +128,7 @@ def _deal(book: Book, quotas: Mapping[PeerId, int]) -> Book:
         if left:
             taken.append((cursor, cursor + left))
             cursor += left
-        dealt[peer] = _joined(taken)
+        dealt[peer] = _in_turn(own, _joined(taken))
     return Book(cursor, tuple(reversed(holes)), dict(sorted(dealt.items())))
 
 
@@ -126,6 +144,13 @@ def split(stretches: Iterable[Stretch], count: int) -> tuple[Stretches, Stretche
         if middle < stop:
             rest.append((middle, stop))
     return tuple(first), tuple(rest)
+
+
+def _in_turn(first: Stretches, then: Stretches) -> Stretches:
+    """One after the other; where they touch, one stretch is made of two."""
+    if first and then and first[-1][1] == then[0][0]:
+        return (*first[:-1], (first[-1][0], then[0][1]), *then[1:])
+    return (*first, *then)
 
 
 def _settled(cursor: int, rest: Iterable[Stretch]) -> tuple[int, Stretches]:

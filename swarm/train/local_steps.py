@@ -24,7 +24,7 @@ class Task:
         step: the run's cumulative steps at the tip.
         dealt: the samples that it reads, as stretches in reading order.
         batch_tokens: tokens per step.
-        done: local steps that were done on this deal before.
+        done: steps since the tip that were done before, on other samples.
     """
 
     peer: str
@@ -90,8 +90,8 @@ def train_local_steps(
     began_s, seconds = time.monotonic(), 0.0
     while (to_do := left(len(taken), seconds)) and not stop():
         local_step = task.done + len(taken)
-        tokens_BT1 = loader.batch(task.dealt, local_step, task.batch_tokens)
-        first_sample = int(samples_at(task.dealt, local_step * len(tokens_BT1), 1)[0])
+        tokens_BT1 = loader.batch(task.dealt, len(taken), task.batch_tokens)
+        first_sample = int(samples_at(task.dealt, len(taken) * len(tokens_BT1), 1)[0])
         now = schedule_step(task.step, local_step, run)
         controls = routing_controls_at(now, run, task.peer, first_sample, probe=to_do == 1)
         masks = masks_of(tokens_BT1, run, loader.end_of_text)

@@ -100,7 +100,7 @@ class Peer:
 
     def first_sample(self) -> int:
         """Where the round's local steps begin to read."""
-        return self.training.reading.dealt(self.training.tip)[0][0]
+        return self.training.reading.dealt(self.training.tip, 0)[0][0]
 
 
 def founded(run: RunConfig, store: BlobStore) -> Manifest:
@@ -222,4 +222,4 @@ def test_a_common_text_is_read_as_dealt_wherever_the_peer_was_before(
 ) -> None:
     tip, read = founded(EXACT, store), reading_of(EXACT)
     read.position = 77
-    assert read.dealt(tip) == DEALT
+    assert read.dealt(tip, 0) == DEALT

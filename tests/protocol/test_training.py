@@ -13,7 +13,15 @@ from swarm.protocol.adoption import Adoption
 from swarm.protocol.manifest import Digest, Kind, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work, at_once
+from swarm.protocol.training import (
+    Applied,
+    Assignment,
+    SavedWork,
+    Training,
+    TrainingShell,
+    Work,
+    at_once,
+)
 from swarm.protocol.training.resuming import problem_of, way_to
 from tests.protocol.round_pump import found, make_rules
 
@@ -87,10 +95,8 @@ class Peer(TrainingShell):
     def may_stop(self) -> None:
         self._note("may_stop")
 
-    async def train(
-        self, tip: Manifest, dealt: Any, before: Work | None, began_s: float, left: Any
-    ) -> Done:
-        self._note("train", tip=tip, before=before, began_s=began_s)
+    async def train(self, tip: Manifest, task: Assignment, before: Work | None, left: Any) -> Done:
+        self._note("train", tip=tip, before=before, began_s=task.began_s, task=task)
         return self.steps.pop(0) if self.steps else Done()
 
     def store(

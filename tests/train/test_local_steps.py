@@ -9,6 +9,7 @@ from swarm.data.loader import Loader
 from swarm.data.shards import open_shards
 from swarm.data.tokenise import BYTE
 from swarm.errors import TrainingDiverged
+from swarm.protocol.dealing import split
 from swarm.train import local_steps
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import Task, train_local_steps
@@ -43,7 +44,7 @@ def run_steps(
             engine,
             loader,
             run,
-            Task("me", step, DEALT, 4 * LENGTH, done),
+            Task("me", step, split(DEALT, 4 * done)[1], 4 * LENGTH, done),
             left=lambda steps, _: local_steps - steps,
             stop=stop,
             on_step=on_step,

@@ -8,6 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from swarm.emulation.simulator.values import Tag
+from swarm.protocol.dealing import Stretches
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import Digest, Unit
 from swarm.protocol.messages import Link, OfferedUnit
@@ -44,6 +45,8 @@ class PrivateState:
     """What was offered of these."""
     started: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Model.started`."""
+    read: Stretches = ()
+    """Samples behind the offer."""
 
 
 class Disk:

@@ -53,6 +53,8 @@ class ExtendedMix(Mix):
     """How long an owner takes to put moments out; empty: moments are not modelled."""
     has_deltas: bool = False
     """Whether units move by deltas: experts, a part of the shared tensors, or both."""
+    has_overlap: bool = False
+    """Whether peers train on while a round is under way; with deltas of both kinds."""
 
     def drawing(self) -> type[ExtendedDraw]:
         """What draws scenarios of this class."""
@@ -197,6 +199,13 @@ EXTENDED: dict[str, ExtendedMix] = {
 }
 
 
+OVERLAPPED: dict[str, ExtendedMix] = {
+    "O": replace(EXTENDED["R"], has_overlap=True),
+    "U": replace(EXTENDED["R"], has_overlap=True, round_seconds=3.2),
+}
+"""Peers that train on while a round is under way; U for a given time, at paces of their own."""
+
+
 _LARGE = Mix(strangers=0.1, window_s=(15.0, 30.0), faults=(1, 4), loss=0.1, most_owners=2)
 LARGE: dict[str, Mix] = {
     "S": replace(_LARGE, peers=(64, 64), experts=96),
@@ -243,12 +252,14 @@ class ExtendedDraw(Draw):
     def _with_deltas(self, rules: Rules) -> Rules:
         """One part of the shared tensors stays as norms and routers do."""
         moved = self.random.choice(["experts", "shared", "both", "both"])
+        moved = "both" if self.mix.has_overlap else moved
         units = [*rules.expert_units] if moved != "shared" else []
         units += [rules.shared_units[-1]] if moved != "experts" else []
         return replace(
             rules,
             unit_coding=dict.fromkeys(units, "b2"),
             delta_bytes=dict.fromkeys(units, DELTA_BYTES),
+            overlaps=self.mix.has_overlap,
         )
 
     def _character(self, peer: PeerId) -> Character:

@@ -14,6 +14,7 @@ from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
+from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
@@ -295,4 +296,5 @@ ALL_MUTANTS: Mapping[str, Mutant] = {
     **LYING_MUTANTS,
     **DELTA_MUTANTS,
     **SLICE_MUTANTS,
+    **OVERLAP_MUTANTS,
 }

@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.cast import Character
-from swarm.emulation.simulator.extended import EXTENDED, LARGE, ExtendedDraw, ExtendedMix
+from swarm.emulation.simulator.extended import (
+    EXTENDED,
+    LARGE,
+    OVERLAPPED,
+    ExtendedDraw,
+    ExtendedMix,
+)
 from swarm.emulation.simulator.faults import CLASSES, Mix, Scenario
 from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
 from swarm.emulation.simulator.keys import KEYS
@@ -142,7 +148,7 @@ LYING: dict[str, ExtendedMix] = {
         certificates=1.0,
     ),
 }
-_WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **LARGE, **LYING, **KEYS}
+_WHOLE: Mapping[str, Mix] = {**CLASSES, **EXTENDED, **OVERLAPPED, **LARGE, **LYING, **KEYS}
 SLICED: Mapping[str, Mix] = {
     name.lower(): replace(mix, is_sliced=True) for name, mix in _WHOLE.items()
 }

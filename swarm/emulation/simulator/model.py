@@ -63,7 +63,8 @@ class Model:
                 self.deltas.begin(unit, tip.entries[unit].digest)
 
     def advance(self) -> None:
-        """Trains every owned expert, and shared tensors that move by deltas, a bit further."""
+        """Trains every owned expert, and the shared tensors, a bit further."""
+        self.shared = {}
         for unit in self.deltas.live:
             self.deltas.train(unit)
         for expert, (base, value) in sorted(self.progress.items()):

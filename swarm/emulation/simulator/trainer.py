@@ -14,17 +14,25 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from swarm.emulation.simulator.disk import PrivateState
+from swarm.emulation.simulator.ledger import one_after_the_other
 from swarm.emulation.simulator.model import Model, Task
 from swarm.emulation.simulator.shell import Shell
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.deadlines import LocalWork
-from swarm.protocol.dealing import Stretches, split
+from swarm.protocol.dealing import Stretches, num_samples, split
 from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import Applied, SavedWork, Training, TrainingShell, Work
+from swarm.protocol.training import (
+    Applied,
+    Assignment,
+    SavedWork,
+    Training,
+    TrainingShell,
+    Work,
+)
 
 
 class PeerShell(Shell, Protocol):
@@ -60,6 +68,11 @@ class Lesson:
     completed: bool = True
 
 
+def last(read: Stretches, samples: int) -> Stretches:
+    """Of what was read, the last samples; all if they are fewer."""
+    return split(read, max(0, num_samples(read) - samples))[1]
+
+
 WRITE_S = 0.02
 """Time between the steps that make an offer durable, so that a crash can fall between them."""
 
@@ -89,7 +102,11 @@ class Trainer(TrainingShell):
         """Whether a newer tip wakes it."""
         self._job = 0
         self._lesson = Lesson(0, 0, 0.0, ())
+        self._read: Stretches = ()
+        """Samples that the model has seen, as far as this is known, one after the other."""
         self._ends_s = 0.0
+        self._is_offered = False
+        """Whether the round under way has this peer's offer while it trains."""
 
     def start(self) -> None:
         """Begins, or goes on with what is on the disk."""
@@ -124,6 +141,7 @@ class Trainer(TrainingShell):
         if private is None or problem(private.work):
             return None
         self.model.load(private)
+        self._read = private.read
         return private.work
 
     def adopt_frozen(self, tip: Manifest) -> bool:
@@ -141,25 +159,30 @@ class Trainer(TrainingShell):
     async def train(
         self,
         tip: Manifest,
-        dealt: Stretches,
+        task: Assignment,
         before: Work | None,
-        began_s: float,
         left: Callable[[int, float, float], LocalWork],
     ) -> Lesson:
         """How long all of them take is known at once."""
-        if before is None:
+        if self._newer:  # it came while an offer was written
+            done = before or Lesson(0, 0, 0.0, ())
+            return replace(self._lesson, steps=done.steps, tokens=done.tokens, completed=False)
+        if before is None or not before.steps:
 
             def steps_left(done: int, step_s: float) -> int:
-                passed_s = self.shell.now_s() - began_s + done * step_s
+                passed_s = self.shell.now_s() - task.began_s + done * step_s
                 return left(done, step_s, passed_s).steps
 
             steps, seconds = self._plan(steps_left)
             tokens = steps * self.task.rules.batch_tokens_at(tip.tokens)
-            read = split(dealt, tokens // self.task.rules.sequence_length)[0]
+            read = split(task.dealt, tokens // self.task.rules.sequence_length)[0]
+            self._look_at(read)
+            self._read += read
             self._lesson = Lesson(steps, tokens, seconds, read)
             self._ends_s = self.shell.now_s() + seconds
         self.model.begin(tip)
         self._looks_out = True
+        self._is_offered = task.is_offered
         await self._take_steps(tip)
         self._looks_out = False
         self.model.advance()
@@ -169,6 +192,11 @@ class Trainer(TrainingShell):
         share = 1 - (self._ends_s - self.shell.now_s()) / self._lesson.seconds
         steps = max(1, int(self._lesson.steps * share))
         return replace(self._lesson, steps=steps, completed=False)
+
+    def _look_at(self, read: Stretches) -> None:
+        """No sample is read again by a model that contains it, while rounds overlap [V6]."""
+        if self.task.rules.overlaps and one_after_the_other([*self._read, *read]) is None:
+            raise Violation("V6", f"{self.shell.me} reads {read} once more after {self._read}")
 
     async def _take_steps(self, tip: Manifest) -> None:
         left_s = self._ends_s - self.shell.now_s()
@@ -185,7 +213,7 @@ class Trainer(TrainingShell):
         return steps, steps * step_s
 
     def _expect(self, job: int, tip: Manifest, remaining_s: float) -> None:
-        if job == self._job:
+        if job == self._job and not self._is_offered:
             self.shell.tell(Expected(tip.digest, remaining_s))
 
     # ------------------------------------------------------------ offers
@@ -196,7 +224,8 @@ class Trainer(TrainingShell):
         bases: Mapping[Unit, Digest],
         tokens: int,
     ) -> dict[Unit, OfferedUnit]:
-        units = self.model.values(bases, self._lesson.read)
+        samples = tokens // self.task.rules.sequence_length
+        units = self.model.values(bases, last(self._read, samples))
         self.shell.after(WRITE_S, self._write, units)
         return units
 
@@ -211,6 +240,7 @@ class Trainer(TrainingShell):
             dict(self.model.deltas.live),
             dict(self.model.deltas.named),
             dict(self.model.started),
+            last(self._read, work.tokens // self.task.rules.sequence_length),
         )
         await self._pass(WRITE_S)
         return units
@@ -250,6 +280,11 @@ class Trainer(TrainingShell):
             return False
         if not at_start:
             self.shell.adopting(before, manifest)
+        if (
+            decision.begins_anew(self.task.rules.shared_units)
+            or self.shell.me not in manifest.members
+        ):
+            self._read = ()
         taken = self.model.adopt(manifest, decision)
         self.shell.adopted(taken, before, manifest)
         return True

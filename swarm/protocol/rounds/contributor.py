@@ -60,9 +60,11 @@ class Contributor(Role):
     def on_expected(self, expected: Expected) -> None:
         """The trainer says how far it is: the convener is told with the next answer.
 
+        A peer that has offered trains for the next round already, where rounds overlap.
         As long as nothing is said on a new tip, its steps are taken to last as long as before.
         """
-        if expected.tip == self.tip.digest:
+        has_offered = self.work.offer is not None and not self.work.offer.is_late
+        if expected.tip == self.tip.digest and not has_offered:
             self.work.ready_at = self.now + expected.remaining_s
             self.work.steps_s = self.work.ready_at - self.standing.applied_at
 

@@ -64,7 +64,7 @@ def first_book(founding: Founding, members: Mapping[PeerId, Member], rules: Rule
     """The book of manifest 0."""
     if not rules.is_dealt:
         return Book()
-    return next_book(Book(), {}, quotas(members, 0, _windows(founding), rules))
+    return next_book(Book(), {}, _wanted(members, 0, founding, rules))
 
 
 def book_after(
@@ -86,7 +86,7 @@ def book_after(
     if not rules.is_dealt:
         return Book()
     counted = {peer: tokens // rules.sequence_length for peer, tokens in work.items()}
-    wanted = quotas(members, tokens, _windows(parent.founding), rules)
+    wanted = _wanted(members, tokens, parent.founding, rules)
     return rules.next_book(book_of(parent), counted, wanted)
 
 
@@ -94,12 +94,17 @@ def book_of_reform(tip: Manifest, members: Mapping[PeerId, Member], rules: Rules
     """The book of a reform: its members read on what they were dealt [T4]."""
     if not rules.is_dealt:
         return Book()
-    wanted = quotas(members, tip.tokens, _windows(tip.founding), rules)
+    wanted = _wanted(members, tip.tokens, tip.founding, rules)
     return rules.reformed_book(book_of(tip), wanted)
 
 
-def _windows(founding: Founding) -> int | None:
-    return founding.text.windows if founding.text else None
+def _wanted(
+    members: Mapping[PeerId, Member], tokens: int, founding: Founding, rules: Rules
+) -> dict[PeerId, int]:
+    """Samples that each member is to have in its deal: where rounds overlap, of two rounds [T5]."""
+    windows = founding.text.windows if founding.text else None
+    rounds = 2 if rules.overlaps else 1
+    return {peer: rounds * q for peer, q in quotas(members, tokens, windows, rules).items()}
 
 
 def work_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, int]:
@@ -122,12 +127,14 @@ def with_pace(
 def tokens_problem(tokens: int, peer: PeerId, parent: Manifest, rules: Rules) -> str | None:
     """Why a contributor cannot have done so many tokens on this manifest; None when it can [T3].
 
-    Whole steps; in the exact mode those that everybody takes; no more than it was dealt.
+    Whole steps; in the exact mode those that everybody takes; no more than it was dealt. Where
+    rounds overlap, some steps are older than the tip: of another number, and of other batches.
     """
-    batch = rules.batch_tokens_at(parent.tokens)
+    batch = rules.sequence_length if rules.overlaps else rules.batch_tokens_at(parent.tokens)
     if tokens <= 0 or tokens % batch:
         return f"{tokens} tokens are no whole steps of {batch}"
-    if rules.round_seconds is None and tokens != rules.local_steps_at(parent.tokens) * batch:
+    is_exact = rules.round_seconds is None and not rules.overlaps
+    if is_exact and tokens != rules.local_steps_at(parent.tokens) * batch:
         return f"{tokens} tokens are not the {rules.local_steps_at(parent.tokens)} steps of a round"
     dealt = num_samples(parent.dealt.get(peer, ()))
     if rules.is_dealt and tokens > dealt * rules.sequence_length:

@@ -43,10 +43,12 @@ def _steps(unit: Unit, peer: PeerId, tokens: int, tip: Manifest, rules: Rules) -
     Shared tensors begin anew with each tip where all of them are due in each round. An expert's
     local progress goes on through rounds that did not count it [S2], and so does that of a part
     that was not due [S1]; each of these gave its owner no more than it was dealt [T2]. Where
-    deltas are averaged, the steps of one period that left them out may be carried on [W8].
+    deltas are averaged, the steps of one period that left them out may be carried on [W8], and
+    where rounds overlap, so may those of the round before.
     """
     batch = rules.batch_tokens_at(tip.tokens)
-    is_expert, is_carried = unit in rules.expert_units, unit in rules.averaged_deltas
+    is_expert = unit in rules.expert_units
+    is_carried = rules.overlaps or unit in rules.averaged_deltas
     if not is_expert and rules.shared_every == 1 and not is_carried:
         return tokens // batch
     text = tip.founding.text

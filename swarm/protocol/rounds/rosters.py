@@ -70,7 +70,8 @@ def offer_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> st
 
 
 def _work_problem(offer: Offer, peer: PeerId, tip: Manifest, rules: Rules) -> str | None:
-    if offer.tokens != offer.steps * rules.batch_tokens_at(tip.tokens):
+    is_of_tip = not rules.overlaps
+    if is_of_tip and offer.tokens != offer.steps * rules.batch_tokens_at(tip.tokens):
         return f"it counts {offer.steps} steps and {offer.tokens} tokens"
     return tokens_problem(offer.tokens, peer, tip, rules)
 

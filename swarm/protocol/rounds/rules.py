@@ -62,6 +62,8 @@ class Rules:
     """Whether each round exchanges its slice of the units, see `Schedule`."""
     rounds: int | None = None
     """Training rounds of the run; None: without end."""
+    overlaps: bool = False
+    """Whether the next local steps begin while a round is under way [V1]."""
     is_dealt: bool = False
     """Whether there is one text that is dealt to the members [T1]."""
     silent_limit: int = 3
@@ -95,6 +97,7 @@ class Rules:
             shared_every=run.round.shared_every,
             stagger=run.round.stagger,
             rounds=run.run.rounds,
+            overlaps=run.round.overlap == "round",
             local_steps_at=lambda tokens: run.phase_at(tokens).local_steps,
             batch_tokens_at=lambda tokens: run.phase_at(tokens).batch_tokens,
             sequence_length=run.data.sequence_length,
@@ -109,7 +112,7 @@ class Rules:
         self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
     ) -> Book:
         """The book after a round [T1]."""
-        return next_book(book, counted, quotas)
+        return next_book(book, counted, quotas, keeps_rest=self.overlaps)
 
     def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
         """The book of a reform [T4]."""

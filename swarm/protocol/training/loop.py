@@ -1,5 +1,8 @@
 """The main loop of a peer: train, offer, agree, adopt; `Training.run` and below, in this order.
 
+Where rounds overlap, the peer trains on while the round is under way, and waits only if that takes
+longer than the next local steps; it moves to a newer tip between two steps.
+
 It decides; its `TrainingShell` acts. Time passes only where something is awaited.
 """
 
@@ -15,9 +18,10 @@ from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
+from swarm.protocol.training.ahead import Ahead
 from swarm.protocol.training.reading import Reading
 from swarm.protocol.training.resuming import offer_of, problem_of, way_to
-from swarm.protocol.training.shell import Applied, SavedWork, TrainingShell, Work
+from swarm.protocol.training.shell import Applied, Assignment, SavedWork, TrainingShell, Work
 
 
 class Training:
@@ -47,7 +51,10 @@ class Training:
         self.tip: Manifest
         """What the model is at."""
         self.work: Work | None = None
-        """Local steps on the tip that are still good; see `is_done`."""
+        """Local steps since the last offer, on the tip if rounds do not overlap, that are still
+        good; see `is_done`."""
+        self.ahead = Ahead()
+        """What was offered and is not in the tip, if rounds overlap."""
         self.offers: list[Offer] = []
         """Made since the tip was adopted: late progress, then the finished round."""
         self.bases: dict[int, Digest] = {}
@@ -63,7 +70,7 @@ class Training:
 
     @property
     def is_done(self) -> bool:
-        """Whether the local steps on the tip are done."""
+        """Whether the local steps are done, and to be offered."""
         return self.work is not None and self.work.completed
 
     # ------------------------------------------------------------ the loop
@@ -72,7 +79,7 @@ class Training:
         """Takes part until the last round is over, and its merge; returns the last manifest."""
         self.resume()
         while self.tip.round < self.rounds or self.is_due(self.tip):
-            if self.work is None:
+            if self.work is None or self.rules.overlaps:
                 self.shell.may_stop()
             newer = await self.take_part()
             await self.adopt(newer)
@@ -84,23 +91,40 @@ class Training:
             return await self.shell.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
             return await self.shell.wait(self.tip, PeerState.JOINING)
+        if not self.may_train():
+            return await self.shell.wait(self.tip, PeerState.AVERAGING)
         if not self.is_done:
             self.offer_late()
             await self.train()
-        if not self.is_done:  # the tip has moved meanwhile
-            return await self.shell.wait(self.tip, PeerState.CATCHING_UP)
-        offer = await self.save()  # durable before anybody hears of it [P6]
-        self.shell.submit(self.tip, offer)
+        in_flight = self.ahead.flight is not None
+        if not self.is_done:  # the tip has moved meanwhile, or this peer is to stop
+            state = PeerState.AVERAGING if in_flight else PeerState.CATCHING_UP
+            return await self.shell.wait(self.tip, state)
+        if not in_flight:
+            await self.offer()
+            if self.rules.overlaps:
+                self.ahead.flight, self.work = self.work, None
+                if self.tip.round + 1 < self.rounds:  # trains on, with this offer in flight [V1]
+                    return await self.take_part()
         return await self.shell.wait(self.tip, PeerState.AVERAGING)
+
+    def may_train(self) -> bool:
+        """Whether there is anything to read beside an offer in flight; see [T5]."""
+        if self.ahead.flight is None or self.work is not None:
+            return True
+        tokens = self.ahead.uncounted.tokens
+        return self.reading.work_left(self.tip, tokens, 0, 0.0, 0.0).steps > 0
 
     # ------------------------------------------------------------ its parts
 
     def offer_late(self) -> None:
         """Offers experts of this peer that rounds have left out, at once; it trains on [O2].
 
-        Nothing else has to be durable: after a crash the experts start from what was agreed.
+        Nothing else has to be durable: after a crash the experts start from what was agreed. Where
+        rounds overlap, the next offer has them, with the steps since.
         """
-        tip, bases = self.tip, self._bases_of_due(self.late) if self.late else {}
+        late = frozenset() if self.rules.overlaps else self.late
+        tip, bases = self.tip, self._bases_of_due(late) if late else {}
         if not bases:
             return
         values = self.shell.store(tip, bases, 0)
@@ -111,15 +135,20 @@ class Training:
 
     async def train(self) -> None:
         """The local steps of a round, or those that are left of them."""
-        tip, reading = self.tip, self.reading
-        left = partial(reading.work_left, tip)
-        dealt, began_s = reading.dealt(tip), reading.began_s
-        self.work = await self.shell.train(tip, dealt, self.work, began_s, left)
+        tip, reading, uncounted = self.tip, self.reading, self.ahead.uncounted
+        left, read = partial(reading.work_left, tip, uncounted.tokens), uncounted + self.work
+        dealt, is_offered = reading.dealt(tip, read.tokens), self.ahead.flight is not None
+        task = Assignment(dealt, reading.began_s, read.steps, is_offered)
+        self.work = await self.shell.train(tip, task, self.work, left)
+
+    async def offer(self) -> None:
+        """Offers the finished work, with what rounds have left out of it [V6]."""
+        offer = await self.save()  # durable before anybody hears of it [P6]
+        self.shell.submit(self.tip, offer)
 
     async def save(self) -> Offer:
         """Makes the finished work durable; returns the offer of it."""
-        tip, work = self.tip, self.work
-        assert work is not None
+        tip, work = self.tip, self.ahead.behind + self.work
         saved = SavedWork(
             run_id=self.rules.run,
             base_tip=tip.digest,
@@ -158,6 +187,7 @@ class Training:
         """Moves on, manifest by manifest; decides what local work is good for then."""
         start, work, path = self.tip, self.work, list(newer)
         late = self.late.union(self.bases if work and work.steps else ())
+        offered = self.ahead.flight or (work if self.is_done else None)
         is_counted, is_kept = False, True
         while path:
             applied = path.pop(0)
@@ -168,15 +198,18 @@ class Training:
                 continue
             is_kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == start.digest
-            is_mine = follows and self.is_done and manifest.counts(self.me)
+            is_mine = follows and offered is not None and manifest.counts(self.me)
             is_counted |= is_mine
             late = still_late(late, adoption, is_counted=is_mine)
             self._moved_to(manifest, adoption)
-            self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
-            self.shell.report(applied, work if follows else None, counted=is_mine)
+            if self.rules.overlaps:
+                self._book_ahead(adoption, applied, is_counted=is_mine)
+            else:
+                self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
+            self.shell.report(applied, (offered or work) if follows else None, counted=is_mine)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
-        if not is_kept:  # after a reform the same work is offered to it
+        if not is_kept and not self.rules.overlaps:  # after a reform the same work is offered to it
             self.work = None
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
@@ -198,6 +231,20 @@ class Training:
         if tokens:
             self.shell.lose(tokens, applied.reason)
 
+    def _book_ahead(self, adoption: Adoption, applied: Applied, *, is_counted: bool) -> None:
+        """Steps beyond the tip go on, unless what they have changed begins anew [V2, V6].
+
+        A peer that is no member any more is dealt nothing, so its steps cannot be counted.
+        """
+        is_lost = adoption.begins_anew(self.rules.shared_units)
+        is_lost |= self.me not in applied.manifest.members
+        tokens = self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
+        if self.work and (is_lost or not self.work.steps):
+            tokens += self.work.tokens
+            self.work = None
+        if tokens:
+            self.shell.lose(tokens, applied.reason)
+
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
         return adopt(
@@ -208,6 +255,7 @@ class Training:
             offers=self.offers,
             carried=self.carried,
             part_bases=self.part_bases,
+            overlaps=self.rules.overlaps,
         )
 
     def _moved_to(self, manifest: Manifest, adoption: Adoption) -> None:
@@ -244,6 +292,7 @@ class Training:
         self.carried = saved.carried if saved else frozenset()
         self.part_bases = dict(saved.part_bases) if saved else {}
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
+        self.ahead = Ahead()
         path = way_to(newest, saved.base_tip if saved else "")
         if not self._adopt_start(path, newest, saved):
             return False
@@ -270,6 +319,7 @@ class Training:
             before = parent if parent and parent.digest == manifest.parent else manifest
             if self.shell.adopt(manifest, adoption, before, at_start=True):
                 is_kept &= adoption.shared is Action.KEEP
+                self._book_start(saved, manifest, adoption)
                 previous = manifest.digest
                 self._moved_to(manifest, adoption)
             elif manifest is newest.manifest:
@@ -277,5 +327,17 @@ class Training:
         self.tip, self.offers = newest.manifest, []
         # Killed between the record of a reform and the private state: the work is still good.
         self.work = saved if is_kept else None
+        if self.work is not None:
+            self.ahead = Ahead()
         self.reading.next_round(newest.at_s, 0)
         return True
+
+    def _book_start(self, saved: SavedWork | None, manifest: Manifest, adoption: Adoption) -> None:
+        """As `_book_ahead`, for what was in flight when this peer stopped."""
+        if saved is None or not self.rules.overlaps:
+            return
+        if manifest.parent == saved.base_tip:
+            self.ahead.flight = saved
+        is_lost = adoption.begins_anew(self.rules.shared_units) or self.me not in manifest.members
+        is_counted = manifest.parent == saved.base_tip and manifest.counts(self.me)
+        self.ahead.decided(is_counted=is_counted, is_lost=is_lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.protocol.deadlines import LocalWork, local_work_left
-from swarm.protocol.dealing import Stretches, num_samples
+from swarm.protocol.dealing import Stretches, num_samples, split
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.rounds.rules import Rules
 
@@ -30,23 +30,30 @@ class Reading:
         """The place in a text of one's own once these tokens of this round were trained on."""
         return self.position + tokens // self.rules.sequence_length
 
-    def dealt(self, tip: Manifest) -> Stretches:
-        """The samples that local steps on a tip read, in this order."""
+    def dealt(self, tip: Manifest, read_tokens: int) -> Stretches:
+        """The samples that local steps on a tip read, in this order, after those read already."""
+        samples = read_tokens // self.rules.sequence_length
         if self.rules.is_dealt:
-            return tip.dealt[self.me]
-        return ((self.position, self.position + ENDLESS),)
+            return split(tip.dealt[self.me], samples)[1]
+        return ((self.position + samples, self.position + ENDLESS),)
 
-    def work_left(self, tip: Manifest, done: int, step_s: float, passed_s: float) -> LocalWork:
+    def work_left(
+        self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
+    ) -> LocalWork:
         """How many local steps there are to be after those done [T3].
+
+        Where rounds overlap, the time counts that the steps themselves take.
 
         Args:
             tip: what they start from.
-            done: steps on it so far.
+            uncounted: tokens that were offered, and are not in the tip [V6].
+            done: steps since the last offer.
             step_s: mean seconds of one of these; 0 before the first.
             passed_s: since the round began.
         """
         rules = self.rules
-        samples = num_samples(self.dealt(tip))
+        samples = num_samples(self.dealt(tip, uncounted))
+        passed_s = done * step_s if rules.overlaps else passed_s
         steps = samples * rules.sequence_length // rules.batch_tokens_at(tip.tokens)
         if rules.round_seconds is None:
             return local_work_left(min(steps, rules.local_steps_at(tip.tokens)), done, step_s)

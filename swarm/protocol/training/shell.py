@@ -54,6 +54,20 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """What local steps read, and where they are in the run."""
+
+    dealt: Stretches
+    """Samples that were not read yet, in the order in which they are."""
+    began_s: float
+    """When the round began, by the shell's clock."""
+    step: int
+    """Steps that the model has beyond the tip [V7]."""
+    is_offered: bool = False
+    """Whether this peer's offer is in the round after the tip already."""
+
+
+@dataclass(frozen=True)
 class SavedWork:
     """Local steps as a private state names them [P6]; see `swarm.train.checkpoint.PrivateState`."""
 
@@ -103,24 +117,24 @@ class TrainingShell(Protocol):
     # ------------------------------------------------ a round
 
     def may_stop(self) -> None:
-        """Nothing is under way: a peer that was asked to stop may do it here."""
+        """No offer is out, or steps that nobody waits for: one that was asked to stop may do it."""
         return
 
     async def train(
         self,
         tip: Manifest,
-        dealt: Stretches,
+        task: Assignment,
         before: Work | None,
-        began_s: float,
         left: Callable[[int, float, float], LocalWork],
     ) -> Work:
         """Takes local steps until none is left, or the tip has moved.
 
+        With its offer in the round, a peer that was asked to stop takes none.
+
         Args:
             tip: what they start from.
-            dealt: samples to be read.
-            before: steps on them that were done already; the result contains these.
-            began_s: when the round began.
+            task: samples to be read.
+            before: steps since the last offer that were done already; the result contains these.
             left: says before each step how many there are to be yet, given all steps done, the
                 mean seconds of one and those since the round began.
         """

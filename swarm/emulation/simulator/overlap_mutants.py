@@ -1,0 +1,73 @@
+"""Rounds that overlap with local steps, with one rule removed; see `mutants.py`."""
+
+# A method without its rule has no use for what the rule looked at.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarm.emulation.simulator.cast import Cast, under
+from swarm.emulation.simulator.extended import OVERLAPPED
+from swarm.emulation.simulator.mutants import Mutant
+from swarm.protocol.dealing import Book, next_book
+from swarm.protocol.manifest import PeerId
+from swarm.protocol.rounds import Rules
+from swarm.protocol.training import Training
+from swarm.protocol.training.ahead import Ahead, Tally
+
+
+class _RestIsDealtToOthers(Rules):
+    def next_book(
+        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
+    ) -> Book:
+        return next_book(book, counted, quotas)
+
+
+class _ForgetsWhatIsBehind(Ahead):
+    def decided(self, *, is_counted: bool, is_lost: bool) -> int:
+        tokens = super().decided(is_counted=is_counted, is_lost=is_lost)
+        self.behind = Tally()
+        return tokens
+
+
+class _CountsTwice(Ahead):
+    def decided(self, *, is_counted: bool, is_lost: bool) -> int:
+        return super().decided(is_counted=False, is_lost=is_lost)
+
+
+class _CountsWhatIsLost(Ahead):
+    def decided(self, *, is_counted: bool, is_lost: bool) -> int:
+        return super().decided(is_counted=is_counted, is_lost=False)
+
+
+def _with(ahead: type[Ahead]) -> Cast:
+    class Loop(Training):
+        def resume(self) -> None:
+            super().resume()
+            known, self.ahead = self.ahead, ahead()
+            self.ahead.flight, self.ahead.behind = known.flight, known.behind
+
+    return Cast(training=Loop)
+
+
+class _TwoInFlight(Training):
+    def may_train(self) -> bool:
+        self.ahead.flight = None
+        return super().may_train()
+
+
+_O = OVERLAPPED["O"]
+OVERLAP_MUTANTS: Mapping[str, Mutant] = {
+    "rest_dealt_to_others": Mutant(
+        "T5: what a member has read ahead stays its own", under(_RestIsDealtToOthers), _O
+    ),
+    "behind_forgotten": Mutant(
+        "V6: steps that go on are counted, and not read again", _with(_ForgetsWhatIsBehind), _O
+    ),
+    "counted_twice": Mutant("V6: steps are counted once", _with(_CountsTwice), _O),
+    "lost_steps_counted": Mutant(
+        "V6: steps that begin anew are not counted", _with(_CountsWhatIsLost), _O
+    ),
+    "two_in_flight": Mutant("V1: one offer is undecided", Cast(training=_TwoInFlight), _O),
+}

@@ -1,0 +1,47 @@
+"""Rounds that overlap with the next local steps, under faults [V1, V2, V6, T5]."""
+
+import pytest
+
+from swarm.emulation.simulator.extended import OVERLAPPED
+from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
+from swarm.emulation.simulator.hostile import ALL_CLASSES
+from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
+from swarm.emulation.simulator.schedule import run_schedule
+
+CLASSES = sorted(name for name in ALL_CLASSES if name.upper() in OVERLAPPED)
+SEEDS = [
+    pytest.param(range(3), id="few"),
+    pytest.param(range(3, 60), id="many", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+]
+CAUGHT = {
+    "rest_dealt_to_others": "O:0",
+    "behind_forgotten": "O:0",
+    "counted_twice": "O:0",
+    "lost_steps_counted": "O:5",
+    "two_in_flight": "O:0",
+}
+"""Mutant -> fault class and seed; after a change of the simulator look for new ones with
+`scripts/simulate --classes O --mutant NAME`."""
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("fault_class", CLASSES)
+def test_no_overlapped_schedule_breaks_an_invariant(fault_class: str, seeds: range) -> None:
+    for seed in seeds:
+        outcome = run_schedule(fault_class, seed)
+        assert outcome.violation is None, (
+            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
+        )
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_removed_rule_of_overlap_breaks_an_invariant(name: str) -> None:
+    mutant = ALL_MUTANTS[name]
+    fault_class, _, seed = CAUGHT[name].partition(":")
+    without = run_schedule(fault_class, int(seed), cast=mutant.cast)
+    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
+    assert run_schedule(fault_class, int(seed)).violation is None
+
+
+def test_every_mutant_of_overlap_is_caught() -> None:
+    assert CAUGHT.keys() == OVERLAP_MUTANTS.keys()
