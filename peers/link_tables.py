@@ -19,7 +19,6 @@ from swarm.model.link_plan import (
     Setting,
     carried_mbit,
     cycle_steps,
-    not_built,
     plan_link,
     setting_of,
     settings_for,
@@ -35,8 +34,6 @@ class Planned:
 
     setting: Setting
     plan: LinkPlan
-    lacks: tuple[str, ...]
-    """Keys of the run file that this program does not take yet."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def table_for(
 
     def planned(setting: Setting) -> Planned:
         plan = plan_link(run, setting, rates, compute_s=compute_s, num_peers=num_peers)
-        return Planned(setting, plan, not_built(setting))
+        return Planned(setting, plan)
 
     tried = [planned(setting) for setting in settings_for(run)]
     reaching = [each for each in tried if each.plan.utilisation >= wanted]
@@ -141,7 +138,7 @@ def as_figures(table: LinkTable) -> dict[str, Any]:
 def _figures(planned: Planned) -> dict[str, Any]:
     setting = asdict(planned.setting)
     plan = {key: round(value, 4) for key, value in asdict(planned.plan).items()}
-    return {**setting, **plan, "not_built": list(planned.lacks)}
+    return {**setting, **plan}
 
 
 def link_table(run: RunConfig, table: LinkTable) -> Table:
@@ -178,7 +175,7 @@ def settings_table(table: LinkTable) -> Table:
     told = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("shared", "experts", "P", "every", "R", "overlap"):
         told.add_column(name, no_wrap=True)
-    for name in ("GB", "a round", "computes", "late", "loss", ""):
+    for name in ("GB", "a round", "computes", "late", "loss"):
         told.add_column(name, justify="right", no_wrap=True)
     for each in table.others:
         told.add_row(*_row(each))
@@ -199,13 +196,13 @@ def _row(each: Planned) -> Sequence[str]:
         f"{plan.utilisation:.1%}",
         f"{plan.delay_share:.0%}",
         f"{price.loss_pct:+.1f} %" if price else "?",
-        "*" if each.lacks else "",
     )
 
 
 ASSUMPTIONS = (
     f"Assumed: transfers reach {ASSUMED.link_share:.0%} of the link, a round takes "
-    f"{ASSUMED.control_s:g} s beside them, and as many bytes come as go."
+    f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, and the private state goes to "
+    f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s before each offer."
 )
 COLUMNS = (
     "P: rounds of a cycle. Every: rounds between two exchanges of a shared tensor, of an expert. "
@@ -229,11 +226,7 @@ def notes_of(table: LinkTable) -> tuple[str, ...]:
         )
         none = f"No setting that is known reaches {table.wanted:.1%}; the best is {settings}, "
         return ASSUMPTIONS, f"{none}{best.plan.utilisation:.1%}."
-    notes = [ASSUMPTIONS, COLUMNS, PRICES]
-    if lacking := {key.partition(" =")[0] for each in table.others for key in each.lacks}:
-        needs = ", ".join(sorted(lacking))
-        notes.append(f"* not built yet: run files cannot say what is needed of {needs}.")
-    return tuple(notes)
+    return ASSUMPTIONS, COLUMNS, PRICES
 
 
 def print_link(console: Console, run: RunConfig, table: LinkTable) -> None:

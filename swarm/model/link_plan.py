@@ -14,7 +14,7 @@ from typing import get_args
 from swarm.codings import BLOCK, elements_bytes
 from swarm.config import Coding, RunConfig
 from swarm.config.amounts import LinkRates
-from swarm.model.cost import exact_elements, parameters
+from swarm.model.cost import PRIVATE_BYTES, exact_elements, parameters
 
 CODING_BYTES: dict[str, float] = {"fp32": 4.0} | {
     coding: elements_bytes(BLOCK, coding) / BLOCK for coding in get_args(Coding) if coding != "none"
@@ -34,15 +34,18 @@ class Assumptions:
         control_s: of a round, beside its transfers: greeting, rosters, votes.
         stall_s_per_parameter: of a cycle, while values are encoded and applied: 1.5 s for 7.3
             billion parameters, on a GPU or 16 threads.
+        disk_bytes_per_s: at which a peer makes its private state durable before each offer; it
+            takes no steps meanwhile.
     """
 
     link_share: float = 0.85
     control_s: float = 4.0
     stall_s_per_parameter: float = 1.5 / 7.333e9
+    disk_bytes_per_s: float = 2e9
 
 
 ASSUMED = Assumptions()
-TRANSFERS_ALONE = Assumptions(link_share=1.0, control_s=0.0, stall_s_per_parameter=0.0)
+TRANSFERS_ALONE = Assumptions(1.0, 0.0, 0.0, math.inf)
 """For rates that were measured."""
 
 
@@ -124,6 +127,12 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     return setting.rounds * sent / num_peers
 
 
+def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
+    """Masters and moments of what a peer trains, which are saved before each offer."""
+    counted, owners = parameters(run.model), min(setting.owners, num_peers)
+    return PRIVATE_BYTES * (counted.shared + counted.experts * owners / num_peers)
+
+
 def carried_mbit(link: LinkRates, num_peers: int, *, is_bbr: bool = False) -> tuple[float, float]:
     """What a link carries up and down, Mbit/s: under loss less, but with bbr.
 
@@ -161,6 +170,7 @@ def plan_link(
     transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
     exchange_s = transfer_s / setting.rounds + assumed.control_s
     stall_s = assumed.stall_s_per_parameter * parameters(run.model).total
+    stall_s += setting.rounds * private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s
     waits_s = exchange_s
     if setting.overlap:  # one round in flight, which may last as long as the steps beside it
         waits_s = max(0.0, exchange_s - compute_s / setting.rounds)
@@ -199,6 +209,7 @@ def setting_of(run: RunConfig) -> Setting:
         shared_every=due.shared_every,
         experts_every=due.experts_every,
         owners=run.ownership.owners_per_expert,
+        overlap=due.overlap == "round",
     )
 
 
@@ -253,8 +264,3 @@ def settings_for(run: RunConfig) -> tuple[Setting, ...]:
         for setting in SETTINGS
         if (setting.rounds == 1 or rounds) and setting.owners <= num_peers
     )
-
-
-def not_built(setting: Setting) -> tuple[str, ...]:
-    """The settings of a run file that this program does not accept yet; () if it takes all."""
-    return ("round.overlap = round",) if setting.overlap else ()
