@@ -19,7 +19,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.fresh]
 
 
 @pytest.mark.parametrize(

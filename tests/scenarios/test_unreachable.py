@@ -30,7 +30,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.fresh]
 
 NUM_PEERS = 3
 
