@@ -1,4 +1,4 @@
-"""Peers of the scenarios are forked, where nothing asks for interpreters of their own."""
+"""Peers of the scenarios are forked, but for those that are asked to be `fresh`."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,13 @@ from tests.scenarios import forked
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked_peers(request: pytest.FixtureRequest) -> Iterator[None]:
+def forked_peers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if not request.node.get_closest_marker("fresh"):
-            patch.setattr(local_peer, "launch", forked.launch)
+        patch.setattr(local_peer, "launch", forked.launch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_peers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("fresh"):
+        monkeypatch.setattr(local_peer, "launch", forked.launch_interpreter)

@@ -2,8 +2,8 @@
 
 Each is a process of its own all the same, with threads, files and a disk of its own. The one that
 they come from imports and does nothing else, so nothing of one life reaches another. One thing
-differs from `python -m PROGRAM`: the hashes of all of them have the same seed. Scenarios that hold
-values against a reference are therefore marked `fresh`, and start interpreters.
+differs from `python -m PROGRAM`: the hashes of all of them have the same seed, so sets have one
+order everywhere. A scenario that could tell is therefore marked `fresh`, and starts interpreters.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from swarm.emulation import local_peer
 
-_launch_interpreter = local_peer.launch
+launch_interpreter = local_peer.launch
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["peers.taking_part"])
 
@@ -53,7 +53,7 @@ def launch(
 ) -> Forked | local_peer.Popen[bytes]:
     """As `local_peer.launch`, which still starts what runs in a namespace or the like."""
     if command[:2] != [sys.executable, "-m"]:
-        return _launch_interpreter(command, log, environment)
+        return launch_interpreter(command, log, environment)
     return Forked(command[2], command[3:], log.name, environment)
 
 

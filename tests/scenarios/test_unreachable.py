@@ -30,7 +30,7 @@ from tests.scenarios.swarms import (
     write_run,
 )
 
-pytestmark = [pytest.mark.scenario, pytest.mark.fresh]
+pytestmark = pytest.mark.scenario
 
 NUM_PEERS = 3
 
