@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,6 +15,19 @@ SCRATCH_HOME = pytest.StashKey[str]()
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
     expression = config.getoption("markexpr").replace("not gpu", "")
     return "gpu" in expression.split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option of scripts/test: most files need not be loaded to know that none is meant."""
+    parser.addoption("--files-with", metavar="TEXT", help="pass over files without this text")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files without the text of `--files-with`."""
+    text = config.getoption("--files-with")
+    if text and collection_path.suffix == ".py" and text not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:

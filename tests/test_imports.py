@@ -446,7 +446,7 @@ def test_importing_the_library_loads_nothing_heavy_until_a_name_is_used() -> Non
         "heavy = {'torch', 'hivemind', 'numpy', 'swarm.api'}; assert not heavy & set(sys.modules); "
         "swarm.load_run; assert heavy <= set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=True)
 
 
 def test_no_file_is_too_long() -> None:

@@ -73,7 +73,7 @@ def test_the_first_setup_installs_under_the_pins_and_the_second_does_nothing(
 ) -> None:
     assert checkout.setup()[0] == 0
     calls = checkout.calls()
-    assert kinds(calls) == ["venv", "pip"]
+    assert kinds(calls) == ["venv", "pip", "compileall"]
     assert calls[1].endswith(".[data,hf,monitor] under scripts/constraints.txt")
     assert checkout.setup()[0] == 0
     assert checkout.calls() == []
@@ -83,7 +83,7 @@ def test_dev_is_added_in_place_and_then_serves_both(checkout: Checkout) -> None:
     checkout.setup()
     checkout.calls()
     checkout.setup("--dev")
-    assert kinds(checkout.calls()) == ["pip"]
+    assert kinds(checkout.calls()) == ["pip", "compileall"]
     checkout.setup()
     checkout.setup("--dev")
     assert checkout.calls() == []
@@ -95,7 +95,7 @@ def test_new_pins_update_in_place_and_keep_dev(checkout: Checkout) -> None:
     with (checkout.root / "scripts" / "constraints.txt").open("a") as constraints:
         constraints.write("another==1.0\n")
     checkout.setup()
-    (call,) = checkout.calls()
+    call, _ = checkout.calls()
     assert ".[data,hf,monitor,dev]" in call
 
 
@@ -107,7 +107,7 @@ def test_after_a_failed_installation_everything_is_made_anew(checkout: Checkout)
     leftover.touch()
     checkout.calls()
     assert checkout.setup()[0] == 0
-    assert kinds(checkout.calls()) == ["venv", "pip"]
+    assert kinds(checkout.calls()) == ["venv", "pip", "compileall"]
     assert not leftover.exists()
 
 
@@ -116,7 +116,7 @@ def test_a_moved_checkout_is_installed_again(checkout: Checkout) -> None:
     checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
     checkout.calls()
     checkout.setup()
-    assert kinds(checkout.calls()) == ["venv", "pip"]
+    assert kinds(checkout.calls()) == ["venv", "pip", "compileall"]
 
 
 def test_an_environment_that_somebody_else_made_is_left_alone(checkout: Checkout) -> None:
@@ -134,7 +134,7 @@ def test_of_two_setups_at_once_one_installs(checkout: Checkout) -> None:
     for process in both:
         process.communicate(timeout=TIMEOUT_S)
     assert [process.returncode for process in both] == [0, 0]
-    assert kinds(checkout.calls()) == ["venv", "pip"]
+    assert kinds(checkout.calls()) == ["venv", "pip", "compileall"]
 
 
 def test_a_missing_python_is_named_with_the_remedy(checkout: Checkout) -> None:

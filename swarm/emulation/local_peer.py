@@ -7,13 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import Any, BinaryIO
 
 from swarm.errors import SwarmError
 
@@ -21,6 +21,13 @@ JOIN_LINE = re.compile(r"^swarm-peer --initial-peers (\S+)$", re.MULTILINE)
 START_DEADLINE_S = 60.0
 POLL_S = 0.1
 Event = dict[str, Any]
+
+
+def launch(command: list[str], log: BinaryIO, environment: dict[str, str]) -> Popen[bytes]:
+    """Starts a process in a session of its own, which writes to a log and reads nothing."""
+    return Popen(
+        command, stdin=DEVNULL, stdout=log, stderr=STDOUT, env=environment, start_new_session=True
+    )
 
 
 @dataclass
@@ -43,7 +50,7 @@ class LocalPeer:
     environment: Mapping[str, str]
     program: str = "peers.peer"
     prefix: Sequence[str] = ()
-    process: subprocess.Popen[bytes] | None = None
+    process: Popen[bytes] | None = None
     _log_start: int = 0
     _events: list[Event] = field(default_factory=list)
     _events_read: tuple[Path, int] | None = None
@@ -60,14 +67,8 @@ class LocalPeer:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", self.program, *self.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
+            command = [*self.prefix, sys.executable, "-m", self.program, *self.arguments]
+            self.process = launch(command, log, {**os.environ, **self.environment})
 
     @property
     def alive(self) -> bool:
@@ -153,7 +154,7 @@ class LocalPeer:
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
+        except TimeoutExpired as error:
             raise SwarmError(f"peer {self.index} still runs after {timeout_s:.0f} s") from error
 
     def events(self) -> list[Event]:

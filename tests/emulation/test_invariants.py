@@ -1,9 +1,11 @@
 """Thousands of swarms under random faults, none of which may break an invariant [I1-I11]."""
 
+from functools import cache
+
 import pytest
 
 from swarm.emulation.simulator.faults import CLASSES
-from swarm.emulation.simulator.schedule import run_schedule
+from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
 SEEDS_PER_CLASS = 600
 QUICK_SEEDS_PER_CLASS = 80
@@ -15,12 +17,18 @@ SEEDS = [
 ]
 
 
+@cache
+def outcome_of(fault_class: str, seed: int) -> Outcome:
+    """What several tests ask of the same schedule."""
+    return run_schedule(fault_class, seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", SEEDS)
 @pytest.mark.parametrize("fault_class", sorted(CLASSES))
 def test_no_schedule_breaks_an_invariant(fault_class, first_seed):
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        outcome = run_schedule(fault_class, seed)
+        outcome = outcome_of(fault_class, seed)
         assert outcome.violation is None, (
             f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
         )
@@ -72,7 +80,7 @@ def test_a_seed_stands_for_one_schedule():
 
 @pytest.mark.parametrize("fault_class", sorted(CLASSES))
 def test_schedules_hold_what_they_are_meant_to_try(fault_class):
-    outcomes = [run_schedule(fault_class, seed) for seed in range(12)]
+    outcomes = [outcome_of(fault_class, seed) for seed in range(12)]
     assert min(outcome.rounds for outcome in outcomes) >= 3
     assert sum(outcome.merges for outcome in outcomes) > 0
     if fault_class == "C":  # half of the survivors cannot go on without a reform

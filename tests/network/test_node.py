@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -215,12 +215,19 @@ def test_a_second_process_with_the_same_identity_is_refused(peers, tmp_path):
 
 
 def test_a_peer_that_comes_while_its_identity_is_looked_for_is_found(peers, monkeypatch, tmp_path):
-    monkeypatch.setattr(daemon, "_ASK_AFTER_S", (0.0, *[0.5] * 200))  # ends once it is found
+    was_asked = threading.Event()
+
+    def pauses():
+        yield 0.0
+        was_asked.set()
+        yield from [0.5] * 200  # ends once it is found
+
+    monkeypatch.setattr(daemon, "_ASK_AFTER_S", pauses())
     twin = load_or_create_identity(tmp_path / "twin.key")
     first = peers.node()
     with ThreadPoolExecutor(1) as asking:
         taken = asking.submit(asyncio.run, is_identity_taken(twin.peer_id, first.addresses))
-        assert not wait([taken], timeout=1.0).done, "nobody has it yet"
+        assert was_asked.wait(2 * WAIT_S) and not taken.done(), "nobody has it yet"
         monkeypatch.undo()
         peers.node(identity_path=twin.path)
         assert taken.result(4 * WAIT_S)

@@ -22,8 +22,8 @@ PHASES_OF = {
     "bootstrap": ("local_steps", "offer", "accept", "apply", "leave"),
 }  # fmt: skip
 ACTIONS = ("kill", "pause")
-KILLED_S = 1.0
-"""A killed peer is started again so soon; it takes about 5 s to be there."""
+KILLED_S = 4.0
+"""A killed peer is started again so soon; being forked, it is there about 1 s later."""
 PAUSED_S = 9.0
 """A long pause: longer than the others wait for an offer, and than a convener may be silent."""
 LEFT_S = 12.0

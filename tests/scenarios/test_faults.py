@@ -17,6 +17,8 @@ pytestmark = pytest.mark.scenario
 
 TIMEOUTS_S = 60.0
 """A few time-outs of the protocol (5 to 14 s each), on a machine that is busy with other things."""
+STARTING_S = (0.3, 1.0, 2.5)
+"""A forked peer is on its way so long: before it has a node, while it looks around, as it joins."""
 OWNED_AGAIN = 2
 """Experts of a dead owner are adopted so many rounds after the one that it died in."""
 
@@ -75,7 +77,7 @@ def owns_more(event: Event, after: int) -> bool:
 def test_a_peer_killed_again_and_again_while_it_starts_comes_back(swarm: LocalSwarm) -> None:
     revive(swarm)
     victim = swarm.peers[2]
-    for alive_s in (0.5, 2.0, 4.0):
+    for alive_s in STARTING_S:
         victim.kill()
         swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
         time.sleep(alive_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.local_swarm import Event, LocalPeer, LocalSwarm
-from swarm.protocol.handover import PATIENCE_S
+from tests.scenarios.impatient_peer import PATIENCE_S
 from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, rounds, write_run
 
 pytestmark = pytest.mark.scenario
@@ -18,7 +18,8 @@ def test_experts_go_on_with_zeros_after_a_kill_and_with_their_moments_after_a_le
     tmp_path: Path,
 ) -> None:
     run_file = write_run(tmp_path, ["run.rounds=100000", "merging.alpha=0.0"])
-    with LocalSwarm(tmp_path / "swarm", run_file, 3) as swarm:
+    program = "tests.scenarios.impatient_peer"
+    with LocalSwarm(tmp_path / "swarm", run_file, 3, program=program) as swarm:
         swarm.start()
         swarm.wait_until(has_rounds(3), what="rounds", timeout_s=2 * ROUND_S)
         victim, leaver, stays = swarm.peers

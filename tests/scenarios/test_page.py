@@ -18,11 +18,15 @@ from tests.scenarios.swarms import ROUND_S, has_rounds, peer_id, write_run
 
 pytestmark = pytest.mark.scenario
 
+REFORM_S = 20.0
+"""One peer of two goes on alone after this, while its record of the other runs out."""
+
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     folder = tmp_path_factory.mktemp("page")
-    run_file = write_run(folder, ["run.rounds=100000", "round.local_steps=12"])
+    settings = ["run.rounds=100000", "round.local_steps=12", f"round.reform_after_s={REFORM_S}"]
+    run_file = write_run(folder, settings)
     with LocalSwarm(folder / "swarm", run_file, 2) as started:
         started.start()
         started.wait_until(has_rounds(2), what="two rounds", timeout_s=2 * ROUND_S)

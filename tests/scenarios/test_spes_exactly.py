@@ -26,7 +26,7 @@ pytestmark = pytest.mark.scenario
     ("owners_per_expert", "engine"),
     [
         pytest.param(1, "resident", id="R=1"),
-        pytest.param(2, "resident", id="R=2"),
+        pytest.param(2, "resident", id="R=2", marks=pytest.mark.fresh),
         pytest.param(4, "resident", id="R=N"),
         pytest.param(2, "streaming", id="streaming", marks=pytest.mark.exhaustive),
     ],
