@@ -38,7 +38,7 @@ status: 0 if no invariant broke (with --mutant: if one did), else 1.""",
         help="classes F to N and R, the extended model, instead of A to E",
     )
     parser.add_argument("--classes", help="such as ABC, of any model; see below")
-    parser.add_argument("--ahead", action="store_true", help="peers fetch ahead, as real ones do")
+    parser.add_argument("--fetch-ahead", action="store_true", help="as real peers do [D2]")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="one schedule with its trace")
@@ -62,7 +62,7 @@ def main() -> int:
             print(f"{name:32} {mutant.rule}")
         return 0
     if arguments.replay:
-        return replay(arguments.replay, arguments.mutant, is_ahead=arguments.ahead)
+        return replay(arguments.replay, arguments.mutant, is_ahead=arguments.fetch_ahead)
     return search(arguments)
 
 
@@ -88,13 +88,13 @@ def search(arguments: argparse.Namespace) -> int:
         arguments.schedules,
         arguments.seed,
         arguments.mutant,
-        is_ahead=arguments.ahead,
+        is_ahead=arguments.fetch_ahead,
     )
     started = shown = time.monotonic()
     for done, outcome in enumerate(run_jobs(jobs, arguments.processes), 1):
         tallies[outcome.fault_class].add(outcome)
         if outcome.violation:
-            report(outcome, arguments.mutant, is_ahead=arguments.ahead)
+            report(outcome, arguments.mutant, is_ahead=arguments.fetch_ahead)
             if arguments.mutant:
                 break
         if time.monotonic() - shown > PROGRESS_EVERY_S:
@@ -110,7 +110,7 @@ def search(arguments: argparse.Namespace) -> int:
 
 
 def report(outcome: Outcome, mutant: str | None, *, is_ahead: bool) -> None:
-    where = f"{outcome.fault_class}:{outcome.seed}" + (" --ahead" if is_ahead else "")
+    where = f"{outcome.fault_class}:{outcome.seed}" + (" --fetch-ahead" if is_ahead else "")
     command = f"scripts/simulate --replay {where}" + (f" --mutant {mutant}" if mutant else "")
     print(f"VIOLATION in {where}: {outcome.violation}\n  replay: {command}", flush=True)
 

@@ -11,7 +11,7 @@ from swarm.emulation.simulator.batch import Job, run_job
 def test_schedules_with_faults_break_no_invariant(fault_class: str) -> None:
     for seed in range(4):
         outcome = run_job(Job(fault_class, seed, is_ahead=True))
-        where = f"scripts/simulate --ahead --replay {fault_class}:{seed}"
+        where = f"scripts/simulate --fetch-ahead --replay {fault_class}:{seed}"
         assert outcome.violation is None, f"{outcome.violation}; trace: {where}"
 
 
