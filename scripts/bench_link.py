@@ -25,7 +25,7 @@ from swarm.run_files import find_file
 ROUND_S = 300.0
 STEPS = (
     "round.local_steps=1", "train.batch_tokens=64", "train.micro_batch_sequences=1",
-    "merging.alpha=0", "data.validation_bytes=64", "wire.part_bytes=1048576",
+    "merging.alpha=0", "data.validation_bytes=64",
 )  # fmt: skip
 
 
@@ -43,8 +43,10 @@ def parse() -> argparse.Namespace:
 
 
 def model_of(hidden_size: int) -> list[str]:
-    """Two layers with eight experts; about as many bytes of shared tensors as the 7B has."""
+    """Two layers with eight experts; as large a share of shared tensors as the 7B has, in parts
+    of which no peer has noticeably more than another."""
     return [
+        f"wire.part_bytes={hidden_size**2}",
         f"model.hidden_size={hidden_size}", f"model.moe_intermediate_size={hidden_size * 5 // 6}",
         "model.num_attention_heads=8", "model.num_key_value_heads=8",
     ]  # fmt: skip

@@ -3,7 +3,8 @@
 Members wait for each other's bytes in every round; a newcomer's download must not make their rounds
 longer. Nor may it starve: where a round is mostly transfers, a newcomer that is always served last
 would be one round late for ever. So while a member is being served, all strangers together get a
-quarter of the bytes, and everything while none is.
+quarter of the bytes, and everything while none is. Members wait likewise for what may wait: experts
+that they fetch ahead, while others fetch what is to be averaged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from swarm.network.ledger import STRANGERS_SHARE
+from swarm.network.throttle import LARGEST_PART_BYTES
 
 YIELD_S = 6.0
-"""A stranger waits no longer for its next part, less than it takes for no progress or for stuck:
+"""A stranger waits no longer for its next 64 KiB, less than it takes for no progress or for stuck:
 the member that is being served may take nothing at all."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
 MOST_BYTES = 2**20
@@ -34,9 +36,9 @@ class FairQueue:
         self._free.set()
 
     @contextmanager
-    def serving(self, peer: str) -> Iterator[None]:
-        """While an answer is sent to a peer."""
-        if not self._is_member(peer):
+    def serving(self, peer: str, *, may_wait: bool = False) -> Iterator[None]:
+        """While an answer is sent to a peer, which may wait for other members if it says so."""
+        if may_wait or not self._is_member(peer):
             yield
             return
         self._num_members += 1
@@ -47,13 +49,13 @@ class FairQueue:
             self._num_members -= 1
             self._allow(0.0)
 
-    async def wait(self, peer: str, num_bytes: int) -> None:
+    async def wait(self, peer: str, num_bytes: int, *, may_wait: bool = False) -> None:
         """Returns when a part of an answer of so many bytes may be sent to the peer."""
-        if self._is_member(peer):
+        if not may_wait and self._is_member(peer):
             self._allow(num_bytes * PER_MEMBER_BYTE)
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(YIELD_S):
+            async with asyncio.timeout(YIELD_S * min(1.0, num_bytes / LARGEST_PART_BYTES)):
                 while not self._free.is_set():  # another stranger may have been faster
                     await self._free.wait()
         if self._num_members:

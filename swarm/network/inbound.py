@@ -85,7 +85,7 @@ class Inbound:
             judge: works out beforehand, in another thread if it is much, what will be asked of a
                 message when it is delivered.
         """
-        self._downloads = transfers.downloads
+        self._downloads = transfers.attached
         self._proving = Proving(
             transfers.aside,
             transfers.downloads.store,

@@ -7,9 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.protocol.manifest import Digest
-from swarm.protocol.messages import Header, Message
+from swarm.protocol.messages import Header, Message, Offer
 from swarm.protocol.wire import encode
 
 HELD_S = 30.0
@@ -40,6 +41,16 @@ class Outbound:
         self._held: OrderedDict[Digest, float] = OrderedDict()
         """The latest of them, with when they were sent last; the oldest is first."""
         self._encoded: deque[_Encoded] = deque(maxlen=REPEATED)
+        self._experts = frozenset[Digest]()
+
+    def offered(self, offer: Offer) -> None:
+        """What this peer offers now; from any thread."""
+        experts = [u for unit, u in offer.units.items() if expert_of_unit(unit) is not None]
+        self._experts = frozenset(d for u in experts for d in (u.digest, u.delta) if d)
+
+    def may_wait(self, digest: Digest) -> bool:
+        """Whether a blob is an expert that this peer offers: means of others wait for the rest."""
+        return digest in self._experts
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._sent

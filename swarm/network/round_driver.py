@@ -117,8 +117,7 @@ class RoundDriver:
         self._tip_changed, self._base_timers = threading.Condition(), machine.timers
         self._adapt_timers()
         self._parent = machine.record.parent  # of the tip that is recorded
-        start = Applied(machine.tip, time.monotonic(), "start", self._parent)
-        self._applied: list[Applied] = [start]
+        self._applied = [Applied(machine.tip, time.monotonic(), "start", self._parent)]
         self._left: str | None = None
         self._failure: BaseException | None = None
         store.on_lost = self._lost
@@ -163,6 +162,7 @@ class RoundDriver:
     def offer(self, offer: Offer) -> None:
         """Puts finished local steps into the round; private state must be durable by now [P6]."""
         self.observer.before_offer()
+        self.outbound.offered(offer)
         self._send_in(Offered(offer))
 
     def expect(self, tip: Digest, remaining_s: float) -> None:

@@ -45,6 +45,7 @@ class BlobServer:
         ledger: Ledger | None = None,
         is_control: Callable[[str], bool] | None = None,
         is_moments: Callable[[str], bool] | None = None,
+        may_wait: Callable[[str], bool] | None = None,
     ) -> None:
         """Serves nothing yet.
 
@@ -55,9 +56,11 @@ class BlobServer:
             is_control: whether a blob belongs to a control message (an offer, a manifest), so
                 that its bytes count as control bytes.
             is_moments: whether it is moments that are handed over, whose bytes count apart.
+            may_wait: whether a blob yields to others that members ask for.
         """
         self._is_control = is_control or (lambda _: False)
         self._is_moments = is_moments or (lambda _: False)
+        self._may_wait = may_wait or (lambda _: False)
         self._stores: list[BlobStore] = []
         self._on_ask = on_ask
         self._ledger = ledger or Ledger()
@@ -144,7 +147,7 @@ class BlobServer:
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
-        with self._queue.serving(source):
+        with self._queue.serving(source, may_wait=self._may_wait(ask.digest)):
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
             most = traffic.up.part_bytes(most)
@@ -156,7 +159,7 @@ class BlobServer:
         if self._is_control(digest):  # those are small, and others decide by them
             traffic.up.count(num_bytes)
             return
-        await self._queue.wait(source, num_bytes)
+        await self._queue.wait(source, num_bytes, may_wait=self._may_wait(digest))
         await traffic.up.wait(num_bytes)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:

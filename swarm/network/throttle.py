@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable
 from math import inf
 
-BURST_S = 0.25
+BURST_S = 0.1
 """A machine that was idle may send or take so much at once. Over t seconds a cap is exceeded by at
-most BURST_S / t: 0.4 % over a minute."""
+most BURST_S / t: 0.2 % over a minute. A router that queues a quarter of a second drops what comes
+in larger bursts, and TCP then sends less than the cap for seconds."""
+PART_S = 0.05
+"""So much is moved at a time, for the same reason."""
 LARGEST_PART_BYTES = 64 * 1024
 """Of a capped transfer: what the other side calls progress, so that no stream waits for the parts
 of all others for longer than its deadline allows."""
@@ -69,8 +72,8 @@ class Throttle:
         """How many bytes to move at a time, of at most so many."""
         if not self.mbit:
             return most
-        burst = int(self.bytes_per_s * BURST_S)
-        return min(most, LARGEST_PART_BYTES, max(burst, SMALLEST_PART_BYTES))
+        part = int(self.bytes_per_s * PART_S)
+        return min(most, LARGEST_PART_BYTES, max(part, SMALLEST_PART_BYTES))
 
     @property
     def most_streams(self) -> float:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from swarm.codecs import Content, check_finite, check_update
 from swarm.deltas.units import check_delta, in_order
 from swarm.errors import BadBlob
+from swarm.experts import expert_of_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import content_of, reader
 from swarm.network.fetch import Downloads, Want
+from swarm.network.incoming import Check, OnBlob
 from swarm.network.node import Node
 from swarm.network.patience import patiently_async
 from swarm.protocol.events import BlobWanted, Event, Fetch, Purpose, Stored, Unobtainable
@@ -29,6 +31,10 @@ class Transfers:
 
     Attributes:
         downloads: fetch into the peer's own store.
+        experts: fetch experts there, on streams of their own: these may yield to what is averaged,
+            which would else wait behind them.
+        attached: fetch there what messages name, on streams of their own: it does not wait for
+            values that were asked for before.
         aside: fetch into one in memory, for what strangers send.
         pace: how fast that went.
     """
@@ -41,6 +47,8 @@ class Transfers:
         deliver: Callable[[Event], None],
     ) -> None:
         self.downloads = Downloads(node, store)
+        self.experts = Downloads(node, store)
+        self.attached = Downloads(node, store, flows_per_peer=1)
         self.aside = Downloads(node, BlobStore())
         self.pace = Pace(
             {unit.unit: unit.num_bytes for unit in layout.units},
@@ -72,7 +80,6 @@ class Transfers:
 
     async def _fetch(self, effect: Fetch, units: dict[Digest, BlobWanted]) -> None:
         effect = replace(effect, wants=await self._sound(effect.wants))
-        wants = [Want(want.digest, want.num_bytes, want.sources) for want in effect.wants]
         pinned = set(units)
 
         def stored(digest: Digest) -> None:
@@ -83,11 +90,10 @@ class Transfers:
         began_s, received = time.monotonic(), self._node.traffic.blob_bytes_received
         try:
             await patiently_async(
-                lambda: self.downloads.fetch(
-                    wants,
+                lambda: self._bring(
+                    effect.wants,
                     check=lambda digest, content: self._check(units[digest], content),
                     on_blob=stored,
-                    on_failure=self._failed,
                 ),
                 f"blobs for {effect.purpose.value}",
             )
@@ -100,6 +106,25 @@ class Transfers:
         finally:
             # What never arrived has no event that would take its pin back.
             self._store.unpin(pinned)
+
+    async def _bring(self, wants: Iterable[BlobWanted], *, check: Check, on_blob: OnBlob) -> None:
+        """Fetches what is averaged and what is not beside each other."""
+        kinds: dict[Downloads, list[Want]] = {self.downloads: [], self.experts: []}
+        for want in wants:
+            kind = self.downloads if expert_of_unit(want.unit) is None else self.experts
+            kinds[kind].append(Want(want.digest, want.num_bytes, want.sources))
+        fetches = [
+            asyncio.create_task(
+                kind.fetch(each, check=check, on_blob=on_blob, on_failure=self._failed)
+            )
+            for kind, each in kinds.items()
+        ]
+        try:
+            await asyncio.gather(*fetches)
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _sound(self, wants: tuple[BlobWanted, ...]) -> tuple[BlobWanted, ...]:
         """Leaves out updates that are here already, for whatever reason, and are refused [U1]."""

@@ -50,6 +50,7 @@ class Reception:
             ledger=self.ledger,
             is_control=lambda digest: self._rounds is not None and digest in self._rounds.outbound,
             is_moments=lambda digest: self._moments is not None and self._moments.holds(digest),
+            may_wait=lambda d: self._rounds is not None and self._rounds.outbound.may_wait(d),
         )
         self._prober = Prober(self.ledger)
         self._node: Node | None = None

@@ -180,6 +180,7 @@ class Purpose(Enum):
     """Why blobs are fetched; a new `Fetch` replaces the running one of the same purpose."""
 
     REDUCE = "reduce"  # inputs of the units that this peer reduces
+    AHEAD = "ahead"  # what has one writer in a roster, before it is proposed
     PROPOSAL = "proposal"  # blobs of a manifest that is to be accepted
     CATCH_UP = "catch_up"  # blobs of a decided manifest that is to be applied
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 
+from swarm.emulation.simulator.cast import AHEAD
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
 
@@ -48,14 +49,21 @@ class Job:
     fault_class: str
     seed: int
     mutant: str | None = None
+    is_ahead: bool = False
+    """Whether the real code fetches ahead [D2]."""
 
 
 def jobs_of(
-    classes: Sequence[str], schedules: int, first_seed: int, mutant: str | None = None
+    classes: Sequence[str],
+    schedules: int,
+    first_seed: int,
+    mutant: str | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> list[Job]:
     """So many schedules spread evenly over the classes, in turn."""
     return [
-        Job(classes[index % len(classes)], first_seed + index // len(classes), mutant)
+        Job(classes[index % len(classes)], first_seed + index // len(classes), mutant, is_ahead)
         for index in range(schedules)
     ]
 
@@ -63,7 +71,7 @@ def jobs_of(
 def run_job(job: Job) -> Outcome:
     """Runs one schedule, with the mutant's code and faults if it names one."""
     if job.mutant is None:
-        return run_schedule(job.fault_class, job.seed)
+        return run_schedule(job.fault_class, job.seed, cast=AHEAD if job.is_ahead else None)
     mutant = ALL_MUTANTS[job.mutant]
     return run_schedule(job.fault_class, job.seed, cast=mutant.cast, mix=mutant.mix)
 

@@ -126,6 +126,14 @@ def under(changed: type[Rules]) -> Cast:
     return Cast(Machine)
 
 
+class _Eager(RoundMachine):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, fetches_ahead=True)
+
+
+AHEAD = Cast(_Eager)
+"""Machines that fetch ahead, as real peers do [D2]."""
+
 Trap = Callable[[Effect], bool]
 
 

@@ -32,6 +32,7 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | K1 | `Takeover._why_take_over` | a failed convener is replaced |
 | K1 | `Takeover._goes_last` | a convener that got no answers lets all others go first |
 | P4, X1 | `Adopter._may_apply` | every blob durable before the tip moves |
+| D2 | `Reducer._fetch_ahead` | links carry single-writer experts while means are computed |
 | W6 | `Blobs.lacking` | each voter can serve the deltas |
 | GC | `Adopter._kept_of` | what others may still need stays |
 | X1 | `Adopter._is_being_fetched` | a duplicate COMMIT does not restart the fetch |

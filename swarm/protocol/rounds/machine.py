@@ -75,6 +75,7 @@ class RoundMachine:
         random: Randomness,
         sign: Sign = unsigned,
         is_dialable: bool = True,
+        fetches_ahead: bool = False,
         chain: Chain | None = None,
         invitation: Invitation | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class RoundMachine:
             random=random,
             sign=sign,
             is_dialable=is_dialable,
+            fetches_ahead=fetches_ahead,
             invitation=invitation,
         )
         self._life = Life(now, now, now)

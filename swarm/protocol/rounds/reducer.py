@@ -1,8 +1,8 @@
-"""Reducer: fetches offered values of its units and has them averaged [D1]."""
+"""Reducer: fetches offered values of its units and has them averaged [D1], others ahead [D2]."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.protocol.events import (
@@ -17,6 +17,7 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Reduced, Roster, reduced_statement
 from swarm.protocol.rounds.acceptor import Acceptor
+from swarm.protocol.rounds.ahead import wanted_ahead
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.deals import work_of
@@ -101,18 +102,30 @@ class Reducer(Role):
                 for unit, digest in wants
             )
             self.out.emit(Fetch(Purpose.REDUCE, fetched))
+        if self.peer.fetches_ahead:
+            self._fetch_ahead(job, roster, reducers)
         self._reduce_complete_units(job)
+
+    def _fetch_ahead(self, job: Job, roster: Roster, averaged: Collection[Unit]) -> None:
+        """Fetches what is proposed as it was offered while means are computed [D2]."""
+        stored, tip = self.blobs.stored, self.tip
+        wants = wanted_ahead(roster, averaged, self.me, stored=stored, tip=tip, rules=self.rules)
+        if wants:
+            job.ahead = frozenset(want.digest for want in wants)
+            self.out.emit(Fetch(Purpose.AHEAD, wants))
 
     def _cancel_job(self) -> None:
         if self.job and self.job.is_fetching:
             self.out.emit(CancelFetch(Purpose.REDUCE))
+        if self.job and self.job.ahead:
+            self.out.emit(CancelFetch(Purpose.AHEAD))
         self.job = None
 
     def note_missing(self, event: Unobtainable) -> None:
         """An input that a peer did not give; a refused one is reported at once [C4, U1]."""
         job = self.job
-        if job is None or event.digest in self.blobs.stored:
-            return
+        if job is None or event.digest in self.blobs.stored or event.digest in job.ahead:
+            return  # what is missing of a proposal is its acceptors' matter
         job.failed.setdefault(event.digest, {})[event.peer] = event.reason
         if event.reason in REFUSALS and event.peer not in job.refused:
             job.refused.add(event.peer)

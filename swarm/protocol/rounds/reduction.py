@@ -27,6 +27,8 @@ class Job:
     refused: set[PeerId] = field(default_factory=set)
     """Peers whose values were reported as refused."""
     is_fetching: bool = False
+    ahead: frozenset[Digest] = frozenset()
+    """What is fetched beside, before it is proposed [D2]."""
 
     @property
     def is_done(self) -> bool:

@@ -36,6 +36,8 @@ class Peer:
     random: Randomness
     sign: Sign = unsigned
     is_dialable: bool = True
+    fetches_ahead: bool = False
+    """Whether it fetches what a roster has of one writer before that is proposed [D2]."""
     invitation: Invitation | None = None
     """With what this peer asks to join [R8]."""
 

@@ -1,0 +1,55 @@
+"""What a peer fetches of a roster before it is proposed: experts with one writer [D2]. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from swarm.protocol.events import BlobWanted
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.messages import Roster
+from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.rounds.rosters import sources_of
+from swarm.protocol.rounds.rules import Rules
+
+
+def wanted_ahead(
+    roster: Roster,
+    averaged: Collection[Unit],
+    me: PeerId,
+    *,
+    stored: Collection[Digest],
+    tip: Manifest,
+    rules: Rules,
+) -> tuple[BlobWanted, ...]:
+    """Experts that a manifest of this roster takes verbatim, so that links carry them meanwhile.
+
+    Their bound is that of a peer that trained no tokens in this round: one of a proposal is never
+    narrower, whatever work the roster claims, so what comes ahead need not be judged again [U1].
+
+    Args:
+        roster: sound, of the tip.
+        averaged: units that have a reducer.
+        me: whose own values are here. Peers begin at different writers.
+        stored: blobs that are here.
+        tip: what the offers were trained from.
+        rules: the run's rules.
+
+    Returns:
+        Of a unit that moves by a delta the delta, else the value; each from its writer.
+    """
+    wants = [want for want in _wants(roster, averaged, tip, rules) if want.digest not in stored]
+    after = [want for want in wants if want.sources[0] > me]
+    before = [want for want in wants if want.sources[0] < me]
+    return (*after, *before)
+
+
+def _wants(
+    roster: Roster, averaged: Collection[Unit], tip: Manifest, rules: Rules
+) -> Iterator[BlobWanted]:
+    for unit, ((writer, value), *others) in sources_of(roster.offers).items():
+        if unit not in rules.expert_units or unit in averaged or others:
+            continue
+        delta = roster.offers[writer].units[unit].delta
+        bound = update_bound(unit, [writer], {}, tip, rules)
+        size = rules.moved_bytes[unit]
+        yield BlobWanted(unit, delta or value, size, (writer,), bound, delta is not None)
