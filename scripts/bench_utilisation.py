@@ -47,23 +47,35 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from bench_wire import EVERYBODY, exchanging, interface_bytes, model_like, run_of
+from bench_wire import interface_bytes, run_of
 from parameter_server import Sizes
 from rehearsal import RUN_FILE, add_common, folder_of, settings, teller
 from timed_peer import FOLDER_VARIABLE, STEP_VARIABLE
+from utilisation_rows import (
+    MAIN,
+    MEASURED_LINKS,
+    MODELS,
+    MODES,
+    QUORUM,
+    Case,
+    PeerFigures,
+    Row,
+    case_of,
+    figures_of,
+    row_of,
+    served_figures,
+    table,
+)
 
 from peers.link_tables import link_named
-from swarm.config import RunConfig, parse_config
-from swarm.config.amounts import LinkRates
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.links import Link, Links
-from swarm.emulation.local_swarm import Event, LocalSwarm, applied
+from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import (
     FAST_MTU_BYTES,
     MTU_BYTES,
@@ -72,345 +84,17 @@ from swarm.emulation.namespaces import (
     why_not_here,
 )
 from swarm.errors import SwarmError
-from swarm.model.cost import disk_bytes, parameters, shared_wire_bytes, step_flops_per_token
-from swarm.model.link_plan import ASSUMED, Setting, carried_mbit, cycle_bytes, plan_link
+from swarm.model.cost import disk_bytes
 
 SCRIPTS = Path(__file__).resolve().parent
-STEP_7B_S, GPUS_7B = 36.0, 8
-HIDDEN_STEP = 8
-SHARED_PARTS = 64
 MOST_DISK = 0.8
 """Of what is free."""
 MOST_MBIT = 100.0
 """That all peers together send in packets of 1,500 bytes."""
-QUORUM = "quorum"
 START_S, SLOWER = 400.0, 4.0
 """A cycle is given up when it lasts so many times what was planned, and a start's seconds more."""
 POLL_S = 0.2
 SERVER_PORT = 7070
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How a run exchanges.
-
-    Attributes:
-        setting: what goes over the wire, and when.
-        overrides: settings of the run file beside those.
-        server: link of a parameter server, "same" for that of the peers; "" where there is none.
-    """
-
-    setting: Setting
-    overrides: tuple[str, ...] = ()
-    server: str = ""
-
-
-MODES = {
-    "exact": Mode(Setting("fp32", "fp32")),
-    "slices": Mode(Setting("b2", "b1", 5, 1, 5)),
-    "diloco-fp32": Mode(Setting("fp32", "fp32", owners=EVERYBODY)),
-    "diloco-int8": Mode(Setting("int8", "int8", owners=EVERYBODY)),
-    "server": Mode(Setting("fp32", "fp32"), server="same"),
-    "server-fast": Mode(Setting("fp32", "fp32"), server="datacentre"),
-}
-"""By the name that --mode takes; slices are shared b2 in each of five rounds, experts b1 in one."""
-MEASURED_LINKS = ("100mbit,100ms", "100/20mbit,100ms", "home-world")
-MAIN = (
-    *((mode, MEASURED_LINKS[0]) for mode in MODES),
-    ("exact", MEASURED_LINKS[1]),
-    ("slices", MEASURED_LINKS[1]),
-)
-"""Measured where neither --mode nor --link nor --full is given."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A real run whose ratio is wanted: its file, and GPUs of a peer."""
-
-    file: str
-    gpus: int
-
-
-MODELS = {
-    "2b": Model("spes_2b.toml", 1),
-    "7b": Model("spes_7b.toml", GPUS_7B),
-    "9b": Model("spes_9b.toml", 8),
-}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Seconds of a cycle, and the share of it that is computed."""
-
-    cycle_s: float
-    utilisation: float
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row to be measured.
-
-    Attributes:
-        mode, link, model: their names.
-        num_peers: N.
-        scale: bytes of its cycle to those of the real run's.
-        compute_s: of the steps of a cycle.
-        steps: H.
-        plan: what swarm-plan says of it.
-        real: and of the real run.
-        overrides: settings of the rehearsed run; () with a server.
-        sizes: of what a server exchanges.
-    """
-
-    mode: str
-    link: str
-    model: str
-    num_peers: int
-    scale: float
-    compute_s: float
-    steps: int
-    plan: Planned
-    real: Planned
-    overrides: tuple[str, ...]
-    sizes: Sizes | None = None
-
-    @property
-    def rounds(self) -> int:
-        """P, of a cycle."""
-        return MODES[self.mode].setting.rounds
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a local step."""
-        return self.compute_s / self.steps
-
-
-@dataclass(frozen=True)
-class PeerFigures:
-    """What one peer did in a cycle, mean of the cycles; see the head of this file. Seconds, bytes.
-
-    Attributes:
-        not_counted: rounds of all cycles that went on without its shared tensors.
-    """
-
-    cycle_s: float
-    computing: float
-    stalls: Mapping[str, float]
-    sent: float
-    received: float
-    up: float | None = None
-    down: float | None = None
-    not_counted: int = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table; MB and seconds of a peer and cycle, mean of the peers."""
-
-    mode: str
-    link: str
-    model: str
-    peers: int
-    cycles: int
-    parameters: float
-    scale: float
-    step_s: float
-    cycle_s: float
-    utilisation: float
-    utilisation_least: float
-    plan_utilisation: float
-    plan_cycle_s: float
-    real_utilisation: float
-    stalls: Mapping[str, float]
-    sent_mb: float
-    received_mb: float
-    up_mb: float | None
-    down_mb: float | None
-    not_counted: int
-    load: float
-
-
-# ---------------------------------------------------------------- the scale, pure
-
-
-def like_of(model: str) -> RunConfig:
-    """The real run."""
-    path = RUN_FILE.with_name(MODELS[model].file)
-    return parse_config(RunConfig, path.read_text(), source=str(path))
-
-
-def real_compute_s(model: str) -> float:
-    """Seconds of the local steps of a cycle of the real run, in its last phase."""
-    reference, run = like_of("7b"), like_of(model)
-    gpus = MODELS[model].gpus / GPUS_7B
-    return run.round.local_steps * STEP_7B_S * _step_flops(run) / _step_flops(reference) / gpus
-
-
-def _step_flops(run: RunConfig) -> float:
-    return run.train.batch_tokens * step_flops_per_token(run, run.run.peers)
-
-
-def sizes_of(run: RunConfig, scale: float, num_peers: int) -> Sizes:
-    """What goes through a parameter server."""
-    counted = parameters(run.model)
-    own = round(counted.experts * scale / num_peers)
-    return Sizes(round(counted.shared * scale), own, num_peers)
-
-
-def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: float) -> Planned:
-    """What is sent takes the slower of a peer's line and its part of the server's; then back."""
-    (up, down), (its_up, its_down) = (carried_mbit(each, sizes.peers) for each in (link, server))
-    there_s = sizes.sent * 8e-6 / min(up, its_down / sizes.peers)
-    back_s = sizes.received * 8e-6 / min(down, its_up / sizes.peers)
-    cycle_s = compute_s + (there_s + back_s) / ASSUMED.link_share
-    return Planned(cycle_s, compute_s / cycle_s)
-
-
-def planned(
-    run: RunConfig, mode: Mode, link: LinkRates, compute_s: float, num_peers: int
-) -> Planned:
-    """What swarm-plan says of a run that exchanges so on a link."""
-    rates = carried_mbit(link, num_peers)
-    plan = plan_link(run, mode.setting, rates, compute_s=compute_s, num_peers=num_peers)
-    return Planned(plan.round_s * mode.setting.rounds, plan.utilisation)
-
-
-def case_of(mode: str, link: str, model: str, num_peers: int, cycle_s: float) -> Case:
-    """The row's model and seconds, such that a cycle lasts about `cycle_s`."""
-    how, like, compute_s = MODES[mode], like_of(model), real_compute_s(model)
-    steps, rates = like.round.local_steps, link_named(link)
-    if how.server:
-        server = rates if how.server == "same" else link_named(how.server)
-        real = server_plan(sizes_of(like, 1.0, num_peers), rates, server, compute_s)
-        scale = cycle_s / real.cycle_s
-        sizes = sizes_of(like, scale, num_peers)
-        plan = server_plan(sizes, rates, server, compute_s * scale)
-        return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real, (),
-                    sizes)  # fmt: skip
-    real = planned(like, how, rates, compute_s, num_peers)
-    wanted = parameters(like.model).total * cycle_s / real.cycle_s
-    least = parameters(run_of(model_like(like, 1, HIDDEN_STEP)).model).total
-    hidden = HIDDEN_STEP * max(1, round(wanted / least))
-    overrides = overrides_of(how, like, hidden, num_peers)
-    run = run_of(overrides)
-    moved = [cycle_bytes(each, how.setting, num_peers) for each in (run, like)]
-    scale = moved[0] / moved[1]
-    plan = planned(run, how, rates, compute_s * scale, num_peers)
-    return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real,
-                tuple(overrides))  # fmt: skip
-
-
-def overrides_of(mode: Mode, like: RunConfig, hidden: int, num_peers: int) -> list[str]:
-    """Settings with which the rehearsed run has this model, and exchanges so."""
-    shape = model_like(like, 1, hidden)
-    part_bytes = -(-shared_wire_bytes(run_of(shape)) // SHARED_PARTS)
-    return [
-        *shape,
-        *exchanging(mode.setting, num_peers),
-        f"wire.part_bytes={max(65_536, -(-part_bytes // 4096) * 4096)}",
-        f"round.local_steps={like.round.local_steps // mode.setting.rounds}",
-        "round.roster_after_s=120.0",  # everybody is waited for
-        "merging.alpha=0.0",
-        "data.validation_bytes=64",
-        "train.batch_tokens=32",
-        "train.micro_batch_sequences=1",
-        *mode.overrides,
-    ]
-
-
-# ---------------------------------------------------------------- figures, pure
-
-
-def figures_of(
-    lines: Sequence[Mapping[str, Any]], events: Sequence[Event], case: Case, cycles: int
-) -> PeerFigures:
-    """What a peer did in the cycles after the first.
-
-    Args:
-        lines: that its timed_peer.py wrote.
-        events: manifests that it applied, from its history.
-        case: what is measured.
-        cycles: how many are counted.
-    """
-    rounds = [line for line in lines if line["kind"] == QUORUM][: case.rounds * (cycles + 1)]
-    began_s, counted = rounds[case.rounds - 1]["at_s"], rounds[case.rounds :]
-    numbers = {line["round"] for line in counted}
-    told = [e for e in events if e["kind"] == QUORUM and e["round"] in numbers]
-    wall_s = counted[-1]["at_s"] - began_s
-    computing = sum(line["steps"] for line in counted) * case.step_s
-    private = sum(line["private_s"] for line in counted)
-
-    def took(phase: str) -> float:
-        return sum(event["phases"].get(phase, {}).get("seconds", 0.0) for event in told)
-
-    stalls = {
-        "encode": took("offering") - private,
-        "private": private,
-        "waiting": took("averaging"),
-        "apply": took("adopting"),
-    }
-    stalls["other"] = wall_s - computing - sum(stalls.values())
-    return PeerFigures(
-        wall_s / cycles,
-        computing / cycles,
-        {name: seconds / cycles for name, seconds in stalls.items()},
-        sum(event["blob_bytes_sent"] for event in told) / cycles,
-        sum(event["blob_bytes_received"] for event in told) / cycles,
-        not_counted=sum(not event["counted"] for event in told),
-    )
-
-
-def served_figures(lines: Sequence[Mapping[str, float]], sizes: Sizes, cycles: int) -> PeerFigures:
-    """The same of a peer of a parameter server, by what its process printed."""
-    counted = lines[1 : cycles + 1]
-    wall_s = mean(line["wall_s"] for line in counted)
-    computing = mean(line["computing_s"] for line in counted)
-    waiting = mean(line["exchange_s"] for line in counted)
-    stalls = {"encode": 0.0, "private": 0.0, "waiting": waiting, "apply": 0.0}
-    stalls["other"] = wall_s - computing - waiting
-    return PeerFigures(wall_s, computing, stalls, sizes.sent, sizes.received)
-
-
-def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int) -> Row:
-    """Means over the peers."""
-    shares = [each.computing / each.cycle_s for each in peers]
-
-    def megabytes(name: str) -> float | None:
-        found = [getattr(each, name) for each in peers]
-        return None if None in found else round(mean(found) / 1e6, 3)
-
-    total = parameters(like_of(case.model).model).total * case.scale
-    return Row(
-        case.mode, case.link, case.model, case.num_peers, cycles, round(total), case.scale,
-        round(case.step_s, 4), round(mean(each.cycle_s for each in peers), 2),
-        round(mean(shares), 4), round(min(shares), 4), round(case.plan.utilisation, 4),
-        round(case.plan.cycle_s, 2), round(case.real.utilisation, 4),
-        {name: round(mean(each.stalls[name] for each in peers), 2) for name in peers[0].stalls},
-        megabytes("sent") or 0.0, megabytes("received") or 0.0, megabytes("up"),
-        megabytes("down"), sum(each.not_counted for each in peers), round(os.getloadavg()[0], 1),
-    )  # fmt: skip
-
-
-STALLS = ("encode", "private", "waiting", "apply", "other")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
-    titles = ["mode", "link", "M parameters", "cycle, s", "computing", "plan", "real", *STALLS]
-    titles += ["MB sent", "received", "up", "down", "not counted", "load"]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    for row in rows:
-        shares = (row.utilisation, row.plan_utilisation, row.real_utilisation)
-        cells = [row.mode, row.link, f"{row.parameters / 1e6:.1f}", f"{row.cycle_s:.1f}"]
-        cells += [f"{share:.1%}" for share in shares]
-        cells += [f"{row.stalls[name]:.1f}" for name in STALLS]
-        moved = (row.sent_mb, row.received_mb, row.up_mb, row.down_mb)
-        cells += ["" if each is None else f"{each:.1f}" for each in moved]
-        lines.append(f"| {' | '.join([*cells, str(row.not_counted), str(row.load)])} |")
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- measuring
 
 
 def line_of(name: str) -> Link:
@@ -447,48 +131,63 @@ def measure(case: Case, cycles: int, folder: Path) -> list[PeerFigures]:
             links.close()
 
 
+def patience_s(case: Case, cycles: int) -> float:
+    """After so many seconds cycles are given up, the start among them."""
+    return START_S + cycles * SLOWER * case.plan.cycle_s
+
+
 def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) -> list[PeerFigures]:
     """Figures of each peer of a swarm."""
     require_room(case, folder)
     rounds, times = case.rounds * (cycles + 1), folder / "times"
     times.mkdir(parents=True)
     swarm = LocalSwarm(
-        folder / "swarm", RUN_FILE, case.num_peers,
+        folder / "swarm",
+        RUN_FILE,
+        case.num_peers,
         options=["--engine", "resident", "--threads", "1"],
         founder_options=settings(*case.overrides, f"run.rounds={rounds + case.rounds}"),
         environment={
-            "OMP_NUM_THREADS": "1", STEP_VARIABLE: str(case.step_s), FOLDER_VARIABLE: str(times),
+            "OMP_NUM_THREADS": "1",
+            STEP_VARIABLE: str(case.step_s),
+            FOLDER_VARIABLE: str(times),
             "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path]),
         },
-        program="timed_peer", links=links,
-    )  # fmt: skip
+        program="timed_peer",
+        links=links,
+    )
 
     def lines_of(peer: int) -> list[dict[str, Any]]:
         path = times / f"peer-{peer}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [found for line in lines if (found := json.loads(line))["kind"] == QUORUM]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in whole if line["kind"] == QUORUM]
 
-    def after(count: int, num_cycles: int) -> list[tuple[int, int]]:
-        """Counters of all interfaces once every peer has applied so many rounds."""
+    def after(num_cycles: int) -> list[tuple[int, int]]:
+        """Counters of all interfaces once every peer is done with so many cycles."""
+        count = num_cycles * case.rounds
         swarm.wait_until(
-            lambda _: all(len(lines_of(peer)) >= count for peer in range(case.num_peers)),
-            what=f"{case.mode}, {case.link}: {count} rounds",
-            timeout_s=START_S
-            + num_cycles * SLOWER * max(case.plan.cycle_s, case.real.cycle_s * case.scale),
+            lambda _: all(len(lines_of(peer.index)) >= count for peer in swarm.peers),
+            what=f"{count} rounds",
+            timeout_s=patience_s(case, num_cycles),
             on_poll=lambda _: time.sleep(POLL_S),
         )
         return [counters(peer.prefix) for peer in swarm.peers] if links else []
 
     try:
         swarm.start()
-        before, then = after(case.rounds, 1), after(rounds, cycles)
+        before, then = after(1), after(cycles + 1)
         found = [
             figures_of(lines_of(peer.index), applied(peer.events()), case, cycles)
             for peer in swarm.peers
         ]
     finally:
         swarm.kill()
-    return with_interfaces(found, before, then, cycles)
+    moved = [
+        [(end - begin) / cycles for begin, end in zip(*both, strict=True)]
+        for both in zip(before, then, strict=True)
+    ]
+    return with_interfaces(found, moved)
 
 
 def require_room(case: Case, folder: Path) -> None:
@@ -503,19 +202,13 @@ def require_room(case: Case, folder: Path) -> None:
 
 
 def with_interfaces(
-    found: Sequence[PeerFigures],
-    before: Sequence[tuple[int, int]],
-    then: Sequence[tuple[int, int]],
-    cycles: int,
+    found: Sequence[PeerFigures], moved: Sequence[Sequence[float]]
 ) -> list[PeerFigures]:
-    """Adds bytes of interfaces, where they were counted."""
-    if not before:
+    """Adds bytes up and down of each interface in a cycle, where they were counted."""
+    if not moved:
         return list(found)
-    return [
-        PeerFigures(**{**asdict(each), "up": (end[0] - begin[0]) / cycles,
-                       "down": (end[1] - begin[1]) / cycles})
-        for each, begin, end in zip(found, before, then, strict=True)
-    ]  # fmt: skip
+    both = zip(found, moved, strict=True)
+    return [replace(each, up=up, down=down) for each, (up, down) in both]
 
 
 def counters(prefix: Sequence[str]) -> tuple[int, int]:
@@ -531,42 +224,36 @@ def measure_server(case: Case, sizes: Sizes, cycles: int, links: Links | None) -
     host = address_of(sizes.peers) if links else "127.0.0.1"
     common = ["--host", host, "--cycles", str(cycles + 1), "--peers", str(sizes.peers)]
     common += ["--shared", str(sizes.shared), "--own", str(sizes.own)]
-    program = [sys.executable, str(SCRIPTS / "parameter_server.py")]
-    end_s = time.monotonic() + START_S + (cycles + 1) * SLOWER * case.real.cycle_s * case.scale
-    started = []
+    started: list[subprocess.Popen[str]] = []
+
+    def start(place: Sequence[str], role: str, *options: str) -> subprocess.Popen[str]:
+        program = [sys.executable, str(SCRIPTS / "parameter_server.py"), role]
+        command = [*place, *program, *common, *options]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    end_s = time.monotonic() + patience_s(case, cycles + 1)
     try:
-        server = subprocess.Popen(
-            [*places[-1], *program, "serve", *common, "--port", str(SERVER_PORT if links else 0)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(server)
+        server = start(places[-1], "serve", "--port", str(SERVER_PORT if links else 0))
         assert server.stdout
-        port = server.stdout.readline().strip()
-        if not port:
+        if not (port := server.stdout.readline().strip()):
             raise SwarmError("the parameter server did not start")
-        peers = [
-            subprocess.Popen(
-                [*place, *program, "train", *common, "--port", port,
-                 "--compute-s", str(case.compute_s)],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for place in places[:-1]
-        ]  # fmt: skip
-        started += peers
+        compute = ("--port", port, "--compute-s", str(case.compute_s))
         found = []
-        for peer in peers:
+        for peer in [start(place, "train", *compute) for place in places[:-1]]:
             printed, _ = peer.communicate(timeout=max(1.0, end_s - time.monotonic()))
             if peer.returncode:
                 raise SwarmError(f"a peer of the server ended with status {peer.returncode}")
             lines = [json.loads(line) for line in printed.splitlines()]
             found.append(served_figures(lines, sizes, cycles))
-        return found
     except subprocess.TimeoutExpired as error:
         raise SwarmError(f"the parameter server's cycles are not over: {error}") from error
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.communicate()
+    counted = [counters(place) for place in places[:-1]] if links else []
+    return with_interfaces(found, [[each / (cycles + 1) for each in both] for both in counted])
 
 
 # ---------------------------------------------------------------- the program
@@ -594,7 +281,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.quick:
         arguments.peers, arguments.cycle_s = 2, 2.0
-        arguments.mode = arguments.mode or ["slices", "server"]
+        arguments.mode = arguments.mode or ["exact", "server"]
         arguments.link = arguments.link or ["lan"]
     return arguments
 
@@ -626,7 +313,7 @@ def main(
         name, home = f"{case.mode}, {case.link}", folder / f"row-{count}"
         say(f"{name}: steps of {case.step_s:.2f} s, {case.plan.cycle_s:.0f} s a cycle as planned")
         try:
-            row = row_of(case, with_peers(case, arguments.cycles, home), arguments.cycles)
+            found = with_peers(case, arguments.cycles, home)
         except SwarmError as error:
             failed.append(f"{name}: {error}")
             say(failed[-1])
@@ -634,6 +321,7 @@ def main(
         finally:
             if arguments.state_dir is None:
                 shutil.rmtree(home, ignore_errors=True)
+        row = row_of(case, found, arguments.cycles, load=os.getloadavg()[0])
         rows.append(row)
         say(f"{name}: {row.utilisation:.1%}, by the plan {row.plan_utilisation:.1%}")
     out = sys.stderr if arguments.json else sys.stdout
