@@ -190,6 +190,12 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
     return with_interfaces(found, moved)
 
 
+def forget_states(folder: Path) -> None:
+    """Removes the states of a row's peers, which are large; their logs stay."""
+    for state in (folder / "swarm").glob("peer-*/"):
+        shutil.rmtree(state, ignore_errors=True)
+
+
 def require_room(case: Case, folder: Path) -> None:
     """Raises SwarmError if the disk is too small for the states of all peers."""
     needed = case.num_peers * disk_bytes(run_of(case.overrides), case.num_peers)
@@ -320,7 +326,7 @@ def main(
             continue
         finally:
             if arguments.state_dir is None:
-                shutil.rmtree(home, ignore_errors=True)
+                forget_states(home)
         row = row_of(case, found, arguments.cycles, load=os.getloadavg()[0])
         rows.append(row)
         say(f"{name}: {row.utilisation:.1%}, by the plan {row.plan_utilisation:.1%}")

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from peers.link_tables import link_named, table_for
+from swarm.config import NetworkSection
 from swarm.config.amounts import LinkRates
 from swarm.errors import SwarmError
 from swarm.model.cost import parameters
@@ -81,6 +83,17 @@ def test_each_mode_is_the_run_that_it_names_with_h_steps_a_cycle(rows: ModuleTyp
         owners = min(mode.setting.owners, NUM_PEERS)
         assert setting_of(run) == replace(mode.setting, owners=owners), name
         assert cycle_steps(run) == 50
+
+
+def test_the_plan_of_a_row_is_that_of_swarm_plan(rows: ModuleType) -> None:
+    for name, mode in rows.MODES.items():
+        if mode.server:
+            continue
+        case = rows.case_of(name, LINK, "7b", NUM_PEERS, CYCLE_S)
+        run, link = rows.run_of(case.overrides), link_named(LINK)
+        said = table_for(run, link, NetworkSection(), step_s=case.step_s, wanted=0.9).own.plan
+        assert case.plan.utilisation == pytest.approx(said.utilisation), name
+        assert case.plan.cycle_s == pytest.approx(said.round_s * mode.setting.rounds), name
 
 
 def test_a_servers_cycle_is_what_its_line_carries_of_all_peers(rows: ModuleType) -> None:
