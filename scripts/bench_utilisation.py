@@ -31,7 +31,8 @@ included; "real" is what it says of the real one. Packets have 9,000 bytes where
 of them than one process passes on; connections then open their windows sooner than on a real line.
 
 All peers share this machine's cores: encode, apply and private are upper bounds where it has fewer
-than a few for each. Needs root (see swarm-local --link); only --quick works without.
+than a few for each. "Processor" is what a peer's process took of them, in seconds; its libp2p
+daemon takes some 6 s a GB beside. Needs root (see swarm-local --link); only --quick works without.
 
     .venv/bin/python scripts/bench_utilisation.py --json
     .venv/bin/python scripts/bench_utilisation.py --mode slices --link 100/20mbit,100ms --model 7b

@@ -117,6 +117,7 @@ class Timed(Printed):
             "at_s": time.monotonic(),
             "steps": self._steps,
             "private_s": self._private_s,
+            "cpu_s": time.process_time(),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -125,6 +125,7 @@ class PeerFigures:
     """What one peer did in a cycle, mean of the cycles; see the head of this file. Seconds, bytes.
 
     Attributes:
+        cpu: seconds of processors of its process, without its libp2p daemon.
         not_counted: rounds of all cycles that went on without its shared tensors.
     """
 
@@ -133,6 +134,7 @@ class PeerFigures:
     stalls: Mapping[str, float]
     sent: float
     received: float
+    cpu: float | None = None
     up: float | None = None
     down: float | None = None
     not_counted: int = 0
@@ -157,6 +159,7 @@ class Row:
     plan_cycle_s: float
     real_utilisation: float
     stalls: Mapping[str, float]
+    cpu_s: float | None
     sent_mb: float
     received_mb: float
     up_mb: float | None
@@ -268,10 +271,10 @@ def figures_of(
         cycles: how many are counted.
     """
     rounds = [line for line in lines if line["kind"] == QUORUM][: case.rounds * (cycles + 1)]
-    began_s, counted = rounds[case.rounds - 1]["at_s"], rounds[case.rounds :]
+    before, counted = rounds[case.rounds - 1], rounds[case.rounds :]
     numbers = {line["round"] for line in counted}
     told = [e for e in events if e["kind"] == QUORUM and e["round"] in numbers]
-    wall_s = counted[-1]["at_s"] - began_s
+    wall_s = counted[-1]["at_s"] - before["at_s"]
     computing = sum(line["steps"] for line in counted) * case.step_s
     private = sum(line["private_s"] for line in counted)
 
@@ -291,6 +294,7 @@ def figures_of(
         {name: seconds / cycles for name, seconds in stalls.items()},
         sum(event["blob_bytes_sent"] for event in told) / cycles,
         sum(event["blob_bytes_received"] for event in told) / cycles,
+        cpu=(counted[-1]["cpu_s"] - before["cpu_s"]) / cycles,
         not_counted=sum(not event["counted"] for event in told),
     )
 
@@ -310,9 +314,9 @@ def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int, *, load: float
     """Means over the peers."""
     shares = [each.computing / each.cycle_s for each in peers]
 
-    def megabytes(name: str) -> float | None:
+    def mean_of(name: str, unit: float = 1e6) -> float | None:
         found = [getattr(each, name) for each in peers]
-        return None if None in found else round(mean(found) / 1e6, 3)
+        return None if None in found else round(mean(found) / unit, 3)
 
     total = parameters(like_of(case.model).model).total * case.scale
     return Row(
@@ -321,22 +325,22 @@ def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int, *, load: float
         round(mean(shares), 4), round(min(shares), 4), round(case.plan.utilisation, 4),
         round(case.plan.cycle_s, 2), round(case.real.utilisation, 4),
         {name: round(mean(each.stalls[name] for each in peers), 2) for name in peers[0].stalls},
-        megabytes("sent") or 0.0, megabytes("received") or 0.0, megabytes("up"),
-        megabytes("down"), sum(each.not_counted for each in peers), round(load, 1),
+        mean_of("cpu", 1.0), mean_of("sent") or 0.0, mean_of("received") or 0.0, mean_of("up"),
+        mean_of("down"), sum(each.not_counted for each in peers), round(load, 1),
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
     titles = ["mode", "link", "M parameters", "cycle, s", "computing", "plan", "real", *STALLS]
-    titles += ["MB sent", "received", "up", "down", "not counted", "load"]
+    titles += ["processor", "MB sent", "received", "up", "down", "not counted", "load"]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for row in rows:
         shares = (row.utilisation, row.plan_utilisation, row.real_utilisation)
         cells = [row.mode, row.link, f"{row.parameters / 1e6:.1f}", f"{row.cycle_s:.1f}"]
         cells += [f"{share:.1%}" for share in shares]
         cells += [f"{row.stalls[name]:.1f}" for name in STALLS]
-        moved = (row.sent_mb, row.received_mb, row.up_mb, row.down_mb)
+        moved = (row.cpu_s, row.sent_mb, row.received_mb, row.up_mb, row.down_mb)
         cells += ["" if each is None else f"{each:.1f}" for each in moved]
         lines.append(f"| {' | '.join([*cells, str(row.not_counted), str(row.load)])} |")
     return "\n".join(lines)

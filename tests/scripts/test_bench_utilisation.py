@@ -109,7 +109,9 @@ def test_a_servers_cycle_is_what_its_line_carries_of_all_peers(rows: ModuleType)
 
 
 def line_of(number: int, at_s: float, kind: str = "quorum") -> dict[str, Any]:
-    return {"round": number, "kind": kind, "at_s": at_s, "steps": 10, "private_s": 0.5}
+    cpu_s = 2.0 * number
+    line = {"round": number, "kind": kind, "at_s": at_s, "steps": 10}
+    return {**line, "private_s": 0.5, "cpu_s": cpu_s}
 
 
 def event_of(number: int, *, counted: bool = True) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def test_the_first_cycle_is_left_out_and_what_is_no_stall_of_a_name_is_other(
         "apply": 2.5,
         "other": 5.0,
     }
-    assert (found.sent, found.received, found.not_counted) == (35, 40, 1)
+    assert (found.sent, found.received, found.not_counted, found.cpu) == (35, 40, 1, 10.0)
 
 
 def test_the_table_has_each_stall_and_leaves_out_what_was_not_counted(rows: ModuleType) -> None:
@@ -155,7 +157,7 @@ def test_the_table_has_each_stall_and_leaves_out_what_was_not_counted(rows: Modu
     title, _, line = rows.table([row]).splitlines()
     assert title.count("|") == line.count("|")
     assert "| 60.0% |" in line
-    assert "| 2.0 | 3.0 |  |  | 0 | 0.5 |" in line
+    assert "|  | 2.0 | 3.0 |  |  | 0 | 0.5 |" in line
 
 
 def test_a_round_of_the_emulated_engine_moves_every_trained_element_once(
