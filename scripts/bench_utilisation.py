@@ -30,9 +30,10 @@ interface. "Plan" is what `swarm-plan --link` says of the small run, its 4 s of 
 included; "real" is what it says of the real one. Packets have 9,000 bytes where 1,500 would be more
 of them than one process passes on; connections then open their windows sooner than on a real line.
 
-All peers share this machine's cores: encode, apply and private are upper bounds where it has fewer
-than a few for each. "Processor" is what a peer's process took of them, in seconds; its libp2p
-daemon takes some 6 s a GB beside. Needs root (see swarm-local --link); only --quick works without.
+All peers share this machine's cores and disk: encode, apply and private are upper bounds where it
+has fewer than a few cores for each, or a slow disk (--state-dir /dev/shm/NAME is a fast one).
+"Processor" is what a peer's process took of the cores, in seconds; its libp2p daemon takes some 6 s
+a GB beside. Needs root (see swarm-local --link); only --quick works without.
 
     .venv/bin/python scripts/bench_utilisation.py --json
     .venv/bin/python scripts/bench_utilisation.py --mode slices --link 100/20mbit,100ms --model 7b
@@ -85,11 +86,15 @@ from swarm.emulation.namespaces import (
     why_not_here,
 )
 from swarm.errors import SwarmError
-from swarm.model.cost import disk_bytes
+from swarm.model.cost import disk_bytes, owned_per_peer
+from swarm.train.options import EngineOptions
+from swarm.train.round_memory import host_peaks
 
 SCRIPTS = Path(__file__).resolve().parent
-MOST_DISK = 0.8
-"""Of what is free."""
+MOST_TAKEN = 0.9
+"""Of disk and memory that are free."""
+IN_MEMORY, MEMORY = Path("/dev/shm"), Path("/proc/meminfo")
+"""A state directory in the first takes memory in place of a disk."""
 MOST_MBIT = 100.0
 """That all peers together send in packets of 1,500 bytes."""
 START_S, SLOWER = 400.0, 4.0
@@ -198,14 +203,23 @@ def forget_states(folder: Path) -> None:
 
 
 def require_room(case: Case, folder: Path) -> None:
-    """Raises SwarmError if the disk is too small for the states of all peers."""
-    needed = case.num_peers * disk_bytes(run_of(case.overrides), case.num_peers)
-    free = MOST_DISK * shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise SwarmError(
-            f"{needed / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} may be used",
-            hint="choose a shorter --cycle-s, or a --state-dir on a larger disk",
-        )
+    """Raises SwarmError if disk or memory are too small for all peers."""
+    run, peers = run_of(case.overrides), case.num_peers
+    options = EngineOptions.of(run)
+    disk = peers * disk_bytes(run, peers)
+    host = peers * host_peaks(run, owned_per_peer(run, peers), options, num_peers=peers).highest
+    if IN_MEMORY.exists() and folder.parent.stat().st_dev == IN_MEMORY.stat().st_dev:
+        host += disk
+    pages = next(line for line in MEMORY.read_text().splitlines() if "MemAvailable" in line)
+    for what, needed, free in (
+        ("disk", disk, shutil.disk_usage(folder.parent).free),
+        ("memory", host, int(pages.split()[1]) * 1024),
+    ):
+        if needed > MOST_TAKEN * free:
+            raise SwarmError(
+                f"{needed / 1e9:.1f} GB of {what} are needed, {free / 1e9:.1f} are free",
+                hint="choose a shorter --cycle-s, or another --state-dir",
+            )
 
 
 def with_interfaces(
