@@ -123,7 +123,7 @@ class Row:
 # ---------------------------------------------------------------- the run, pure
 
 
-def model_like(like: RunConfig, layers: int) -> list[str]:
+def model_like(like: RunConfig, layers: int, hidden: int = HIDDEN) -> list[str]:
     """Settings of a model with as many elements of shared tensors to each of an expert as another.
 
     Few rows and long columns: a router is then as small beside its experts as that of the 7B, and
@@ -133,14 +133,15 @@ def model_like(like: RunConfig, layers: int) -> list[str]:
 
     Args:
         like: the run whose shares are wanted.
-        layers: of the model; each has 3.1 million elements of experts.
+        layers: of the model; each has 3.1 million elements of experts with 16 elements a state.
+        hidden: elements of a token's state, a multiple of 8.
     """
     counted = parameters(like.model)
-    experts = 3 * layers * EXPERTS * HIDDEN * INTERMEDIATE
-    attention = layers * (4 * HIDDEN**2 + EXPERTS * HIDDEN)
-    rows = (experts * counted.shared / counted.experts - attention) / HIDDEN
+    experts = 3 * layers * EXPERTS * hidden * INTERMEDIATE
+    attention = layers * (4 * hidden**2 + EXPERTS * hidden)
+    rows = (experts * counted.shared / counted.experts - attention) / hidden
     return [
-        f"model.hidden_size={HIDDEN}", f"model.moe_intermediate_size={INTERMEDIATE}",
+        f"model.hidden_size={hidden}", f"model.moe_intermediate_size={INTERMEDIATE}",
         f"model.num_experts={EXPERTS}", f"model.num_hidden_layers={layers}",
         f"model.num_attention_heads={HEADS}", f"model.num_key_value_heads={HEADS}",
         f"model.vocab_size={round(rows)}", "model.tie_word_embeddings=true",
@@ -153,8 +154,8 @@ def exact_share(run: RunConfig) -> float:
     return exact_elements(run.model) / parameters(run.model).total
 
 
-def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> list[str]:
-    """Settings with which the rehearsed run exchanges so, and lasts long enough."""
+def exchanging(setting: Setting, num_peers: int) -> list[str]:
+    """Settings with which a run exchanges so."""
     wire = [
         f"wire.{kind}={value}" if value in TYPES else f"wire.{kind}_coding={value}"
         for kind, value in (("shared", setting.shared), ("experts", setting.experts))
@@ -163,14 +164,21 @@ def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> l
         wire.append("wire.shared=fp32")
     slices = "true" if setting.rounds > 1 else "false"
     return [
-        *model_like(parse_config(RunConfig, LIKE.read_text(), source=str(LIKE)), layers),
         *wire,
-        "wire.part_bytes=131072",
         f"round.shared_every={setting.shared_every}",
         f"round.experts_every={setting.experts_every}",
         f"round.stagger={slices}",
         f"ownership.owners_per_expert={min(setting.owners, num_peers)}",
         f"run.peers={num_peers}",
+    ]
+
+
+def overrides_of(setting: Setting, num_peers: int, layers: int, least: int) -> list[str]:
+    """Settings with which the rehearsed run exchanges so, and lasts long enough."""
+    return [
+        *model_like(parse_config(RunConfig, LIKE.read_text(), source=str(LIKE)), layers),
+        *exchanging(setting, num_peers),
+        "wire.part_bytes=131072",
         f"run.rounds={counted_rounds(setting, least) + 3}",
         "round.local_steps=2",
         "round.roster_after_s=120.0",  # everybody is waited for

@@ -51,11 +51,20 @@ def why_not_here() -> str | None:
 class NamespaceLinks:
     """See `Links`; the network exists from the first `place` to `close`."""
 
-    def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
+    def __init__(
+        self, link: Link | Sequence[Link], seed: int = 0, *, mtu_bytes: int | None = None
+    ) -> None:
+        """There are no namespaces yet.
+
+        Args:
+            link: of all peers, or several that peers have in turn.
+            seed: of lost packets.
+            mtu_bytes: of the largest packets; None decides by the rates.
+        """
         self._shaper = Shaper(link, seed)
         each = (link,) if isinstance(link, Link) else link
         is_fast = max(max(one.up_mbit, one.down_mbit) for one in each) > FAST_MBIT
-        self._mtu_bytes = FAST_MTU_BYTES if is_fast else MTU_BYTES
+        self._mtu_bytes = mtu_bytes or (FAST_MTU_BYTES if is_fast else MTU_BYTES)
         self._devices: dict[int, int] = {}
         """Peer -> file descriptor of its TUN device."""
         self._peers: dict[int, int] = {}

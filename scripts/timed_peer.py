@@ -1,0 +1,139 @@
+"""swarm-peer with an emulated engine: a local step is a timed wait that moves values a little.
+
+Not for people: `bench_utilisation.py` starts it in place of `peers.peer`, and says in its
+environment how long a step takes and where times are written. Masters, moments, blobs and files are
+as large as a real engine's, and everything but the gradients is the real program.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import swarm.peer.peer
+from peers.peer import main
+from peers.printed import Printed
+from swarm.config import ComputeSection, RunConfig
+from swarm.emulation.controls import INDEX_VARIABLE
+from swarm.peer.observing import RoundReport
+from swarm.train.engine import StepStats
+from swarm.train.resident import ResidentEngine
+
+STEP_VARIABLE = "SWARM_TIMED_STEP_S"
+"""Seconds of a local step."""
+FOLDER_VARIABLE = "SWARM_TIMED_FOLDER"
+"""Where each peer writes a line of JSON for each manifest that it has applied."""
+
+
+class TimedEngine(ResidentEngine):
+    """Keeps everything that a resident engine keeps, and computes no gradients."""
+
+    def __init__(self, run: RunConfig, step_s: float, seed: int) -> None:
+        """Owns nothing yet.
+
+        Args:
+            run: whose model it holds.
+            step_s: that a step lasts.
+            seed: of the moves, which differ between peers as gradients do.
+        """
+        super().__init__(run)
+        self._step_s, self._turns, self._turn = step_s, run.round.local_steps, 0
+        self._draw = torch.Generator().manual_seed(seed)
+        self._moves_x = torch.empty(0)
+
+    def describe(self) -> str:
+        """The engine in words."""
+        return f"emulated, a step is {self._step_s:.3g} s"
+
+    @torch.no_grad()
+    def step(self, tokens_BT1: Tensor, *, lr: float, **_: Any) -> StepStats:
+        """Moves its share of the elements by about `lr`, so that a round moves each of them once.
+
+        The share keeps the processor free, which all peers of this machine have in common.
+        """
+        began_s = time.monotonic()
+        for parameter in self._optimizer.parameters:
+            values_x = parameter.detach().view(-1)
+            each = -(-len(values_x) // self._turns)
+            moved_x = values_x[self._turn * each : (self._turn + 1) * each]
+            moved_x.add_(self._some_moves(len(moved_x)), alpha=lr)
+        self._turn = (self._turn + 1) % self._turns
+        self._optimizer.count_from(self._optimizer.updates + 1)
+        time.sleep(max(0.0, began_s + self._step_s - time.monotonic()))
+        return self._stats(tokens_BT1)
+
+    def _some_moves(self, count: int) -> Tensor:
+        if count > len(self._moves_x):
+            self._moves_x = torch.randn(count, generator=self._draw)
+        return self._moves_x[:count]
+
+    def _stats(self, tokens_BT1: Tensor) -> StepStats:
+        model, tokens = self._run.model, tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
+        even = (tokens,) * model.num_experts
+        return StepStats(
+            loss=1.0, cross_entropy=1.0, balance=1.0, router_z=0.0, output_z=0.0, grad_norm=1.0,
+            tokens=tokens, expert_tokens=(even,) * model.num_hidden_layers, skipped=False,
+        )  # fmt: skip
+
+    def rehearse(self, tokens_BT1: Tensor) -> None:
+        """There is nothing to rehearse."""
+
+    def evaluate(self, *_: Any, **__: Any) -> float:
+        """A loss that says nothing."""
+        return 1.0
+
+
+class Timed(Printed):
+    """Writes down when manifests were applied, and what this peer did in between."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps, self._private_s = 0, 0.0
+        self._saving_s: float | None = None
+
+    def on_step(self, step: int, stats: StepStats) -> None:  # noqa: ARG002 - an observer's
+        """It is counted."""
+        self._steps += 1
+
+    def on_saving(self) -> None:
+        """The offered values are stored; what is waited for until they are offered is the disk."""
+        self._saving_s = time.monotonic()
+
+    def before_offer(self) -> None:
+        """The private state is durable, if it has to be."""
+        if self._saving_s is not None:
+            self._private_s += time.monotonic() - self._saving_s
+            self._saving_s = None
+
+    def on_round(self, report: RoundReport) -> None:
+        """The clock is the machine's, which all processes share."""
+        line = {
+            "round": report.manifest.round,
+            "kind": report.manifest.kind.value,
+            "at_s": time.monotonic(),
+            "steps": self._steps,
+            "private_s": self._private_s,
+            "cpu_s": time.process_time(),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._steps, self._private_s = 0, 0.0
+
+
+def run_timed() -> None:
+    """Runs swarm-peer so."""
+    index, step_s = int(os.environ[INDEX_VARIABLE]), float(os.environ[STEP_VARIABLE])
+
+    def timed_engine(run: RunConfig, _compute: ComputeSection, _folder: Path) -> TimedEngine:
+        return TimedEngine(run, step_s, seed=index)
+
+    swarm.peer.peer.engine_for = timed_engine
+    main(obj=Timed(Path(os.environ[FOLDER_VARIABLE]) / f"peer-{index}.jsonl"))
+
+
+if __name__ == "__main__":
+    run_timed()
