@@ -173,3 +173,21 @@ def test_where_rounds_overlap_parts_that_are_sent_whole_follow_too() -> None:
         )
         assert decided.shared is action
         assert decided.begins_anew(["shared.0"]) is not overlaps
+
+
+def test_steps_go_on_while_a_merge_is_due_and_are_offered_after_it() -> None:
+    due = round_after(TIP, "me", "you")
+    merge = after(due, kind=Kind.MERGE)
+    peer = Peer([applied(due), applied(merge)], at=applied(TIP)[0])
+    peer.go(rules=AHEAD, is_due=lambda tip: tip.digest == due.digest)
+    assert [call.offer.tip for call in peer.of("submit")] == [TIP.digest, merge.digest]
+    beside = [call for call in peer.of("train") if call.tip.digest == due.digest]
+    assert all(call.task.is_offered for call in beside), "nobody waits for these steps"
+    assert [call.state for call in peer.of("wait")][1] is PeerState.MERGING
+
+
+def test_no_steps_are_taken_beside_the_merge_after_the_last_round() -> None:
+    due = round_after(TIP, "me", "you")
+    peer = Peer([applied(due), applied(after(due, kind=Kind.MERGE))], at=applied(TIP)[0])
+    peer.go(rules=AHEAD, rounds=1, is_due=lambda tip: tip.digest == due.digest)
+    assert [call.tip.digest for call in peer.of("train")] == [TIP.digest]

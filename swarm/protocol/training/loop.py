@@ -87,7 +87,9 @@ class Training:
 
     async def take_part(self) -> Sequence[Applied]:
         """Does what there is to do on the tip, until there is a newer one."""
-        if self.is_due(self.tip):  # no local steps and no offers [M2]
+        is_due = self.is_due(self.tip)
+        trains_on = self.rules.overlaps and self.tip.round < self.rounds
+        if is_due and not trains_on:  # no local steps and no offers [M2]
             return await self.shell.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
             return await self.shell.wait(self.tip, PeerState.JOINING)
@@ -100,6 +102,8 @@ class Training:
         if not self.is_done:  # the tip has moved meanwhile, or this peer is to stop
             state = PeerState.AVERAGING if in_flight else PeerState.CATCHING_UP
             return await self.shell.wait(self.tip, state)
+        if is_due:
+            return await self.shell.wait(self.tip, PeerState.MERGING)
         if not in_flight:
             await self.offer()
             if self.rules.overlaps:
@@ -137,7 +141,8 @@ class Training:
         """The local steps of a round, or those that are left of them."""
         tip, reading, uncounted = self.tip, self.reading, self.ahead.uncounted
         left, read = partial(reading.work_left, tip, uncounted.tokens), uncounted + self.work
-        dealt, is_offered = reading.dealt(tip, read.tokens), self.ahead.flight is not None
+        dealt = reading.dealt(tip, read.tokens)
+        is_offered = self.ahead.flight is not None or self.is_due(tip)
         task = Assignment(dealt, reading.began_s, read.steps, is_offered)
         self.work = await self.shell.train(tip, task, self.work, left)
 

@@ -64,7 +64,7 @@ class Assignment:
     step: int
     """Steps that the model has beyond the tip [V7]."""
     is_offered: bool = False
-    """Whether this peer's offer is in the round after the tip already."""
+    """Whether nobody waits for them: the offer is in the round, or a merge comes first."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TrainingShell(Protocol):
     ) -> Work:
         """Takes local steps until none is left, or the tip has moved.
 
-        With its offer in the round, a peer that was asked to stop takes none.
+        A peer that was asked to stop takes none that nobody waits for.
 
         Args:
             tip: what they start from.
