@@ -364,8 +364,8 @@ class Peer:
 
 def _machine_of(starter: Starter, started: Started) -> RoundMachine:
     host, config = starter.host, starter.host.config
-    founding, first = started.record.tip.founding, started.directory.read_founding()
-    started.store.pin([*founding.blobs, first.blob])
+    first = started.directory.read_founding()
+    started.store.pin([*first.founding.blobs, first.blob])
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,
@@ -384,9 +384,8 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
 
 
 def _exchange_of(host: Host, started: Started, rounds: RoundDriver) -> MomentsExchange:
-    return MomentsExchange(
-        host.node, started.store, rounds.downloads, started.layout, run=started.run_id
-    )
+    downloads, run = rounds.downloads, started.run_id
+    return MomentsExchange(host.node, started.store, downloads, started.layout, run=run)
 
 
 def _loader_of(config: PeerConfig, started: Started) -> Loader:
