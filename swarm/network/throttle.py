@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from math import inf
 
-BURST_S = 0.1
-"""A machine that was idle may send or take so much at once. Over t seconds a cap is exceeded by at
-most BURST_S / t: 0.2 % over a minute. A router that queues a quarter of a second drops what comes
-in larger bursts, and TCP then sends less than the cap for seconds."""
+BURST_S = 0.15
+"""A machine that was idle, or too busy to wake up in time, may send or take so much at once. Over t
+seconds a cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a
+quarter of a second drops what comes in larger bursts, and TCP is slower than the cap for seconds.
+"""
 PART_S = 0.05
 """So much is moved at a time, for the same reason."""
 LARGEST_PART_BYTES = 64 * 1024
