@@ -26,6 +26,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from swarm.errors import BadMessage
 from swarm.protocol.events import Record
@@ -174,6 +175,7 @@ class Foothold:
         Raises:
             BadMessage: reason `false_proof`: it does not prove what it is for.
         """
+        path = self.chain.rooted(path)
         if not path or path[0].head.digest not in self.chain.trusted or body == self.pursued:
             return None
         target = path[-1].head
@@ -247,6 +249,26 @@ class Chain:
             if head.kind is Kind.REFORM and head.parent:
                 trusted.add(head.parent)
         return frozenset(trusted)
+
+    def rooted(self, path: Sequence[Link]) -> Sequence[Link]:
+        """A proof that begins with one of this chain's heads, from a trusted one later than that.
+
+        Whoever joined along a proof and heard no more has a manifest at its beginning that all
+        believe, and none begins with. What follows must be proved from the later head alone.
+        """
+        if not path or path[0].head.digest in self.trusted:
+            return path
+        if path[0].head.digest not in (link.head.digest for link in self.links):
+            return path
+        after = [
+            replace(link, parent=link.parent or before.head) for before, link in pairwise(path)
+        ]
+        trusted = [link for link in self.links if link.head.digest in self.trusted]
+        for link in reversed(trusted):
+            rest = [each for each in after if _code(each) > _code(link)]
+            if rest and is_ancestor(_code(link), _code(rest[-1])):
+                return (Link(link.head), *_closed([link], rest))
+        return path
 
     def _place(self, code: Code) -> int:
         """How many links come before this place in the order of codes, which only grow."""

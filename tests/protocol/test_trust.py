@@ -206,6 +206,28 @@ def test_a_jump_keeps_the_parent_that_proves_it() -> None:
     assert proof_problem(again, links[-1].head, {links[0].head.digest}) is None
 
 
+def test_a_proof_from_an_older_head_of_ones_own_is_judged_from_a_trusted_one() -> None:
+    """A reformed at height 5; B joined at 8 along a jump from manifest 0, and heard no more."""
+    links = chain_of(["abcd"] * 9)
+    fork = reform(links[5].head, "a")
+    mine = Chain((*links[:6], signed(fork, "a")))
+    jumped = Chain(tuple(links)).proof(links[0].head.code)
+    assert [link.head.height for link in jumped] == [0, 8]
+    assert jumped[0].head.digest not in mine.trusted
+    rooted = mine.rooted(jumped)
+    assert [link.head.height for link in rooted] == [5, 8]
+    assert proof_problem(rooted, links[8].head, mine.trusted) is None
+    few = mine.rooted((jumped[0], replace(jumped[1], certificate=signed(fork, "b").certificate)))
+    assert "has 1 of the 4 voters" in (proof_problem(few, links[8].head, mine.trusted) or "")
+
+
+def test_a_proof_that_begins_elsewhere_is_left_as_it_is() -> None:
+    links, others = chain_of(["abcd"] * 9), chain_of(["abcx"] * 4)
+    mine = Chain(tuple(links[:6]))
+    for path in ((), (links[5], links[6]), tuple(others), (links[0], *links[1:4])):
+        assert mine.rooted(path) == path
+
+
 def test_a_peer_without_the_head_that_is_asked_for_proves_nothing() -> None:
     links = chain_of(["abc"] * 6)
     late = Chain((Link(links[3].head), *links[4:]))

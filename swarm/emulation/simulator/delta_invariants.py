@@ -49,6 +49,10 @@ class DeltaInvariants:
         self._voted.setdefault(peer, []).append(manifest)
         self._require_durable(peer, disk, manifest.deltas, short(manifest))
 
+    def left(self, peer: PeerId) -> None:
+        """A peer has another generation: what it voted for before is others' to serve."""
+        self._voted.pop(peer, None)
+
     def kept(self, peer: PeerId, disk: Disk) -> None:
         """A peer's disk was cleared of what nothing needs."""
         if peer in self.forgetful or not self.rules.unit_coding:

@@ -58,6 +58,8 @@ class Disk:
         self.record = record
         self.tip_s = 0.0
         """When the record got its tip."""
+        self.came_from: Digest | None = None
+        """The tip before that."""
         self.links = tuple(chain) or Chain.of(record).links
         """Heads behind the tip."""
         self.earlier: Record | None = None

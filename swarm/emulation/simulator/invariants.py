@@ -94,6 +94,8 @@ class Invariants:
         if record.tip.digest == before.tip.digest:
             return
         tip = record.tip
+        if tip.generation != before.tip.generation:
+            self.deltas.left(peer)
         self._see(tip, now)
         self._require_blobs(peer, disk, tip, "I6", "made its tip")
         place = (tip.generation, tip.height)

@@ -174,10 +174,14 @@ class Model:
         self.progress[expert] = Progress(choice.base, self._trained(expert_unit(expert), extends))
 
     def _has_before(self, expert: int, before: Digest) -> bool:
-        """Whether an expert's value before a merge is here; the tip before has to be [GC, M10]."""
+        """Whether an expert's value before a merge is here [GC, M10].
+
+        That of the tip before has to be, unless this peer came from elsewhere.
+        """
         if before in self.disk:
             return True
         parent = self.disk.record.parent
-        if parent and parent.entries[expert_unit(expert)].digest == before:
+        is_known = parent and parent.digest == self.disk.came_from
+        if parent and is_known and parent.entries[expert_unit(expert)].digest == before:
             raise Violation("M10", f"{self.me} cannot rebase: {before} is gone")
         return False

@@ -300,7 +300,7 @@ class Node(Ports):
         self.disk.links += effect.links
         self.disk.earlier = before
         if before.tip.digest != effect.record.tip.digest:
-            self.disk.tip_s = self.world.now
+            self.disk.tip_s, self.disk.came_from = self.world.now, before.tip.digest
         world = self.world
         new = effect.record.tip
         world.invariants.persisted(self.me, before, world.disks, world.now)

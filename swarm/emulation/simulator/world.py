@@ -237,6 +237,7 @@ class World:
             node.disk.lose()
         else:
             node.disk.record, node.disk.earlier = self.cast.rolled_back(earlier), None
+            node.disk.came_from = None
 
     def _restore(self, node: Node) -> bool:
         """Gives a peer without a record the newest tip that it is shown; False if none is."""

@@ -49,6 +49,7 @@ class Adopter(Role):
             self.gossip.tell_tip(source, manifest.code)
         if not self.standing.is_better(manifest) or self._is_being_fetched(manifest):
             return
+        commit = replace(commit, path=tuple(self.standing.chain.rooted(commit.path)))
         if self._lacks_proof(commit):
             self.gossip.ask_tip(source)
             return
