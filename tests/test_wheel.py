@@ -69,9 +69,10 @@ def test_the_demo_runs_by_name_from_a_wheel_away_from_the_clone(
     wheel: Path, tmp_path: Path
 ) -> None:
     """Its packages are those of this environment, which a line in a .pth file lends it."""
-    run(sys.executable, "-m", "venv", tmp_path / "env", folder=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", folder=tmp_path)
     programs = tmp_path / "env" / "bin"
-    run(programs / "pip", "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install")
+    run(*pip, "--no-deps", "--no-index", wheel, folder=tmp_path)
     (place,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (place / "lent.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
     elsewhere = tmp_path / "elsewhere"

@@ -32,7 +32,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.records import RunRecord
 from swarm.protocol.wire import encode
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 AGAIN_S = 0.25
 
 Result = TypeVar("Result")

@@ -33,7 +33,7 @@ from swarm.network.node import Node
 from swarm.network.records import fetch_records, publish
 from swarm.protocol.records import ValidationRecord
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEY = "run.validation"
 HONEST = ValidationRecord(round=1, manifest_digest="0" * 64, val_loss=2.5, tokens=64, text_bytes=64)
 

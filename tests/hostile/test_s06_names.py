@@ -22,7 +22,7 @@ from swarm.protocol.records import RunRecord, RunState, decode_record, encode_re
 from tests.protocol.round_pump import found, make_rules
 from tests.scenarios.swarms import EXACT
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 DIGEST = "0" * 64
 PATHS = ["../../../pwn/x", "..", ".", "/etc/x", "a/b", "a\\b", ".hidden", "", "a\n", "a\0", "é" * 4]
 

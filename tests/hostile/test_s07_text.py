@@ -28,7 +28,7 @@ from swarm.protocol.printable import MAX_CHARACTERS, printable
 from swarm.protocol.wire import decode
 from tests.peer_records import peer_record
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 ACTING = {
     "escape": "\x1b[2J\x1b]0;title\x07",
     "line": "\r\n2026-01-31T12:00:00Z INFO round=9 decided",

@@ -22,7 +22,7 @@ from tests.network.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
 
 RUN = "run-1"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Victim:

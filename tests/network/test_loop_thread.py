@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from swarm.network.loop_thread import LoopThread
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_stopping_closes_the_connections_that_cancelled_calls_left_open() -> None:

@@ -31,7 +31,7 @@ from tests.train.runs import NUM_EXPERTS, tiny_run
 LAYOUT = layout_of(tiny_run())
 RULES = make_rules(experts=NUM_EXPERTS)
 SIZE = moments_layout(LAYOUT, 0, with_master=False).num_bytes
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def moments_blob(fill: float, expert: int = 0) -> bytes:

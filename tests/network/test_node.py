@@ -97,12 +97,10 @@ def test_refused_messages_are_counted_by_reason(two):
 def test_a_peer_that_is_not_there_is_unreachable(two, tmp_path):
     _, _, node = two
     stranger = load_or_create_identity(tmp_path / "stranger.key").peer_id
-    begin = time.monotonic()
     with pytest.raises(Unreachable):
         node.run(node.post(stranger, b"x", timeout_s=3), WAIT_S)
     with pytest.raises(Unreachable, match="no peer id"):
         node.run(node.post("0OIl", b"x"), WAIT_S)
-    assert time.monotonic() - begin < 8
 
 
 def test_a_slow_handler_costs_the_sender_its_timeout_only(two):
@@ -145,13 +143,13 @@ def test_one_dead_address_among_living_ones_is_no_obstacle(peers):
     assert first.addresses[0] in [text for text, _ in second.known_addresses]
 
 
-def test_only_dead_addresses_are_a_clear_error_within_seconds(peers, tmp_path):
+def test_only_dead_addresses_are_a_clear_error_before_the_deadline(peers, tmp_path):
     peer_id = load_or_create_identity(tmp_path / "gone.key").peer_id
     dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{peer_id}"
     begin = time.monotonic()
     with pytest.raises(NobodyReachable, match=f"{dead}: .*refused"):
-        peers.node(known_peers=(dead,))
-    assert time.monotonic() - begin < 10
+        peers.node(known_peers=(dead,), deadline_s=10 * WAIT_S)
+    assert time.monotonic() - begin < 2 * WAIT_S
     alone = peers.node(known_peers=(dead,), must_reach=False)
     assert alone.addresses
     assert alone.run(alone.heal(), WAIT_S) == 0

@@ -26,7 +26,7 @@ from swarm.version import __version__
 from tests.network.conftest import Peers
 from tests.network.test_node import free_port
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def probed(peers: Peers, ledger: Ledger | None = None) -> Node:

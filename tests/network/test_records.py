@@ -12,7 +12,7 @@ from swarm.network.records import fetch_dated, fetch_records, publish
 from swarm.network.signed_records import MAX_SIGNED_BYTES, MAX_TTL_S
 from swarm.protocol.records import EVENT_TTL_S, MergeRecord, ValidationRecord
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def validation(number: int) -> ValidationRecord:
@@ -84,9 +84,11 @@ def test_both_see_both_and_the_newer_record_replaces_the_older(pair, key):
 
 def test_records_are_gone_when_they_expire(pair, key):
     first, second = pair
-    first.run(first.store(key, b"x", ttl_s=0.5), WAIT_S)
-    assert first.peer_id in second.run(second.get(key), WAIT_S)
-    expiration = second.run(second.get(key), WAIT_S)[first.peer_id].expiration
+    for ttl_s in (0.5, 2.0, 8.0, 32.0):  # a busy machine may look too late
+        first.run(first.store(key, b"x", ttl_s=ttl_s), WAIT_S)
+        if found := second.run(second.get(key), WAIT_S):
+            break
+    expiration = found[first.peer_id].expiration
     time.sleep(max(0.0, expiration - get_dht_time()) + 0.05)
     assert second.run(second.get(key), WAIT_S) == {}
 

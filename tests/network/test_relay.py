@@ -29,7 +29,7 @@ from swarm.network.streams import open_stream, stream_handler
 from swarm.network.traffic import Traffic
 from tests.network.conftest import LOOPBACK, Peers
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CLIENT = NetworkSection(client_mode=True)
 
 

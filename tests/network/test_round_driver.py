@@ -498,8 +498,8 @@ def test_a_machine_that_fails_is_told_to_the_trainer_not_waited_for(bench: Bench
     bench.driver.offer(make_offer(make_rules(), "A", TIP))
     began_s = time.monotonic()
     with pytest.raises(SwarmError, match="a bug"):
-        bench.driver.wait_for_tip(TIP.digest, WAIT_S)
-    assert time.monotonic() - began_s < WAIT_S / 2
+        bench.driver.wait_for_tip(TIP.digest, 10 * WAIT_S)
+    assert time.monotonic() - began_s < 2 * WAIT_S
     assert "a task of the round driver failed" in caplog.text
 
 

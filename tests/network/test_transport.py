@@ -112,5 +112,5 @@ def test_all_relays_together_get_the_time_of_one() -> None:
     began_s = time.monotonic()
     with pytest.raises(NoRoute, match="not found"):
         stage.ask(timeout_s=0.2)
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 60
     assert len(stage.asked) == 2
