@@ -13,7 +13,7 @@ CAUGHT_BY_SCHEDULE = {
     "anybody_signs": "P:2",
     "any_proof": "P:2",
     "any_attempt": "P:23",
-    "gaps_stay": "Q:1",
+    "gaps_stay": "Q:2",
     "returns_at_once": "P:31000139",
     "second_value_is_ignored": "P:57000809",
 }
