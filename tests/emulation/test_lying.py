@@ -32,8 +32,8 @@ def test_honest_peers_agree_and_go_on_beside_a_liar(seed: int) -> None:
 @pytest.mark.slow
 def test_a_peer_comes_back_along_certificates_after_the_whole_membership_changed_thrice() -> None:
     """It was away for some 400 of these rounds; a reform would mean that it gave up."""
-    outcome = run_schedule("Q", 1)
-    assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:1"
+    outcome = run_schedule("Q", 2)
+    assert outcome.violation is None, f"{outcome.violation}; scripts/simulate --replay Q:2"
     assert outcome.rounds > 400
     assert outcome.reforms == 0
 
