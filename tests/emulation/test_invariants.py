@@ -56,7 +56,7 @@ HOLES = {
     "L:52200310": "the same",
     "A:55119169": "the check's own: who left a generation needs not have kept its values",
     "C:55127031": "a proof began with an older head of the own chain, and was asked for for ever",
-    "o:3056": "the check's own: who left a generation need not serve the deltas that it voted for there",
+    "o:3056": "the check's own: who left a generation need not serve deltas that it voted for",
     "K:52110051": "the check's own: nobody asked for the heads that a proof had passed over",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
     "E:9462535": "the check's own: the value before a merge need not outlast the tip after that",

@@ -84,7 +84,9 @@ class Desk:
         self.ledger = Ledger()
 
     def inbound(self) -> Inbound:
-        transfers = SimpleNamespace(downloads=self.downloads, aside=self.aside)
+        transfers = SimpleNamespace(
+            downloads=self.downloads, attached=self.downloads, aside=self.aside
+        )
         desk = Inbound(
             cast(Transfers, transfers),
             self.ledger,
@@ -232,7 +234,9 @@ def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
 
         async def work(payload: bytes = payload) -> None:
             judge = lambda _: threads.append(threading.get_ident())  # noqa: E731
-            transfers = SimpleNamespace(downloads=desk.downloads, aside=desk.aside)
+            transfers = SimpleNamespace(
+                downloads=desk.downloads, attached=desk.downloads, aside=desk.aside
+            )
             inbox = Inbound(
                 cast(Transfers, transfers),
                 desk.ledger,
