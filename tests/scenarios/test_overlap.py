@@ -19,12 +19,6 @@ OVERLAPPED = [
 ]
 
 
-def offered_beside_a_round(swarm: LocalSwarm) -> int:
-    """How many rounds ended in the middle of local steps, rather than in a wait for them."""
-    rounds = [event for peer in swarm.peers for event in peer.events() if event["event"] == "round"]
-    return sum(1 for event in rounds if not event.get("waited_s"))
-
-
 def test_rounds_that_overlap_end_in_one_state_and_count_every_step(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, [*OVERLAPPED, "run.rounds=6"])
     with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
@@ -46,3 +40,14 @@ def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(tmp_pat
                 swarm.restart(peer, [])
         finish(swarm, 300)
         check(swarm, run_file, 8)
+
+
+@pytest.mark.exhaustive
+def test_rounds_of_a_given_time_overlap_too(tmp_path: Path) -> None:
+    """Each peer takes what steps fit, and offers them while it takes the next."""
+    timed = ["round.seconds=3.0", "optimizer.schedule_steps=200", "run.rounds=5"]
+    run_file = write_run(tmp_path, [*OVERLAPPED, *timed])
+    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+        swarm.start()
+        finish(swarm, 300)
+        check(swarm, run_file, 5)
