@@ -256,19 +256,25 @@ class Chain:
         Whoever joined along a proof and heard no more has a manifest at its beginning that all
         believe, and none begins with. What follows must be proved from the later head alone.
         """
-        if not path or path[0].head.digest in self.trusted:
-            return path
-        if path[0].head.digest not in (link.head.digest for link in self.links):
+        if not path or path[0].head.digest in self.trusted or not self._has(path[0].head):
             return path
         after = [
             replace(link, parent=link.parent or before.head) for before, link in pairwise(path)
         ]
-        trusted = [link for link in self.links if link.head.digest in self.trusted]
-        for link in reversed(trusted):
+        for link in reversed(self._footings):
             rest = [each for each in after if _code(each) > _code(link)]
             if rest and is_ancestor(_code(link), _code(rest[-1])):
                 return (Link(link.head), *_closed([link], rest))
         return path
+
+    @cached_property
+    def _footings(self) -> tuple[Link, ...]:
+        """The trusted heads, as far as they are here."""
+        return tuple(link for link in self.links if link.head.digest in self.trusted)
+
+    def _has(self, head: Head) -> bool:
+        at = self._place(head.code)
+        return at < len(self.links) and self.links[at].head.digest == head.digest
 
     def _place(self, code: Code) -> int:
         """How many links come before this place in the order of codes, which only grow."""

@@ -6,7 +6,7 @@ from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
-from swarm.emulation.simulator.schedule import run_schedule
+from tests.emulation.schedules import require_missed, require_sound
 
 CLASSES = sorted(name for name in ALL_CLASSES if name.upper() in OVERLAPPED)
 SEEDS = [
@@ -28,19 +28,12 @@ CAUGHT = {
 @pytest.mark.parametrize("fault_class", CLASSES)
 def test_no_overlapped_schedule_breaks_an_invariant(fault_class: str, seeds: range) -> None:
     for seed in seeds:
-        outcome = run_schedule(fault_class, seed)
-        assert outcome.violation is None, (
-            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class}:{seed}"
-        )
+        require_sound(fault_class, seed)
 
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_removed_rule_of_overlap_breaks_an_invariant(name: str) -> None:
-    mutant = ALL_MUTANTS[name]
-    fault_class, _, seed = CAUGHT[name].partition(":")
-    without = run_schedule(fault_class, int(seed), cast=mutant.cast)
-    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
-    assert run_schedule(fault_class, int(seed)).violation is None
+    require_missed(ALL_MUTANTS[name], CAUGHT[name])
 
 
 def test_every_mutant_of_overlap_is_caught() -> None:

@@ -6,8 +6,8 @@ from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.hostile import SLICED
-from swarm.emulation.simulator.schedule import run_schedule
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
+from tests.emulation.schedules import require_missed, require_sound
 
 SEEDS = [
     pytest.param(range(1), id="one"),
@@ -28,10 +28,7 @@ CAUGHT = {
 @pytest.mark.parametrize("fault_class", sorted({**CLASSES, **EXTENDED}))
 def test_no_schedule_with_slices_breaks_an_invariant(fault_class: str, seeds: range) -> None:
     for seed in seeds:
-        outcome = run_schedule(fault_class.lower(), seed)
-        assert outcome.violation is None, (
-            f"{outcome.violation}; trace: scripts/simulate --replay {fault_class.lower()}:{seed}"
-        )
+        require_sound(fault_class.lower(), seed)
 
 
 def test_each_class_is_there_with_slices_too() -> None:
@@ -41,11 +38,7 @@ def test_each_class_is_there_with_slices_too() -> None:
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_removed_rule_of_slices_breaks_an_invariant(name: str) -> None:
-    mutant = ALL_MUTANTS[name]
-    fault_class, _, seed = CAUGHT[name].partition(":")
-    without = run_schedule(fault_class, int(seed), cast=mutant.cast)
-    assert without.violation is not None, f"nothing noticed the lack of {mutant.rule}"
-    assert run_schedule(fault_class, int(seed)).violation is None
+    require_missed(ALL_MUTANTS[name], CAUGHT[name])
 
 
 def test_every_mutant_of_slices_is_caught() -> None:

@@ -403,10 +403,17 @@ class Pump:
         )
 
 
-def start_swarm(peers: str, rules: Rules | None = None, **options: object) -> Pump:
+def start_swarm(
+    peers: str,
+    rules: Rules | None = None,
+    *,
+    machine_class: type[RoundMachine] | None = None,
+    **options: object,
+) -> Pump:
     """A swarm whose members are these letters, in training from manifest 0."""
     rules = rules or make_rules()
     pump = Pump(rules, **options)  # type: ignore[arg-type]
+    pump.machine_class = machine_class or pump.machine_class
     founding = found(rules, list(peers))
     for peer in peers:
         pump.add(peer, founding)

@@ -4,34 +4,20 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.emulation.simulator.cast import AHEAD
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol import events
 from swarm.protocol.events import CancelFetch, Fetch, Purpose
 from swarm.protocol.messages import Ballot, Reduced, Roster
-from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.rounds.ahead import wanted_ahead
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound
 from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
 
 
-class Eager(RoundMachine):
-    """A machine that fetches ahead, as those of real peers do."""
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options, fetches_ahead=True)  # type: ignore[arg-type]
-
-
 def eager_swarm(peers: str) -> Pump:
     rules = make_rules(experts=6, parts=3)
-    pump = Pump(rules)
-    pump.machine_class = Eager
-    founding = found(rules, list(peers))
-    for peer in peers:
-        pump.add(peer, founding)
-    for peer in peers:
-        pump.boot(peer)
-    return pump
+    return start_swarm(peers, rules, machine_class=AHEAD.machine)
 
 
 def fetches(pump: Pump, peer: str, purpose: Purpose) -> list[Fetch]:

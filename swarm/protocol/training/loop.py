@@ -237,18 +237,22 @@ class Training:
             self.shell.lose(tokens, applied.reason)
 
     def _book_ahead(self, adoption: Adoption, applied: Applied, *, is_counted: bool) -> None:
-        """Steps beyond the tip go on, unless what they have changed begins anew [V2, V6].
-
-        A peer that is no member any more is dealt nothing, so its steps cannot be counted.
-        """
-        is_lost = adoption.begins_anew(self.rules.shared_units)
-        is_lost |= self.me not in applied.manifest.members
+        """Steps beyond the tip go on, unless they are lost [V2, V6]."""
+        is_lost = self._loses_steps(applied.manifest, adoption)
         tokens = self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
         if self.work and (is_lost or not self.work.steps):
             tokens += self.work.tokens
             self.work = None
         if tokens:
             self.shell.lose(tokens, applied.reason)
+
+    def _loses_steps(self, manifest: Manifest, adoption: Adoption) -> bool:
+        """Whether what the steps beyond the tip have changed begins anew, or cannot be counted.
+
+        A peer that is no member any more is dealt nothing.
+        """
+        is_member = self.me in manifest.members
+        return not is_member or adoption.begins_anew(self.rules.shared_units)
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
@@ -341,8 +345,11 @@ class Training:
         """As `_book_ahead`, for what was in flight when this peer stopped."""
         if saved is None or not self.rules.overlaps:
             return
-        if manifest.parent == saved.base_tip:
+        follows = manifest.parent == saved.base_tip
+        if follows:
             self.ahead.flight = saved
-        is_lost = adoption.begins_anew(self.rules.shared_units) or self.me not in manifest.members
-        is_counted = manifest.parent == saved.base_tip and manifest.counts(self.me)
+        is_counted, is_lost = (
+            follows and manifest.counts(self.me),
+            self._loses_steps(manifest, adoption),
+        )
         self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
