@@ -25,6 +25,8 @@ from tests.protocol.round_pump import found, make_rules
 MIB = 2**20
 GREEDY = 8
 HELLOS = 600
+UPLINK_MBIT = 50.0
+"""What they compete for; any machine that runs the tests is faster."""
 TIP = found(make_rules(), ["A", "B"])
 HELLO, _ = encode(Header(TIP.code, TIP.digest, TIP.generation), Hello(ask=False))
 
@@ -77,13 +79,18 @@ def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
 ) -> None:
     greedy = random.Random(0).randbytes(4 * MIB)
     theirs: set[str] = set()
-    victim = Victim(peers, tmp_path / "victim", is_apart=lambda digest: digest in theirs)
+    victim = Victim(
+        peers,
+        tmp_path / "victim",
+        is_apart=lambda digest: digest in theirs,
+        uplink_mbit=UPLINK_MBIT,
+    )
     theirs.add(digest := victim.store.put(greedy))
     attacker, member = peers.node(), peers.node()
     victim.ledger.admit([member.peer_id])
     wants = []
     for seed in range(1, 17):
-        blob = random.Random(seed).randbytes(4 * MIB)
+        blob = random.Random(seed).randbytes(MIB)
         wants.append(Want(victim.store.put(blob), len(blob), (victim.node.peer_id,)))
     busy: list[bytes] = []
     attack = [
@@ -94,14 +101,14 @@ def test_greedy_streams_get_less_than_the_members_that_they_compete_with(
     ]
     traffic = victim.node.traffic
 
-    wait_until(lambda: traffic.moments_bytes_sent > 16 * MIB)
+    wait_until(lambda: traffic.moments_bytes_sent > 2 * MIB)
     downloads = Downloads(member, BlobStore())
     fetching = asyncio.run_coroutine_threadsafe(fetch(downloads, wants), member.loop)
     wait_until(lambda: traffic.blob_bytes_sent > 0)
     before = traffic.moments_bytes_sent
     fetching.result(WAIT_S)
-    assert traffic.blob_bytes_sent == 64 * MIB
-    assert traffic.moments_bytes_sent - before < traffic.blob_bytes_sent
+    wait_until(lambda: traffic.blob_bytes_sent == 16 * MIB)
+    assert traffic.moments_bytes_sent - before < traffic.blob_bytes_sent / 2, "a third, and a bit"
     assert len(busy) == GREEDY - LIMITS[Cost.STREAMS].stranger.most
     for stream in attack:
         stream.cancel()

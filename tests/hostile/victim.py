@@ -17,7 +17,7 @@ from swarm.network.serve import BlobServer
 from swarm.network.transfers import Transfers
 from swarm.protocol.events import Event, Received, Record
 from swarm.protocol.trust import Chain, Foothold
-from tests.network.conftest import Peers
+from tests.network.conftest import LOOPBACK, Peers
 from tests.network.test_round_driver import LAYOUT
 from tests.protocol.round_pump import found, make_rules
 
@@ -29,7 +29,11 @@ class Victim:
     """Serves a store on disk, takes messages in, and knows who its members are."""
 
     def __init__(
-        self, peers: Peers, folder: Path, is_apart: Callable[[str], bool] | None = None
+        self,
+        peers: Peers,
+        folder: Path,
+        is_apart: Callable[[str], bool] | None = None,
+        uplink_mbit: float | None = None,
     ) -> None:
         """Starts its node; blobs that are `apart` count as moments in its traffic."""
         self.ledger, self.store = Ledger(), BlobStore(folder)
@@ -42,7 +46,8 @@ class Victim:
                 on_message=self._on_message,
                 streams={PROTOCOL: server.serve},
                 ledger=self.ledger,
-            )
+            ),
+            network=LOOPBACK.model_copy(update={"max_upload_mbit": uplink_mbit}),
         )
         self.transfers = Transfers(self.node, self.store, LAYOUT, self.events.append)
         tip = replace(found(make_rules(), [self.node.peer_id]), run=RUN)
