@@ -27,8 +27,8 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.config import MergingConfig, RunConfig, parse_config
-from swarm.emulation.simulator.cast import Cast, Character, Setup
 from swarm.emulation.simulator.surroundings import Packet, Payload
+from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest
 from swarm.emulation.simulator.world import World
 from swarm.errors import StateError
 from swarm.experts import expert_unit, shared_unit
@@ -485,7 +485,7 @@ def counted(num_peers: int) -> Counter[str]:
     )
     timers = Timers(roster_s=2 * ROUND_S, roster_late_s=4 * ROUND_S, attempt_s=10 * ROUND_S)
     characters = {peer: Character(local_steps_s=ROUND_S) for peer in peers}
-    world = _Counting(Setup(peers, rules, timers, characters), Random("scale"), cast=Cast())
+    world = _Counting(Setup(peers, rules, timers, characters), Random("scale"), tested=UnderTest())
 
     def has_done(rounds: int) -> Callable[[], bool]:
         return lambda: world.nodes[peers[0]].disk.record.tip.round >= rounds

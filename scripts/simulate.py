@@ -6,12 +6,12 @@ import sys
 import time
 
 from swarm.emulation.simulator.batch import Tally, jobs_of, run_jobs
-from swarm.emulation.simulator.cast import AHEAD
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.faults import CLASSES
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.emulation.simulator.taking_part import AHEAD
 
 PROGRESS_EVERY_S = 10.0
 
@@ -73,7 +73,7 @@ def replay(name: str, mutant_name: str | None, *, is_ahead: bool) -> int:
     outcome = run_schedule(
         fault_class,
         int(seed),
-        cast=mutant.cast if mutant else usual,
+        tested=mutant.tested if mutant else usual,
         mix=mutant.mix if mutant else None,
         trace=print,
     )

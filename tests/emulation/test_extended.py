@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS, EXTENDED_MUTANTS
 from swarm.emulation.simulator.faults import CALM_TIMERS, draw
 from swarm.emulation.simulator.fetching import ANSWER_WITHIN_S
 from swarm.emulation.simulator.schedule import build, play, run_schedule
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.violation import Violation
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Timers
@@ -79,7 +79,7 @@ BY_DIRECTED_TEST = {
 @pytest.mark.parametrize("name", BY_DIRECTED_TEST)
 def test_a_removed_rule_of_the_extended_model_fails_its_directed_test(name, monkeypatch):
     BY_DIRECTED_TEST[name]()
-    monkeypatch.setattr(round_pump, "RoundMachine", ALL_MUTANTS[name].cast.machine)
+    monkeypatch.setattr(round_pump, "RoundMachine", ALL_MUTANTS[name].tested.machine)
     with pytest.raises(AssertionError):
         BY_DIRECTED_TEST[name]()
 
@@ -124,9 +124,9 @@ class _Stale:
             world.at(0.05, self.look, world)
 
 
-def shown_a_stale_tip(cast=None):
+def shown_a_stale_tip(tested=None):
     stale = _Stale()
-    world = run(scenario([(20.0, lambda world: stale.look(world), ())], heal_s=200.0), cast)
+    world = run(scenario([(20.0, lambda world: stale.look(world), ())], heal_s=200.0), tested)
     assert stale.stage == 3
     return world
 
@@ -137,10 +137,10 @@ def test_a_peer_without_its_record_does_not_vote_again_where_it_may_have_voted()
 
 def test_to_abstain_for_two_heights_is_not_enough_without_a_record():
     with pytest.raises(Violation, match="I1"):
-        shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"].cast)
+        shown_a_stale_tip(EXTENDED_MUTANTS["abstains_for_two_heights"].tested)
 
 
-def lone_member_forgets(cast=None):
+def lone_member_forgets(tested=None):
     """The only member loses its disk; a stranger that follows it has an older tip."""
     script = [
         (0.1, World.split, ((("p0",), ("p1",)),)),
@@ -150,7 +150,7 @@ def lone_member_forgets(cast=None):
         (20.2, World.reboot, ("p0",)),
     ]
     this = scenario(script, heal_s=21.0, peers=("p0", "p1"))
-    return run(replace(this, setup=replace(this.setup, founders=("p0",))), cast)
+    return run(replace(this, setup=replace(this.setup, founders=("p0",))), tested)
 
 
 def test_a_lone_member_without_its_record_goes_on_in_a_generation_of_its_own():
@@ -160,7 +160,7 @@ def test_a_lone_member_without_its_record_goes_on_in_a_generation_of_its_own():
 
 def test_a_lone_member_that_voted_without_its_record_would_decide_a_height_twice():
     with pytest.raises(Violation, match="I1"):
-        lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"].cast)
+        lone_member_forgets(EXTENDED_MUTANTS["lone_abstainer_votes"].tested)
 
 
 def forget(world, name):
@@ -205,7 +205,7 @@ def test_a_wall_clock_that_jumps_changes_nothing():
             this = draw(EXTENDED["H"], random)
             kept = [line for line in this.script if with_jumps or line[1] is not World.skew]
             jumps += len(this.script) - len(kept)
-            world = build(replace(this, script=tuple(kept)), random, cast=Cast())
+            world = build(replace(this, script=tuple(kept)), random, tested=UnderTest())
             play(world, this)
             tips.append((world.now, best_tip(world).digest))
         assert tips[0] == tips[1]

@@ -94,7 +94,7 @@ def test_of_a_long_round(check: Check) -> None:
 @pytest.mark.parametrize("name", WAITING_MUTANTS)
 def test_a_removed_rule_of_waiting_is_caught(name: str) -> None:
     with pytest.raises(AssertionError):
-        CAUGHT[name](WAITING_MUTANTS[name].cast.machine)
+        CAUGHT[name](WAITING_MUTANTS[name].tested.machine)
 
 
 # ---------------------------------------------------------------- rounds of an hour

@@ -45,7 +45,7 @@ def test_every_rule_has_a_schedule_that_shows_its_absence() -> None:
 def test_a_rule_that_is_removed_is_missed(name: str) -> None:
     fault_class, _, seed = CAUGHT_BY_SCHEDULE[name].partition(":")
     mutant = LYING_MUTANTS[name]
-    outcome = run_schedule(fault_class, int(seed), cast=mutant.cast, mix=mutant.mix)
+    outcome = run_schedule(fault_class, int(seed), tested=mutant.tested, mix=mutant.mix)
     assert outcome.violation, f"{mutant.rule}: nothing broke"
 
 

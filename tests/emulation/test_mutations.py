@@ -89,7 +89,7 @@ def test_a_removed_rule_breaks_an_invariant(name: str) -> None:
 def test_a_removed_rule_fails_its_directed_test(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = CAUGHT_BY_DIRECTED_TEST[name]
     check()
-    monkeypatch.setattr(round_pump, "RoundMachine", MUTANTS[name].cast.machine)
+    monkeypatch.setattr(round_pump, "RoundMachine", MUTANTS[name].tested.machine)
     assert round_pump.RoundMachine is not RoundMachine
     with pytest.raises((AssertionError, ValueError)):
         check()

@@ -22,7 +22,7 @@ from swarm.protocol.training import (
     Work,
     at_once,
 )
-from swarm.protocol.training.resuming import problem_of, way_to
+from swarm.protocol.training.resuming import manifests_to, problem_of
 from tests.protocol.round_pump import found, make_rules
 
 RULES = make_rules(experts=2, parts=1)
@@ -412,11 +412,11 @@ def test_the_way_goes_over_the_parent_only_from_before_it() -> None:
     parent = after(TIP)
     tip = after(parent, kind=Kind.MERGE)
     newest = Applied(tip, 0.0, parent=parent)
-    assert way_to(newest, tip.digest) == []
-    assert way_to(newest, parent.digest) == [tip]
-    assert way_to(newest, TIP.digest) == [parent, tip]
-    assert way_to(newest, "elsewhere") == [tip]
-    assert way_to(Applied(tip, 0.0), TIP.digest) == [tip]
+    assert manifests_to(newest, tip.digest) == []
+    assert manifests_to(newest, parent.digest) == [tip]
+    assert manifests_to(newest, TIP.digest) == [parent, tip]
+    assert manifests_to(newest, "elsewhere") == [tip]
+    assert manifests_to(Applied(tip, 0.0), TIP.digest) == [tip]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """Faults of living peers, told by a monitor with their true cause and the peer's name."""
 
+import json
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarm.emulation.fault_plan import parse_plan
 from swarm.emulation.fault_runner import FaultRunner
+from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.local_swarm import LocalPeer, LocalSwarm
+from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.errors import NobodyReachable
 from swarm.monitor.causes import Cause, Fault, causes_of
 from swarm.network.blobs import BlobStore
@@ -97,6 +103,45 @@ def test_a_full_disk_is_named_in_the_words_of_the_system(runner: FaultRunner, wa
     finally:
         resource.prlimit(pid, kind, before)
     assert "peer-2 waits" in found.text and "raise the limit of file sizes" in found.text
+
+
+@pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here()))
+def test_a_cut_line_is_named_with_both_its_ends(tmp_path: Path) -> None:
+    """The monitor reaches everybody; peer 2 and the two others do not reach each other."""
+    links = NamespaceLinks(LINKS["datacentre"])
+    run_file = write_run(tmp_path, ["run.rounds=100000"])
+    with closing(links), LocalSwarm(tmp_path / "swarm", run_file, 3, links=links) as swarm:
+        swarm.start()
+        swarm.wait_until(has_rounds(2), what="two rounds", timeout_s=4 * ROUND_S)
+        with looks(swarm, place=3) as seen:
+            next(seen)
+            both_ways = [(2, 0), (2, 1), (0, 2), (1, 2)]
+            links.cut(both_ways)
+            began_s, victim = time.monotonic(), peer_id(swarm.peers[2])
+            found: list[Any] = []
+            while not found and time.monotonic() - began_s < 2 * ROUND_S:
+                causes = next(seen)["causes"]
+                found = [c for c in causes if c["peer"] == victim and c["fault"] == Fault.CUT.value]
+        assert found, f"not told: {causes}"
+        text = found[0]["text"]
+        sys.stdout.write(f"{time.monotonic() - began_s:.1f} s: {text}\n")
+        assert text.startswith("peer-2: its line to ") and "is cut: no message gets" in text
+        assert "peer-0" in text and "peer-1" in text
+
+
+@contextmanager
+def looks(swarm: LocalSwarm, place: int) -> Iterator[Iterator[Any]]:
+    """What a monitor says at a place of the swarm's network, look by look."""
+    assert swarm.links
+    prefix, _ = swarm.links.place(place)
+    command = [*prefix, sys.executable, "-m", "peers.monitor", "--json", "--follow"]
+    command += ["--initial-peers", swarm.peers[0].join_address()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield (json.loads(line) for line in process.stdout)
+        finally:
+            process.terminate()
 
 
 def test_a_dead_owner_is_named_with_its_experts(runner: FaultRunner, watch: Watch) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 
-from swarm.emulation.simulator.cast import AHEAD
 from swarm.emulation.simulator.extended_mutants import ALL_MUTANTS
 from swarm.emulation.simulator.schedule import Outcome, run_schedule
+from swarm.emulation.simulator.taking_part import AHEAD
 
 CHUNK = 10
 """Schedules that a process takes at a time."""
@@ -71,9 +71,9 @@ def jobs_of(
 def run_job(job: Job) -> Outcome:
     """Runs one schedule, with the mutant's code and faults if it names one."""
     if job.mutant is None:
-        return run_schedule(job.fault_class, job.seed, cast=AHEAD if job.is_ahead else None)
+        return run_schedule(job.fault_class, job.seed, tested=AHEAD if job.is_ahead else None)
     mutant = ALL_MUTANTS[job.mutant]
-    return run_schedule(job.fault_class, job.seed, cast=mutant.cast, mix=mutant.mix)
+    return run_schedule(job.fault_class, job.seed, tested=mutant.tested, mix=mutant.mix)
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:

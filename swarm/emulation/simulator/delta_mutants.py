@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from swarm.emulation.simulator.arithmetic import Averaging
-from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.deltas import Deltas, Step
 from swarm.emulation.simulator.disk import Disk, Live, PrivateState
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.taking_part import UnderTest, machine_of
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Tag
 from swarm.experts import expert_of_unit, expert_unit
@@ -81,9 +81,9 @@ class _EncodedAnew(Deltas):
         super().load(replace(private, named={}))
 
 
-def _trained_with(deltas: type[Deltas]) -> Cast:
+def _trained_with(deltas: type[Deltas]) -> UnderTest:
     model = type("MutantModel", (Model,), {"deltas_type": deltas})
-    return Cast(trainer=type("MutantTrainer", (Trainer,), {"model_type": model}))
+    return UnderTest(trainer=type("MutantTrainer", (Trainer,), {"model_type": model}))
 
 
 class _ReportedAtOnce(Averaging):
@@ -122,27 +122,33 @@ APART = replace(
 """Peers miss rounds, and go on without the others."""
 
 DELTA_MUTANTS: Mapping[str, Mutant] = {
-    "own_delta_stays": Mutant("W8: what was counted is taken off", Cast(training=_OwnDeltaStays)),
+    "own_delta_stays": Mutant(
+        "W8: what was counted is taken off", UnderTest(training=_OwnDeltaStays)
+    ),
     "own_delta_twice": Mutant("W8: it is taken off once", _trained_with(_Twice)),
-    "any_base_goes_on": Mutant("W8: only the base's successor moves it", Cast(training=_AnyBase)),
-    "tokens_carried": Mutant("W8: what goes on is dealt to others", Cast(training=_TokensCarried)),
+    "any_base_goes_on": Mutant(
+        "W8: only the base's successor moves it", UnderTest(training=_AnyBase)
+    ),
+    "tokens_carried": Mutant(
+        "W8: what goes on is dealt to others", UnderTest(training=_TokensCarried)
+    ),
     "encoded_anew": Mutant("W8: a delta is made once", _trained_with(_EncodedAnew)),
     "reported_before_durable": Mutant(
-        "W5: means are durable before they are reported", Cast(averaging=_ReportedAtOnce)
+        "W5: means are durable before they are reported", UnderTest(averaging=_ReportedAtOnce)
     ),
     "left_over_at_once": Mutant(
-        "W5: what is left over waits for the manifest", Cast(remainders=_LeftAtOnce)
+        "W5: what is left over waits for the manifest", UnderTest(remainders=_LeftAtOnce)
     ),
     "left_over_after_jump": Mutant(
-        "W5: who passed manifests over drops it", Cast(remainders=_LeftAfterJump), APART
+        "W5: who passed manifests over drops it", UnderTest(remainders=_LeftAfterJump), APART
     ),
     "unknown_delta_taken": Mutant(
-        "W8: only what is known to be in x is taken off", Cast(training=_UnknownDeltaTaken)
+        "W8: only what is known to be in x is taken off", UnderTest(training=_UnknownDeltaTaken)
     ),
     "deltas_collected": Mutant(
-        "GC: the deltas of the tip are kept", Cast(machine_of(_DeltasCollected))
+        "GC: the deltas of the tip are kept", UnderTest(machine_of(_DeltasCollected))
     ),
     "votes_without_deltas": Mutant(
-        "W6: who votes can serve the deltas", Cast(machine_of(_VotesWithoutDeltas))
+        "W6: who votes can serve the deltas", UnderTest(machine_of(_VotesWithoutDeltas))
     ),
 }

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from swarm.emulation.simulator.cast import Character, Loss, Snare
 from swarm.emulation.simulator.faults import Draw, Mix, Scenario
+from swarm.emulation.simulator.taking_part import Character, Loss, PlannedCrash
 from swarm.emulation.simulator.traps import TRAPS
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
@@ -319,12 +319,14 @@ class ExtendedDraw(Draw):
             loss = random.choice([Loss.RECORD, Loss.RECORD, Loss.DISK])
             isolated = self._victim() if random.random() < 0.5 else None
             restart_s = random.choice(self.mix.restart_s)
-            self._plan(time_s, World.arm, peer, Snare(trap, restart_s, isolated, loss))
+            self._plan(time_s, World.arm, peer, PlannedCrash(trap, restart_s, isolated, loss))
 
     def _betrayed_revolt(self, time_s: float) -> None:
         """Two conveners lose each other; the vote that one of them gets is lost."""
-        snare = Snare(TRAPS["vote"], self.random.choice(self.mix.restart_s), None, Loss.RECORD)
-        self._plan(time_s, World.revolt, snare, self.random.choice([8.0, 15.0]))
+        planned = PlannedCrash(
+            TRAPS["vote"], self.random.choice(self.mix.restart_s), None, Loss.RECORD
+        )
+        self._plan(time_s, World.revolt, planned, self.random.choice([8.0, 15.0]))
 
     # ------------------------------------------------------------ clocks and links
 

@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from swarm.emulation.simulator.cast import Cast, machine_of, under
 from swarm.emulation.simulator.delta_mutants import DELTA_MUTANTS
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
+from swarm.emulation.simulator.taking_part import UnderTest, machine_of, tested_under
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
 from swarm.protocol.dealing import Book, num_samples
@@ -225,69 +225,81 @@ SLOW_LINKS = replace(
 EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "rolled_back_votes": Mutant(
         "P5: a rolled-back record casts no vote",
-        Cast(rolled_back=lambda earlier: earlier),
+        UnderTest(rolled_back=lambda earlier: earlier),
         BETRAYED_REVOLTS,
     ),
     "lost_record_votes": Mutant(
-        "P5: nor does a lost one", Cast(without_record=lambda _, shown: shown)
+        "P5: nor does a lost one", UnderTest(without_record=lambda _, shown: shown)
     ),
     "abstains_for_two_heights": Mutant(
         "P5: without a record no height is high enough",
-        Cast(without_record=_abstains_for_two_heights),
+        UnderTest(without_record=_abstains_for_two_heights),
     ),
     "lone_abstainer_votes": Mutant(
         "P5: a lone member without its record reforms",
-        Cast(machine_of(_LoneAbstainerVotes)),
+        UnderTest(machine_of(_LoneAbstainerVotes)),
     ),
     "failed_sync_awaited": Mutant(
-        "A3: a sync that failed is tried again", Cast(machine_of(_FailedSyncAwaited))
+        "A3: a sync that failed is tried again", UnderTest(machine_of(_FailedSyncAwaited))
     ),
     "four_are_a_quorum": Mutant(
-        "a quorum is a majority of all members", Cast(machine_of(_FourAreAQuorum))
+        "a quorum is a majority of all members", UnderTest(machine_of(_FourAreAQuorum))
     ),
     "unheard_goes_first": Mutant(
-        "K1: a convener that got no answers goes last", Cast(machine_of(_UnheardGoesFirst))
+        "K1: a convener that got no answers goes last", UnderTest(machine_of(_UnheardGoesFirst))
     ),
     "last_ones_keep_step": Mutant(
-        "K1: two that got no answers do not begin together", Cast(machine_of(_LastOnesKeepStep))
+        "K1: two that got no answers do not begin together",
+        UnderTest(machine_of(_LastOnesKeepStep)),
     ),
     "fetching_is_worth_nothing": Mutant(
-        "C3: to fetch the tip is work", Cast(machine_of(_FetchingIsWorthNothing))
+        "C3: to fetch the tip is work", UnderTest(machine_of(_FetchingIsWorthNothing))
     ),
     "those_behind_are_silent": Mutant(
-        "C3: a patient round waits for those that fetch", Cast(machine_of(_ThoseBehindAreSilent))
+        "C3: a patient round waits for those that fetch",
+        UnderTest(machine_of(_ThoseBehindAreSilent)),
     ),
-    "wall_clock": Mutant("the wall clock does not matter", Cast(clock=attrgetter("wall_s"))),
-    "clock_stops_in_sleep": Mutant("B2: time asleep has passed", Cast(clock=attrgetter("awake_s"))),
+    "wall_clock": Mutant("the wall clock does not matter", UnderTest(clock=attrgetter("wall_s"))),
+    "clock_stops_in_sleep": Mutant(
+        "B2: time asleep has passed", UnderTest(clock=attrgetter("awake_s"))
+    ),
     "goes_on_after_stand_still": Mutant(
-        "B2: who stood still listens first", Cast(machine_of(_GoesOnAfterStandStill))
+        "B2: who stood still listens first", UnderTest(machine_of(_GoesOnAfterStandStill))
     ),
     "transfer_limit_fixed": Mutant(
-        "a transfer may take as long as its bytes need", Cast(waits_on=False)
+        "a transfer may take as long as its bytes need", UnderTest(waits_on=False)
     ),
     "timers_not_adapted": Mutant(
-        "timers follow sizes and rates", Cast(timers=lambda _, base: base), SLOW_LINKS
+        "timers follow sizes and rates", UnderTest(timers=lambda _, base: base), SLOW_LINKS
     ),
     "hand_over_not_awaited": Mutant(
-        "N4: what a living owner hands over is waited for", Cast(taking=_HandOverNotAwaited)
+        "N4: what a living owner hands over is waited for", UnderTest(taking=_HandOverNotAwaited)
     ),
     "older_moments_taken": Mutant(
-        "N2: moments are no older than their weights", Cast(taking=_OlderMomentsTaken)
+        "N2: moments are no older than their weights", UnderTest(taking=_OlderMomentsTaken)
     ),
-    "weights_ignored": Mutant("W1: a value weighs its tokens", Cast(machine_of(_WeightsIgnored))),
-    "whole_deals_count": Mutant("T3: only what was used counts", under(_WholeDealsCount)),
-    "holes_forgotten": Mutant("T1: what was not used is dealt again", under(_HolesForgotten)),
-    "dealt_anew_at_reform": Mutant("T4: survivors read on", under(_DealtAnewAtReform)),
+    "weights_ignored": Mutant(
+        "W1: a value weighs its tokens", UnderTest(machine_of(_WeightsIgnored))
+    ),
+    "whole_deals_count": Mutant("T3: only what was used counts", tested_under(_WholeDealsCount)),
+    "holes_forgotten": Mutant(
+        "T1: what was not used is dealt again", tested_under(_HolesForgotten)
+    ),
+    "dealt_anew_at_reform": Mutant("T4: survivors read on", tested_under(_DealtAnewAtReform)),
     "all_are_kept": Mutant(
-        "C4: keys that vanish cost a few rosters", Cast(machine_of(_AllAreKept))
+        "C4: keys that vanish cost a few rosters", UnderTest(machine_of(_AllAreKept))
     ),
-    "vote_at_once": Mutant("R7: a vote is earned", under(_VoteAtOnce)),
+    "vote_at_once": Mutant("R7: a vote is earned", tested_under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
-        "R7: few become voters in a round", under(_AllThatHaveEarnedIt)
+        "R7: few become voters in a round", tested_under(_AllThatHaveEarnedIt)
     ),
-    "any_number_is_young": Mutant("R7: the young are few", under(_AnyNumberIsYoung)),
-    "trainees_count": Mutant("R7: a trainee is in no quorum", Cast(machine_of(_TraineesCount))),
-    "waits_for_moments": Mutant("N1: nobody waits for moments", Cast(training=_WaitsForMoments)),
+    "any_number_is_young": Mutant("R7: the young are few", tested_under(_AnyNumberIsYoung)),
+    "trainees_count": Mutant(
+        "R7: a trainee is in no quorum", UnderTest(machine_of(_TraineesCount))
+    ),
+    "waits_for_moments": Mutant(
+        "N1: nobody waits for moments", UnderTest(training=_WaitsForMoments)
+    ),
 }
 ALL_MUTANTS: Mapping[str, Mutant] = {
     **MUTANTS,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Character, Setup, Snare
 from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.taking_part import Character, PlannedCrash, Setup
 from swarm.emulation.simulator.traps import TRAPS, Countdown
 from swarm.emulation.simulator.world import World
 from swarm.experts import expert_unit, shared_unit
@@ -278,8 +278,8 @@ class Draw:
         name = random.choices(list(mix.traps), list(mix.traps.values()))[0]
         skip = random.randrange(30) if name == "any" else random.choice([0, 0, 0, 1, 2])
         isolated = self._victim() if random.random() < mix.ambush else None
-        snare = Snare(Countdown(TRAPS[name], skip), random.choice(mix.restart_s), isolated)
-        self._plan(time_s, World.arm, self._victim(), snare)
+        planned = PlannedCrash(Countdown(TRAPS[name], skip), random.choice(mix.restart_s), isolated)
+        self._plan(time_s, World.arm, self._victim(), planned)
 
     def _pause(self, time_s: float) -> None:
         peer = self._victim()
@@ -311,8 +311,8 @@ class Draw:
 
     def _revolt(self, time_s: float) -> None:
         """The convener and another peer lose each other; whoever promises anything crashes."""
-        snare = Snare(TRAPS["promise"], self.random.choice(self.mix.restart_s))
-        self._plan(time_s, World.revolt, snare, self.random.choice([8.0, 15.0]))
+        planned = PlannedCrash(TRAPS["promise"], self.random.choice(self.mix.restart_s))
+        self._plan(time_s, World.revolt, planned, self.random.choice([8.0, 15.0]))
 
     def _isolate(self, time_s: float) -> None:
         """One peer reaches nobody for a short while."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.emulation.simulator.cast import Setup
+from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Initial, Values
 from swarm.experts import expert_of_unit
 from swarm.protocol.manifest import FOUNDING_GENERATION, Entry, Founding, Kind, Manifest, Member

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.extended import (
     EXTENDED,
     LARGE,
@@ -26,6 +25,7 @@ from swarm.emulation.simulator.forging import FORGERIES, forge, older_keys
 from swarm.emulation.simulator.keys import KEYS
 from swarm.emulation.simulator.lying import CONVENING, OTHERS, VOTES
 from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.taking_part import Character
 from swarm.emulation.simulator.world import World
 from swarm.protocol.manifest import PeerId
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.faults import Draw, Mix, Scenario
 from swarm.emulation.simulator.network import Weather
+from swarm.emulation.simulator.taking_part import Character
 from swarm.emulation.simulator.world import World
 
 MANY, FEW = 8, 3

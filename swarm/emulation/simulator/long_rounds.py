@@ -14,7 +14,6 @@ from random import Random
 from typing import ClassVar
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.cast import Cast, Character, Setup
 from swarm.emulation.simulator.faults import (
     CALM_TIMERS,
     SAMPLE_TOKENS,
@@ -24,6 +23,7 @@ from swarm.emulation.simulator.faults import (
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.schedule import build
+from swarm.emulation.simulator.taking_part import Character, Setup, UnderTest
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.world import World
 from swarm.protocol.deadlines import Measured, Timers, production_timers
@@ -175,8 +175,8 @@ def go_through(
     characters = {peer: Character(sync_s=0.05) for peer in works}
     setup = Setup(tuple(works), rules, CALM_TIMERS, characters, has_adapted_timers=True)
     scenario = Scenario(setup, CALM_TIMERS, Weather(delay_s=0.05), {}, (), within_s, ())
-    cast = Cast(machine=machine, trainer=trainer, timers=real_timers)
-    world = build(scenario, Random(0), cast=cast)
+    tested = UnderTest(machine=machine, trainer=trainer, timers=real_timers)
+    world = build(scenario, Random(0), tested=tested)
     course = Course(world)
     for time_s, what in at:
         world.at(time_s, what, course)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from random import Random
 from typing import Protocol
 
-from swarm.emulation.simulator.cast import Setup
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.signing import sign
 from swarm.emulation.simulator.surroundings import Packet
+from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Trained, mean_of
 from swarm.experts import expert_of_unit
 from swarm.protocol.manifest import Manifest, PeerId, Unit

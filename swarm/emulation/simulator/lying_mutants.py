@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
+from swarm.emulation.simulator.taking_part import UnderTest, machine_of
 from swarm.protocol.events import HeadsFound
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
@@ -68,30 +68,30 @@ FORGERS = replace(_P, forgeries=(4, 8))
 LYING_MUTANTS: Mapping[str, Mutant] = {
     "nothing_is_shown": Mutant(
         "A6: what is voted for follows from evidence",
-        Cast(machine_of(_NothingIsShown)),
+        UnderTest(machine_of(_NothingIsShown)),
         CALM_LIES,
     ),
     "anybody_signs": Mutant(
-        "A6, L1: signatures are those of their peers", Cast(door=_AnybodySigns), CALM_LIES
+        "A6, L1: signatures are those of their peers", UnderTest(door=_AnybodySigns), CALM_LIES
     ),
     "any_proof": Mutant(
         "L1: a tip is believed along certificates",
-        Cast(machine_of(_AnyProof)),
+        UnderTest(machine_of(_AnyProof)),
         FORGERS,
     ),
     "any_attempt": Mutant(
         "A5: one message does not use up the ballots",
-        Cast(machine_of(_AnyAttempt)),
+        UnderTest(machine_of(_AnyAttempt)),
         CALM_LIES,
     ),
     "returns_at_once": Mutant(
-        "A7: whoever had a vote lets others convene", Cast(machine_of(_ReturnsAtOnce))
+        "A7: whoever had a vote lets others convene", UnderTest(machine_of(_ReturnsAtOnce))
     ),
     "second_value_is_ignored": Mutant(
         "A4: a convener with two values under one attempt is replaced",
-        Cast(machine_of(_SecondValueIsIgnored)),
+        UnderTest(machine_of(_SecondValueIsIgnored)),
     ),
     "gaps_stay": Mutant(
-        "L3: heads that a proof passed over are fetched", Cast(machine_of(_GapsStay))
+        "L3: heads that a proof passed over are fetched", UnderTest(machine_of(_GapsStay))
     ),
 }

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.faults import CLASSES, Mix
+from swarm.emulation.simulator.taking_part import UnderTest, machine_of
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.training_mutants import (
     MergesOnApply,
@@ -46,7 +46,7 @@ class Mutant:
 
     rule: str
     """The rule that it lacks."""
-    cast: Cast
+    tested: UnderTest
     mix: Mix | None = None
     """Faults of its own; None: those of the class that is run."""
 
@@ -297,8 +297,8 @@ def _of(
     *parts: type,
     training: type[Training] = Training,
     trainer: type[Trainer] = Trainer,
-) -> Cast:
-    return Cast(machine_of(*parts), training, trainer)
+) -> UnderTest:
+    return UnderTest(machine_of(*parts), training, trainer)
 
 
 MUTANTS: Mapping[str, Mutant] = {

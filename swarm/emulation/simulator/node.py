@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 from swarm.emulation.simulator.arithmetic import average, merge, rebuild
-from swarm.emulation.simulator.cast import Character, Snare, Times
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.fetching import Fetcher, Get
@@ -17,6 +16,7 @@ from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
+from swarm.emulation.simulator.taking_part import Character, PlannedCrash, Times
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Tag
@@ -69,7 +69,7 @@ class Node(Ports):
         self.me = me
         self.character = character
         self.disk = disk
-        self.snare: Snare | None = None
+        self.planned: PlannedCrash | None = None
         self.fell_s = -1.0
         """Time of a crash that also lost what had just been posted."""
         self.is_up = False
@@ -139,9 +139,9 @@ class Node(Ports):
         self._is_listening = True
         self.fetcher = StreamingFetcher(self) if world.setup.has_slow_links else Fetcher(self)
         self._pace = Pace(world.task.rules.unit_bytes)
-        giving, taking = world.cast.giving(), world.cast.taking()
+        giving, taking = world.tested.giving(), world.tested.taking()
         self.exchange = Exchange(self, giving, taking, world.setup.copy_s or 0.0)
-        self.machine = world.cast.machine(
+        self.machine = world.tested.machine(
             self.me,
             self.character.capacity,
             world.task.rules,
@@ -157,8 +157,8 @@ class Node(Ports):
         for _, left in self.remainders.items():
             world.task.values.dropped.update(left)
         rounds = world.task.rules.silent_limit
-        self.remainders = world.cast.remainders(self.disk.record.tip.digest, rounds)
-        self.trainer = world.cast.trainer(self, world.task, world.cast.training)
+        self.remainders = world.tested.remainders(self.disk.record.tip.digest, rounds)
+        self.trainer = world.tested.trainer(self, world.task, world.tested.training)
         self._note("boots")
         self._execute(self.machine.start(self.clock_s()))
         if self.is_up:
@@ -169,14 +169,14 @@ class Node(Ports):
     def use(self, timers: Timers) -> None:
         """From now on the machine has these timers, or such as are adapted from them."""
         if self._adapts_timers:
-            timers = self.world.cast.timers(self.measured(), timers)
+            timers = self.world.tested.timers(self.measured(), timers)
         self.machine.timers = timers
 
     def crash(self) -> None:
         """Kills the process; the disk stays."""
         self._note("crashes")
         self.is_up = False
-        self.snare = None
+        self.planned = None
         self.disk.crash(self.world.random)
 
     def pause(self) -> None:
@@ -208,7 +208,7 @@ class Node(Ports):
         """What this peer's machine takes for the time."""
         passed_s = self.character.clock_s + self.world.now
         wall_s = self.world.now + self.wall_ahead_s
-        return self.world.cast.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
+        return self.world.tested.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
 
     # ------------------------------------------------------------ what fetcher and trainer use
 
@@ -288,10 +288,10 @@ class Node(Ports):
                 if text:
                     self._note(text)
             self._perform[type(effect)](effect)
-            snare = self.snare
-            if snare is not None and snare.trap(effect):
+            planned = self.planned
+            if planned is not None and planned.trap(effect):
                 self.crash()
-                self.world.fell(self.me, snare)
+                self.world.fell(self.me, planned)
             if not self.is_up:
                 return
 
@@ -345,7 +345,7 @@ class Node(Ports):
         self.tell(Synced(manifest.digest))
 
     def _reduced(self, effect: Reduce, tip: Digest) -> None:
-        reduce = average if effect.base is None else self.world.cast.averaging(self.remainders)
+        reduce = average if effect.base is None else self.world.tested.averaging(self.remainders)
         result = reduce(self.me, self.disk, self.world.task, effect, tip)
         if result is not None:
             self.tell(result)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm.emulation.simulator.cast import Cast, under
 from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.protocol.dealing import Book, next_book
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.rounds import Rules
@@ -41,14 +41,14 @@ class _CountsWhatIsLost(Ahead):
         return super().decided(is_counted=is_counted, is_lost=False)
 
 
-def _with(ahead: type[Ahead]) -> Cast:
+def _with(ahead: type[Ahead]) -> UnderTest:
     class Loop(Training):
         def resume(self) -> None:
             super().resume()
             known, self.ahead = self.ahead, ahead()
             self.ahead.flight, self.ahead.behind = known.flight, known.behind
 
-    return Cast(training=Loop)
+    return UnderTest(training=Loop)
 
 
 class _TwoInFlight(Training):
@@ -60,7 +60,7 @@ class _TwoInFlight(Training):
 _O = OVERLAPPED["O"]
 OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "rest_dealt_to_others": Mutant(
-        "T5: what a member has read ahead stays its own", under(_RestIsDealtToOthers), _O
+        "T5: what a member has read ahead stays its own", tested_under(_RestIsDealtToOthers), _O
     ),
     "behind_forgotten": Mutant(
         "V6: steps that go on are counted, and not read again", _with(_ForgetsWhatIsBehind), _O
@@ -69,5 +69,5 @@ OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "lost_steps_counted": Mutant(
         "V6: steps that begin anew are not counted", _with(_CountsWhatIsLost), _O
     ),
-    "two_in_flight": Mutant("V1: one offer is undecided", Cast(training=_TwoInFlight), _O),
+    "two_in_flight": Mutant("V1: one offer is undecided", UnderTest(training=_TwoInFlight), _O),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from swarm.emulation.simulator.cast import Character
 from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
+from swarm.emulation.simulator.taking_part import Character
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.deadlines import Measured
 from swarm.protocol.manifest import Manifest, PeerId
@@ -79,7 +79,7 @@ class Ports:
 
     def waits_on(self, *, is_flowing: bool) -> bool:
         """Whether to wait on for bytes that have not come yet."""
-        return is_flowing and self.world.cast.waits_on
+        return is_flowing and self.world.tested.waits_on
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A whole transfer is done."""

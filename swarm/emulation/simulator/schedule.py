@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from swarm.emulation.simulator.cast import Cast
 from swarm.emulation.simulator.faults import Mix, Scenario, draw
 from swarm.emulation.simulator.hostile import ALL_CLASSES
 from swarm.emulation.simulator.node import Node
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.emulation.simulator.world import World
@@ -98,7 +98,7 @@ def run_schedule(
     fault_class: str,
     seed: int,
     *,
-    cast: Cast | None = None,
+    tested: UnderTest | None = None,
     mix: Mix | None = None,
     trace: Callable[[str], None] | None = None,
 ) -> Outcome:
@@ -107,7 +107,7 @@ def run_schedule(
     Args:
         fault_class: letter in `ALL_CLASSES`; only a name when `mix` is given.
         seed: which schedule of the class.
-        cast: the code under test, mutated or not.
+        tested: the code under test, mutated or not.
         mix: faults of another class.
         trace: gets every event and effect, a line each.
 
@@ -116,7 +116,7 @@ def run_schedule(
     """
     random = Random(f"{fault_class}:{seed}")
     scenario = draw(mix or ALL_CLASSES[fault_class], random)
-    world = build(scenario, random, cast=cast, trace=trace)
+    world = build(scenario, random, tested=tested, trace=trace)
     violation = None
     try:
         play(world, scenario)
@@ -134,11 +134,11 @@ def build(
     scenario: Scenario,
     random: Random,
     *,
-    cast: Cast | None = None,
+    tested: UnderTest | None = None,
     trace: Callable[[str], None] | None = None,
 ) -> World:
     """The scenario's swarm, before anything has happened."""
-    world = World(scenario.setup, random, cast=cast or Cast(), trace=trace)
+    world = World(scenario.setup, random, tested=tested or UnderTest(), trace=trace)
     world.network.weather = scenario.weather
     world.network.rough = scenario.rough
     for time_s, method, arguments in scenario.script:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from swarm.emulation.simulator.cast import Cast, under
 from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.protocol.adoption import Adoption
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.rounds import RoundMachine, Rules
@@ -69,17 +69,19 @@ class _OwnRules(RoundMachine):
 
 SLICE_MUTANTS: Mapping[str, Mutant] = {
     "overdue_forgotten": Mutant(
-        "U3: what was missed is due until it is renewed", Cast(training=_OverdueForgotten)
+        "U3: what was missed is due until it is renewed", UnderTest(training=_OverdueForgotten)
     ),
     "units_not_due": Mutant(
         "U3: only units that are due are offered",
-        replace(under(_Unscheduled), training=_AllOffered),
+        replace(tested_under(_Unscheduled), training=_AllOffered),
     ),
     "stagger_by_peer": Mutant(
-        "U2: all peers have the same schedule", Cast(machine=_OwnRules, training=_OwnStagger)
+        "U2: all peers have the same schedule", UnderTest(machine=_OwnRules, training=_OwnStagger)
     ),
     "renewed_parts_kept": Mutant(
-        "S1: a renewed part restarts from its mean", Cast(training=_RenewedPartsKept)
+        "S1: a renewed part restarts from its mean", UnderTest(training=_RenewedPartsKept)
     ),
-    "parts_dropped": Mutant("S1: a part that was not due goes on", Cast(training=_PartsDropped)),
+    "parts_dropped": Mutant(
+        "S1: a part that was not due goes on", UnderTest(training=_PartsDropped)
+    ),
 }

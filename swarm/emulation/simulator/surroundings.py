@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import NamedTuple, Protocol
 
-from swarm.emulation.simulator.cast import Cast, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.exchange import ExchangeShell
 from swarm.emulation.simulator.fetching import Data, Get
 from swarm.emulation.simulator.invariants import Invariants
 from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.streaming import StreamingShell
+from swarm.emulation.simulator.taking_part import PlannedCrash, Setup, UnderTest
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Header, Message
@@ -42,7 +42,7 @@ class World(Protocol):
     random: Random
     task: Task
     timers: Timers
-    cast: Cast
+    tested: UnderTest
     invariants: Invariants
     trace: Callable[[str], None] | None
     setup: Setup
@@ -63,5 +63,5 @@ class World(Protocol):
     def applied(self, me: PeerId) -> None:
         """Hears that a peer has a new tip."""
 
-    def fell(self, me: PeerId, snare: Snare) -> None:
-        """Hears that a peer has crashed by snare."""
+    def fell(self, me: PeerId, planned: PlannedCrash) -> None:
+        """Hears that a peer has crashed by planned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swarm.emulation.simulator.cast import Trap
+from swarm.emulation.simulator.taking_part import Trap
 from swarm.protocol.events import Apply, Effect, Persist, Send
 from swarm.protocol.manifest import Kind
 from swarm.protocol.messages import Accept, Commit, Prepare, Propose, Ready

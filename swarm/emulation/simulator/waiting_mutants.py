@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swarm.emulation.simulator.cast import Cast, machine_of
 from swarm.emulation.simulator.mutants import Mutant
+from swarm.emulation.simulator.taking_part import UnderTest, machine_of
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
 from swarm.protocol.rounds.acceptor import Acceptor
@@ -63,22 +63,24 @@ class _ReformsAtWork(Reformer):
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant("C3: who said when is waited for", Cast(machine_of(_WordsIgnored))),
+    "words_ignored": Mutant(
+        "C3: who said when is waited for", UnderTest(machine_of(_WordsIgnored))
+    ),
     "last_word_counts": Mutant(
-        "C3: a word does not slip for ever", Cast(machine_of(_LastWordCounts))
+        "C3: a word does not slip for ever", UnderTest(machine_of(_LastWordCounts))
     ),
     "always_trusted": Mutant(
-        "C3: nobody is waited for in vain again", Cast(machine_of(_AlwaysTrusted))
+        "C3: nobody is waited for in vain again", UnderTest(machine_of(_AlwaysTrusted))
     ),
     "waiting_ages_campaign": Mutant(
         "C7: a campaign ages when nobody is waited for",
-        Cast(machine_of(_WaitingAgesCampaign)),
+        UnderTest(machine_of(_WaitingAgesCampaign)),
     ),
     "collecting_ages_attempt": Mutant(
         "K1: an attempt ages when nothing is collected",
-        Cast(machine_of(_CollectingAgesAttempt)),
+        UnderTest(machine_of(_CollectingAgesAttempt)),
     ),
     "reforms_at_work": Mutant(
-        "F3: who is at work does not reform", Cast(machine_of(_ReformsAtWork))
+        "F3: who is at work does not reform", UnderTest(machine_of(_ReformsAtWork))
     ),
 }

@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from swarm.emulation.simulator.cast import Cast, Loss, Setup, Snare
 from swarm.emulation.simulator.disk import Disk
 from swarm.emulation.simulator.founding import found
 from swarm.emulation.simulator.invariants import Invariants
@@ -16,6 +15,7 @@ from swarm.emulation.simulator.model import Task
 from swarm.emulation.simulator.network import Network, Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.surroundings import Packet, Payload
+from swarm.emulation.simulator.taking_part import Loss, PlannedCrash, Setup, UnderTest
 from swarm.emulation.simulator.values import Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.deadlines import Timers
@@ -33,7 +33,7 @@ DISCOVER_S = 20.0
 RESTORE_S = 5.0
 """A peer without a record looks so often for somebody who shows it a tip."""
 AMBUSH_S = (3.0, 10.0, 25.0)
-"""How long a peer may be cut off when another crashes by snare."""
+"""How long a peer may be cut off when another crashes by planned."""
 REFUSED = 0.7
 """Share of messages to a process that is gone which its machine refuses; a router may drop them."""
 REFUSED_IN_ERROR = 0.002
@@ -50,17 +50,17 @@ class World:
         setup: Setup,
         random: Random,
         *,
-        cast: Cast,
+        tested: UnderTest,
         trace: Callable[[str], None] | None = None,
     ) -> None:
         self.now = 0.0
         self.random = random
         self.setup = setup
         self.timers = setup.timers
-        self.cast = cast
+        self.tested = tested
         self.trace = trace
         self.network = Network()
-        self.door = cast.door(setup.rules.run)
+        self.door = tested.door(setup.rules.run)
         self.task = Task(setup.rules, Values())
         self.founding = found(setup, self.task.values)
         self.invariants = Invariants(setup.rules, self.task.values, self.founding)
@@ -236,7 +236,7 @@ class World:
         if any(entry.digest not in node.disk.durable for entry in earlier.tip.entries.values()):
             node.disk.lose()
         else:
-            node.disk.record, node.disk.earlier = self.cast.rolled_back(earlier), None
+            node.disk.record, node.disk.earlier = self.tested.rolled_back(earlier), None
             node.disk.came_from = None
 
     def _restore(self, node: Node) -> bool:
@@ -248,7 +248,7 @@ class World:
         best = host.disk.record
         record = Record(best.tip, best.certificate, best.parent)
         durable = [entry.digest for entry in best.tip.entries.values()]
-        kept = self.cast.without_record(node.me, record)
+        kept = self.tested.without_record(node.me, record)
         node.disk = Disk(kept, durable, host.machine.chain.links)
         self.disks[node.me] = node.disk
         return True
@@ -273,29 +273,29 @@ class World:
             self._note(f"wall clock of {peer} jumps by {seconds:.0f} s")
             self.nodes[peer].wall_ahead_s += seconds
 
-    def arm(self, peer: PeerId, snare: Snare) -> None:
+    def arm(self, peer: PeerId, planned: PlannedCrash) -> None:
         """Lets a peer crash at a chosen effect."""
         if peer in self.nodes:
-            self.nodes[peer].snare = snare
+            self.nodes[peer].planned = planned
 
     def applied(self, me: PeerId) -> None:
         """Hears of a new tip."""
         if self.on_apply:
             self.on_apply(self.nodes[me])
 
-    def fell(self, me: PeerId, snare: Snare) -> None:
-        """A snare has sprung; the peer starts again some time later."""
+    def fell(self, me: PeerId, planned: PlannedCrash) -> None:
+        """A planned has sprung; the peer starts again some time later."""
         node = self.nodes[me]
         if self.random.random() < 0.5:
             node.fell_s = self.now
-        self.at(snare.restart_s, self.reboot, node.me)
-        if snare.loss is Loss.RECORD:
+        self.at(planned.restart_s, self.reboot, node.me)
+        if planned.loss is Loss.RECORD:
             self.roll_back(me)
-        elif snare.loss is Loss.DISK:
+        elif planned.loss is Loss.DISK:
             self.lose_disk(me)
-        if snare.isolated is not None:
-            here = [peer for peer in self.nodes if peer != snare.isolated]
-            self.split((here, [snare.isolated]))
+        if planned.isolated is not None:
+            here = [peer for peer in self.nodes if peer != planned.isolated]
+            self.split((here, [planned.isolated]))
             self.at(self.random.choice(AMBUSH_S), self.split, ())
 
     def pause(self, peer: PeerId) -> None:
@@ -320,7 +320,7 @@ class World:
         self._note(f"link {source} -> {destination} is cut")
         self.network.cuts.add((source, destination))
 
-    def revolt(self, snare: Snare, duration_s: float) -> None:
+    def revolt(self, planned: PlannedCrash, duration_s: float) -> None:
         """Cuts the convener off from one member, and arms all others."""
         up = sorted(node.me for node in self.alive())
         conveners = [self.nodes[peer].machine.campaign.convener for peer in up]
@@ -332,7 +332,7 @@ class World:
             self.at(duration_s, self.uncut, source, destination)
         for peer in up:
             if peer not in (conveners[0], rival):
-                self.arm(peer, snare)
+                self.arm(peer, planned)
 
     def uncut(self, source: PeerId, destination: PeerId) -> None:
         """Mends one direction of one link."""
@@ -351,7 +351,7 @@ class World:
             self.liar.is_lying = False
         self.timers = timers
         for peer, node in self.nodes.items():
-            node.snare = None
+            node.planned = None
             if node.is_up:
                 node.use(timers)
             self.resume(peer)

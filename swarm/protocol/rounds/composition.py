@@ -216,7 +216,7 @@ def compose_reform(
     so it has the only vote, and gives way when a voter comes back.
     """
     able = reform_electors(tip.head)
-    voters = able & members.keys() if reformer in able else frozenset([reformer])
+    voters = able.intersection(members) if reformer in able else frozenset([reformer])
     electors = len(able & voters)
     members = {
         peer: _survivor(tip, peer, member, votes=peer in voters)

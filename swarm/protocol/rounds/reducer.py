@@ -17,10 +17,10 @@ from swarm.protocol.events import (
 from swarm.protocol.manifest import Digest, PeerId, Unit
 from swarm.protocol.messages import Reduced, Roster, reduced_statement
 from swarm.protocol.rounds.acceptor import Acceptor
-from swarm.protocol.rounds.ahead import wanted_ahead
 from swarm.protocol.rounds.blobs import Blobs
 from swarm.protocol.rounds.contributor import Contributor
 from swarm.protocol.rounds.deals import work_of
+from swarm.protocol.rounds.fetching_ahead import wanted_ahead
 from swarm.protocol.rounds.reduction import Job
 from swarm.protocol.rounds.rosters import assign_reducers, sources_of
 from swarm.protocol.rounds.standing import Role

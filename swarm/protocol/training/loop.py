@@ -20,7 +20,7 @@ from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.training.ahead import Ahead
 from swarm.protocol.training.reading import Reading
-from swarm.protocol.training.resuming import offer_of, problem_of, way_to
+from swarm.protocol.training.resuming import manifests_to, offer_of, problem_of
 from swarm.protocol.training.shell import Applied, Assignment, SavedWork, TrainingShell, Work
 
 
@@ -302,7 +302,7 @@ class Training:
         self.part_bases = dict(saved.part_bases) if saved else {}
         self.offers = [offer_of(saved, self.rules.unit_bytes)] if saved else []
         self.ahead = Ahead()
-        path = way_to(newest, saved.base_tip if saved else "")
+        path = manifests_to(newest, saved.base_tip if saved else "")
         if not self._adopt_start(path, newest, saved):
             return False
         if saved:

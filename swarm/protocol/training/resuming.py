@@ -27,7 +27,7 @@ def problem_of(saved: SavedWork, run_id: str, tip: Manifest) -> str | None:
     return None
 
 
-def way_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
+def manifests_to(newest: Applied, base_tip: Digest) -> list[Manifest]:
     """Manifests to be adopted one after the other to come from one to the newest tip.
 
     Of what came in between the record has the tip's parent; a merge is redone from that [M10].

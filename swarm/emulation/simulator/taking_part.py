@@ -91,7 +91,7 @@ def adapted(measured: Measured, base: Timers) -> Timers:
 
 
 @dataclass(frozen=True)
-class Cast:
+class UnderTest:
     """The code under test; mutants replace it."""
 
     machine: type[RoundMachine] = RoundMachine
@@ -113,7 +113,7 @@ class Cast:
     """Whether a transfer may take as long as its bytes keep coming."""
 
 
-def under(changed: type[Rules]) -> Cast:
+def tested_under(changed: type[Rules]) -> UnderTest:
     """Machines that all go by these rules."""
 
     class Machine(RoundMachine):
@@ -123,7 +123,7 @@ def under(changed: type[Rules]) -> Cast:
             other = changed(**{each.name: getattr(rules, each.name) for each in fields(rules)})
             super().__init__(me, capacity, other, *rest, **options)
 
-    return Cast(Machine)
+    return UnderTest(Machine)
 
 
 class _Eager(RoundMachine):
@@ -131,7 +131,7 @@ class _Eager(RoundMachine):
         super().__init__(*arguments, **options, fetches_ahead=True)
 
 
-AHEAD = Cast(_Eager)
+AHEAD = UnderTest(_Eager)
 """Machines that fetch ahead, as real peers do [D2]."""
 
 Trap = Callable[[Effect], bool]
@@ -145,7 +145,7 @@ class Loss(Enum):
 
 
 @dataclass(frozen=True)
-class Snare:
+class PlannedCrash:
     """A crash that waits for an effect."""
 
     trap: Trap

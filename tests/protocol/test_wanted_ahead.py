@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.emulation.simulator.cast import AHEAD
+from swarm.emulation.simulator.taking_part import AHEAD
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol import events
 from swarm.protocol.events import CancelFetch, Fetch, Purpose
 from swarm.protocol.messages import Ballot, Reduced, Roster
-from swarm.protocol.rounds.ahead import wanted_ahead
+from swarm.protocol.rounds.fetching_ahead import wanted_ahead
 from swarm.protocol.rounds.plausible import update_bound
 from swarm.protocol.updates import IMPLAUSIBLE, StepBound
 from tests.protocol.round_pump import Pump, found, make_offer, make_rules, start_swarm
