@@ -15,7 +15,8 @@ STATE_DIR/
     ├── text            folder that the run's text comes from; empty for the standard library
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
-    ├── private         masters, moments and bases, saved with every offer
+    ├── private         masters, moments and bases, saved with the first offer of each cycle
+    ├── offer           what was offered since then and is out, if a cycle has several rounds
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round, and for each 15 s of work or waiting within one
 """
@@ -33,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter
+
 from swarm import durable
 from swarm.config import RunConfig, validate_config
 from swarm.errors import (
@@ -45,8 +48,10 @@ from swarm.errors import (
 )
 from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
+from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation, as_text
 from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
+from swarm.protocol.training import SavedWork
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,9 @@ MAX_KNOWN_PEERS = 64
 _clock = time.time
 """Of the history. A drill that sets a peer's clock wrong compares histories, so theirs stays right:
 it replaces `time.time` when this is bound."""
+
+
+_OFFER: TypeAdapter[SavedWork] = TypeAdapter(SavedWork)
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,39 @@ class RunDirectory:
     def private_path(self) -> Path:
         """The engine's private state."""
         return self.path / "private"
+
+    @property
+    def offer_path(self) -> Path:
+        """The offer that is out, where the private state is older."""
+        return self.path / "offer"
+
+    def read_offer(self) -> SavedWork | None:
+        """The newest offer that was written without the private state; None if there is none.
+
+        Raises:
+            CorruptState: it cannot be read.
+        """
+        try:
+            digest, _, content = self.offer_path.read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CorruptState(f"{self.offer_path} cannot be read: {error}") from error
+        if digest != digest_of(content).encode():
+            raise CorruptState(f"{self.offer_path} is damaged")
+        return _OFFER.validate_json(content)
+
+    def write_offer(self, work: SavedWork) -> None:
+        """Keeps an offer, durable when this returns.
+
+        Raises:
+            StateError: the disk is full or cannot be written.
+        """
+        try:
+            content = _OFFER.dump_json(work)
+            durable.write_file(self.offer_path, digest_of(content).encode() + b"\n" + content)
+        except OSError as error:
+            raise StateError(f"{self.offer_path}: cannot be written: {error}") from error
 
     @property
     def events_path(self) -> Path:

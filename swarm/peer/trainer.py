@@ -225,16 +225,44 @@ class Trainer(TrainingShell):
         path = self.directory.private_path
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)
-            stored = replace(
-                work,
-                offered={unit: value.digest for unit, value in units.items()},
-                deltas={unit: value.delta for unit, value in units.items() if value.delta},
-            )
-            private = PrivateState(engine=engine, rng=rng, **asdict(stored))
+            private = PrivateState(engine=engine, rng=rng, **asdict(_with_offered(work, units)))
             self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
         return units
+
+    def _save_at_rest(self, work: SavedWork) -> None:
+        engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
+        private = PrivateState(engine=engine, rng=rng, **asdict(work))
+        try:
+            save_private(self.directory.private_path, private)
+        except StateError as error:
+            logger.error("what was trained since the last private state is lost: %s", error)
+
+    async def save_offer(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        with self.status.phases.within("offering"):
+            units = self.store(tip, bases, work.tokens)
+            stored = _with_offered(work, units)
+            self.status.observer.on_saving()
+            sync = partial(self.model.agreed.store.sync, blobs_of(stored))
+            patiently(sync, "offered values", self._pause)
+            write = partial(self.directory.write_offer, stored)
+            patiently(write, "offer", self._pause)
+        return units
+
+    def load_offer(self) -> SavedWork | None:
+        try:
+            work = self.directory.read_offer()
+        except CorruptState as error:
+            logger.error("%s; what was offered last is not offered again", error)
+            return None
+        store = self.model.agreed.store
+        if work is None or not all(store.has(digest) for digest in blobs_of(work)):
+            return None
+        self.model.keep_offered(blobs_of(work))
+        return work
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         if offer.is_late:
@@ -266,6 +294,8 @@ class Trainer(TrainingShell):
 
     def may_stop(self) -> None:
         if self.stop():
+            if work := self.training.unsaved():
+                self._save_at_rest(work)
             raise StopAsked
 
     def _pause(self, seconds: float) -> None:
@@ -323,3 +353,16 @@ class Trainer(TrainingShell):
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return
         self.status.validated(manifest, val_loss, self.held_out)
+
+
+def _with_offered(work: SavedWork, units: Mapping[Unit, OfferedUnit]) -> SavedWork:
+    return replace(
+        work,
+        offered={unit: value.digest for unit, value in units.items()},
+        deltas={unit: value.delta for unit, value in units.items() if value.delta},
+    )
+
+
+def blobs_of(work: SavedWork) -> list[Digest]:
+    """What others fetch of an offer."""
+    return [*work.offered.values(), *work.deltas.values()]

@@ -75,6 +75,7 @@ class PrivateState:
         carried: what the round before left out already, see `swarm.protocol.adoption`.
         deltas: unit -> digest of the delta that makes its offered value, where there is one.
         part_bases: part of the shared tensors -> the same, if not all are due in each round.
+        is_offered: False if the steps are in no offer yet: written as the peer stopped.
     """
 
     engine: EngineState
@@ -91,6 +92,7 @@ class PrivateState:
     carried: frozenset[str] = frozenset()
     deltas: Mapping[str, str] = field(default_factory=dict)
     part_bases: Mapping[str, str] = field(default_factory=dict)
+    is_offered: bool = True
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ CAUGHT = {
     "stagger_by_peer": "a:0",
     "renewed_parts_kept": "b:0",
     "parts_dropped": "b:0",
+    "offer_forgotten": "o:1",
+    "steps_taken_for_known": "u:0",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
-`scripts/simulate --classes ab --mutant NAME`."""
+`scripts/simulate --classes abou --mutant NAME`."""
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

@@ -243,7 +243,7 @@ def test_a_link_is_planned_with_the_run_as_it_is_and_the_settings_that_fit() -> 
     # Source: the table in tests/model/test_link_plan.py: at 20/100 Mbit/s it computes 20.3 %.
     assert link["run"]["utilisation"] == pytest.approx(0.203, abs=0.01)
     assert link["settings"] and all(s["utilisation"] >= 0.95 for s in link["settings"])
-    assert link["settings"][0]["price"]["loss_pct"] == -5.5
+    assert link["settings"][0]["price"]["loss_pct"] == -6.4
     low = plan("spes_7b", *BIG, "--link", "home-20", "--utilisation", "0.2")["link"]
     assert {s["shared"] for s in low["settings"]} > {s["shared"] for s in link["settings"]}
     assert "link" not in plan("spes_7b", *BIG)

@@ -54,6 +54,8 @@ class Peer(TrainingShell):
     steps: list[Done] = field(default_factory=list)
     """What local steps give, or all of them."""
     saved: SavedWork | None = None
+    offer: SavedWork | None = None
+    """Made after that was saved."""
     at: Applied = field(default_factory=lambda: Applied(TIP, 0.0))
     gone: frozenset[str] = frozenset()
     """Manifests whose blobs were collected."""
@@ -110,6 +112,15 @@ class Peer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         self._note("save", work=work)
         return self._values(bases)
+
+    async def save_offer(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        self._note("save_offer", work=work)
+        return self._values(bases)
+
+    def load_offer(self) -> SavedWork | None:
+        return self.offer
 
     def _values(self, bases: Mapping[Unit, Digest]) -> dict[Unit, OfferedUnit]:
         return {u: OfferedUnit(f"{self.value}.{u}", 100, base) for u, base in bases.items()}
@@ -342,7 +353,7 @@ def test_parts_that_were_not_due_go_on_and_the_private_state_says_from_where() -
     (due,) = [unit for unit in SLICED.schedule.due(FIRST) if expert_of_unit(unit) is None]
     decision = peer.of("adopt")[-1].decision
     assert decision.kept_parts == set(SLICED.shared_units) - {due}
-    bases = peer.of("save")[-1].work.part_bases
+    bases = peer.of("save_offer")[-1].work.part_bases
     assert bases == {unit: first.entries[unit].digest for unit in SLICED.shared_units}
     assert bases[due] != FIRST.entries[due].digest
 

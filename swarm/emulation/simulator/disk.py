@@ -67,6 +67,8 @@ class Disk:
         self.is_lost = False
         """Whether record, blobs and private state are gone."""
         self.private: PrivateState | None = None
+        self.offer: SavedWork | None = None
+        """Made after the private state was written."""
         self.durable = set(durable)
         self.volatile: set[Digest] = set()
 
@@ -93,7 +95,7 @@ class Disk:
     def lose(self) -> None:
         """Everything is gone."""
         self.is_lost = True
-        self.private = self.earlier = None
+        self.private = self.earlier = self.offer = None
         self.durable.clear()
         self.volatile.clear()
 

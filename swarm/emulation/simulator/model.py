@@ -39,6 +39,8 @@ class Model:
         """Agreed values that parts which were not due really were trained from."""
         self.offered: set[Digest] = set()
         """Values of experts that were offered, and are kept until they have been adopted."""
+        self.again: set[Digest] = set()
+        """Blobs of an offer that was out when the peer stopped."""
         self.deltas = self.deltas_type(me, disk, task.rules, task.values)
 
     def load(self, private: PrivateState) -> None:
@@ -52,7 +54,7 @@ class Model:
     @property
     def pinned(self) -> set[Digest]:
         """Blobs that the disk keeps for the trainer."""
-        return self.offered | self.deltas.pinned
+        return self.offered | self.again | self.deltas.pinned
 
     # ------------------------------------------------------------ training and offering
 

@@ -47,6 +47,17 @@ class _PartsDropped(Training):
         return replace(super().decide(manifest, previous), kept_parts=frozenset())
 
 
+class _OfferForgotten(Training):
+    def _find_offer(self) -> None:
+        pass
+
+
+class _StepsTakenForKnown(Training):
+    def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
+        self.offers += [self.again] if self.again else []
+        return super().decide(manifest, previous)
+
+
 def _by_peer(me: str, schedule: Schedule) -> Schedule:
     class Own(Schedule):
         def due(self, tip: Manifest) -> frozenset[Unit]:
@@ -83,5 +94,12 @@ SLICE_MUTANTS: Mapping[str, Mutant] = {
     ),
     "parts_dropped": Mutant(
         "S1: a part that was not due goes on", UnderTest(training=_PartsDropped)
+    ),
+    "offer_forgotten": Mutant(
+        "P6: an offer is made once, also after a crash", UnderTest(training=_OfferForgotten)
+    ),
+    "steps_taken_for_known": Mutant(
+        "P6: the steps behind an older offer are not in the model",
+        UnderTest(training=_StepsTakenForKnown),
     ),
 }

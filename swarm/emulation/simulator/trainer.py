@@ -245,6 +245,29 @@ class Trainer(TrainingShell):
         await self._pass(WRITE_S)
         return units
 
+    async def save_offer(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> dict[Unit, OfferedUnit]:
+        units = self.store(tip, bases, work.tokens)
+        await self._pass(WRITE_S)
+        self.shell.disk.offer = replace(
+            work,
+            offered={unit: value.digest for unit, value in units.items()},
+            deltas={unit: value.delta for unit, value in units.items() if value.delta},
+        )
+        await self._pass(WRITE_S)
+        return units
+
+    def load_offer(self) -> SavedWork | None:
+        offer, disk = self.shell.disk.offer, self.shell.disk
+        if offer is None:
+            return None
+        blobs = {*offer.offered.values(), *offer.deltas.values()}
+        if not all(digest in disk for digest in blobs):
+            return None
+        self.model.again = blobs
+        return offer
+
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:
         blobs = ((unit.digest, unit.delta) for unit in units.values())
         digests = [digest for both in blobs for digest in both if digest]
@@ -256,9 +279,12 @@ class Trainer(TrainingShell):
         if offer.is_late:
             self.shell.after(WRITE_S, self.shell.tell, Offered(offer))
             return
-        private, offered = self.shell.disk.private, {u: v.digest for u, v in offer.units.items()}
-        if not private or (private.work.base_tip, private.work.offered) != (tip.digest, offered):
-            raise Violation("P6", f"{self.shell.me} offers what its private state lacks: {offered}")
+        disk, offered = self.shell.disk, {u: v.digest for u, v in offer.units.items()}
+        if self.training.again is None:
+            saves_state = self.task.rules.schedule.saves_state(tip)
+            saved = disk.private and disk.private.work if saves_state else disk.offer
+            if not saved or (saved.base_tip, saved.offered) != (tip.digest, offered):
+                raise Violation("P6", f"{self.shell.me} offers what its disk lacks: {offered}")
         self.shell.tell(Offered(offer))
 
     async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
@@ -291,3 +317,4 @@ class Trainer(TrainingShell):
 
     def release(self) -> None:
         self.model.offered.clear()
+        self.model.again.clear()

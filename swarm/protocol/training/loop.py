@@ -9,6 +9,7 @@ It decides; its `TrainingShell` acts. Time passes only where something is awaite
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from swarm.experts import expert_of_unit
@@ -18,9 +19,9 @@ from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Offer
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds.rules import Rules
-from swarm.protocol.training.ahead import Ahead
+from swarm.protocol.training.ahead import Ahead, Tally
 from swarm.protocol.training.reading import Reading
-from swarm.protocol.training.resuming import manifests_to, offer_of, problem_of
+from swarm.protocol.training.resuming import manifests_to, offer_again, offer_of, problem_of
 from swarm.protocol.training.shell import Applied, Assignment, SavedWork, TrainingShell, Work
 
 
@@ -65,6 +66,10 @@ class Training:
         """Of shared steps among it; they were not counted."""
         self.part_bases: dict[Unit, Digest] = {}
         """The same of each part of the shared tensors, unless all of them are due in each round."""
+        self.again: Offer | None = None
+        """Was out when this peer stopped; of the steps behind it the model knows nothing [P6]."""
+        self.is_unsaved = False
+        """Whether offers were made since the private state was last written."""
         self.late: frozenset[int] = frozenset()
         """Own experts with progress that the rounds so far have left out [O2]."""
 
@@ -93,6 +98,9 @@ class Training:
             return await self.shell.wait(self.tip, PeerState.MERGING)
         if self.me not in self.tip.members:
             return await self.shell.wait(self.tip, PeerState.JOINING)
+        if self.again is not None:
+            self.shell.submit(self.tip, self.again)
+            return await self.shell.wait(self.tip, PeerState.AVERAGING)
         if not self.may_train():
             return await self.shell.wait(self.tip, PeerState.AVERAGING)
         if not self.is_done:
@@ -154,7 +162,23 @@ class Training:
     async def save(self) -> Offer:
         """Makes the finished work durable; returns the offer of it."""
         tip, work = self.tip, self.ahead.behind + self.work
-        saved = SavedWork(
+        self.is_unsaved = not self.rules.schedule.saves_state(tip)
+        save = self.shell.save_offer if self.is_unsaved else self.shell.save
+        units = await save(tip, self._bases_of_due(), self._saved(work))
+        offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
+        self.offers.append(offer)
+        return offer
+
+    def unsaved(self) -> SavedWork | None:
+        """What a peer at rest saves before it stops; None: nothing, or an offer is out."""
+        is_out = self.ahead.flight is not None or self.again is not None
+        if is_out or not self.is_unsaved:
+            return None
+        return replace(self._saved(self.ahead.behind + self.work), is_offered=False)
+
+    def _saved(self, work: Tally) -> SavedWork:
+        tip = self.tip
+        return SavedWork(
             run_id=self.rules.run,
             base_tip=tip.digest,
             round=tip.round + 1,
@@ -167,10 +191,6 @@ class Training:
             carried=self.carried,
             part_bases=dict(self.part_bases),
         )
-        units = await self.shell.save(tip, self._bases_of_due(), saved)
-        offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
-        self.offers.append(offer)
-        return offer
 
     def due(self) -> Sequence[Unit]:
         """Units that this peer offers on the tip [U3]."""
@@ -203,7 +223,8 @@ class Training:
                 continue
             is_kept &= adoption.shared is Action.KEEP
             follows = manifest.parent == start.digest
-            is_mine = follows and offered is not None and manifest.counts(self.me)
+            is_out = offered is not None or self.again is not None
+            is_mine = follows and is_out and manifest.counts(self.me)
             is_counted |= is_mine
             late = still_late(late, adoption, is_counted=is_mine)
             self._moved_to(manifest, adoption)
@@ -212,14 +233,26 @@ class Training:
             else:
                 self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
             self.shell.report(applied, (offered or work) if follows else None, counted=is_mine)
+        self._decided_again(newer[-1].reason, is_counted=is_counted, is_kept=is_kept)
         self.late, self.offers = late, []
         offered_tokens = work.tokens if work and self.is_done else 0
         if not is_kept and not self.rules.overlaps:  # after a reform the same work is offered to it
             self.work = None
         if self.work is None:
             self.reading.next_round(applied.at_s, offered_tokens)
-        self.shell.release()
+        if self.again is None:
+            self.shell.release()
         self.validate()
+
+    def _decided_again(self, reason: str, *, is_counted: bool, is_kept: bool) -> None:
+        """An offer from before this peer stopped is in a manifest, goes to a reform, or is lost."""
+        again, self.again = self.again, None
+        if again is None or is_counted:
+            return
+        if is_kept and set(again.units) == set(self.due()):
+            self.again = replace(again, tip=self.tip.digest)
+        else:
+            self.shell.lose(again.tokens, reason)
 
     def _book(
         self, work: Work | None, adoption: Adoption, applied: Applied, *, is_good: bool
@@ -310,10 +343,19 @@ class Training:
             again = saved.tokens if self.work else 0
             self.reading.position = saved.data_position
             self.reading.position = self.reading.position_after(-again)
-        self.shell.resumed(tip, has_work=self.work is not None)
+        if self.work is None:
+            self._find_offer()
+        self.shell.resumed(tip, has_work=bool(self.work or self.again))
         if path:
             self.validate()
         return True
+
+    def _find_offer(self) -> None:
+        """One that is newer than the private state, and that no round has decided on."""
+        newer = self.shell.load_offer()
+        if newer is not None:
+            self.reading.position = max(self.reading.position, newer.data_position)
+            self.again = offer_again(newer, self.tip, self.me, self.rules)
 
     def _adopt_start(
         self, path: Sequence[Manifest], newest: Applied, saved: SavedWork | None
@@ -335,9 +377,11 @@ class Training:
                 return False
         self.tip, self.offers = newest.manifest, []
         # Killed between the record of a reform and the private state: the work is still good.
-        self.work = saved if is_kept else None
+        self.work = saved if is_kept and saved and saved.is_offered else None
         if self.work is not None:
             self.ahead = Ahead()
+        elif is_kept and saved:
+            self.ahead.behind = Tally() + saved
         self.reading.next_round(newest.at_s, 0)
         return True
 
@@ -349,7 +393,7 @@ class Training:
         if follows:
             self.ahead.flight = saved
         is_counted, is_lost = (
-            follows and manifest.counts(self.me),
+            follows and saved.is_offered and manifest.counts(self.me),
             self._loses_steps(manifest, adoption),
         )
         self.ahead.decided(is_counted=is_counted, is_lost=is_lost)

@@ -87,6 +87,8 @@ class SavedWork:
     """Those that make the offered values of verbatim units [W5]; empty as `offered`."""
     part_bases: Mapping[Unit, Digest] = field(default_factory=dict)
     """See `Training.part_bases`."""
+    is_offered: bool = True
+    """False: written at rest, as this peer was asked to stop; its steps are in no offer yet."""
 
     @property
     def completed(self) -> bool:
@@ -151,6 +153,14 @@ class TrainingShell(Protocol):
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> Mapping[Unit, OfferedUnit]:
         """As `store`; in the end the private state, with what was stored, is durable [P6]."""
+
+    async def save_offer(
+        self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
+    ) -> Mapping[Unit, OfferedUnit]:
+        """As `save`, but the private state stays what it was: blobs and `work` are durable [P6]."""
+
+    def load_offer(self) -> SavedWork | None:
+        """What `save_offer` wrote last, if its blobs are here, which then stay until `release`."""
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         """Puts an offer into the round after a tip."""
