@@ -34,8 +34,8 @@ class Assumptions:
         control_s: of a round, beside its transfers: greeting, rosters, votes.
         stall_s_per_parameter: of a cycle, while values are encoded and applied: 1.5 s for 7.3
             billion parameters, on a GPU or 16 threads.
-        disk_bytes_per_s: at which a peer makes its private state durable, once a cycle; it takes
-            no steps meanwhile.
+        disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
+            coding, else before each offer; it takes no steps meanwhile.
     """
 
     link_share: float = 0.85
@@ -128,7 +128,7 @@ def cycle_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
 
 
 def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
-    """Masters and moments of what a peer trains, which are saved once a cycle."""
+    """Masters and moments of what a peer trains, saved once a cycle or a round [P6]."""
     counted, owners = parameters(run.model), min(setting.owners, num_peers)
     return PRIVATE_BYTES * (counted.shared + counted.experts * owners / num_peers)
 
@@ -170,7 +170,9 @@ def plan_link(
     transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
     exchange_s = transfer_s / setting.rounds + assumed.control_s
     stall_s = assumed.stall_s_per_parameter * parameters(run.model).total
-    stall_s += private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s
+    coded = {setting.shared, setting.experts} - {"fp32", "bf16"}
+    saves = 1 if coded else setting.rounds
+    stall_s += saves * private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s
     waits_s = exchange_s
     if setting.overlap:  # one round in flight, which may last as long as the steps beside it
         waits_s = max(0.0, exchange_s - compute_s / setting.rounds)

@@ -15,7 +15,7 @@ STATE_DIR/
     ├── text            folder that the run's text comes from; empty for the standard library
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
-    ├── private         masters, moments and bases, saved with the first offer of each cycle
+    ├── private         masters, moments and bases, saved with each offer, or once a cycle
     ├── offer           what was offered since then and is out, if a cycle has several rounds
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round, and for each 15 s of work or waiting within one

@@ -43,14 +43,6 @@ class Schedule:
         """
         return max(self.shared_every, self.experts_every) if self.stagger else 1
 
-    def saves_state(self, tip: Manifest) -> bool:
-        """Whether a peer's whole private state is durable before its offer on a tip [P6].
-
-        Once a cycle: that is 12 bytes of each trained parameter, which wear a disk out if each of
-        a cycle's rounds writes them. In between the offer alone is.
-        """
-        return tip.round % self.cycle == 0
-
     def due(self, tip: Manifest) -> Set[Unit]:
         """Units that the training round after `tip` exchanges [U3]."""
         number = tip.round + 1

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from swarm.config import RunConfig
 from swarm.data.loader import Loader
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import store_content
@@ -20,7 +21,7 @@ from swarm.peer.phases import PhaseMeter
 from swarm.peer.rounds import Rounds
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import PeerStatus
-from swarm.peer.trainer import Trainer
+from swarm.peer.trainer import StopAsked, Trainer
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
@@ -32,7 +33,10 @@ from tests.peer.adopting import adopt_into
 from tests.train.runs import all_names, batch, held_out, same, tiny_run
 
 RUN = tiny_run()
-LAYOUT = layout_of(RUN)
+SLICED = tiny_run(
+    wire={"shared_coding": "b2", "experts_coding": "b2"},
+    round={"experts_every": 2, "shared_every": 1, "stagger": True},
+)
 STEPS, TOKENS = 3, 192
 ME = "me"
 
@@ -44,23 +48,30 @@ def store() -> BlobStore:
 
 @pytest.fixture
 def founded(store: BlobStore) -> Manifest:
+    return founded_by(store, RUN)
+
+
+def founded_by(store: BlobStore, run: RunConfig) -> Manifest:
+    layout = layout_of(run)
     initial = {
         unit: (store_content(store, value), value.num_bytes)
-        for unit, value in initial_contents(RUN, LAYOUT)
+        for unit, value in initial_contents(run, layout)
     }
     founding = Founding(ME, "n", "c" * 64, 1, "d" * 64, 4)
-    return founding_manifest(founding, RUN, LAYOUT, initial, {ME: 1.0, "other": 1.0})
+    return founding_manifest(founding, run, layout, initial, {ME: 1.0, "other": 1.0})
 
 
 class Life:
     """A peer's trainer from a start to a crash."""
 
     def __init__(self, store: BlobStore, folder: Path, tip: Manifest, **record: Any) -> None:
-        run, parent = record.get("run", "run"), record.get("parent")
-        self.model = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+        run_id, parent = record.get("run", "run"), record.get("parent")
+        run = record.get("config", RUN)
+        layout = layout_of(run)
+        self.model = LiveModel(ME, run, ResidentEngine(run), Agreed(store, layout))
         rounds = SimpleNamespace(
             newest=Applied(tip, 0.0, "", parent),
-            rules=replace(Rules.of(run, RUN, LAYOUT), step_bound=None),
+            rules=replace(Rules.of(run_id, run, layout), step_bound=None),
             store_value=lambda value: (store_content(store, value), value.num_bytes),
         )
         self.directory = RunDirectory(folder)
@@ -69,7 +80,7 @@ class Life:
             cast(Loader, None),
             cast(Rounds, rounds),
             self.directory,
-            held_out=held_out(RUN),
+            held_out=held_out(run),
             status=cast(
                 PeerStatus,
                 SimpleNamespace(
@@ -145,6 +156,75 @@ def test_what_was_finished_is_offered_again_whatever_reforms_came(
     assert saved.offered == {unit: value.digest for unit, value in offer.units.items()}
 
 
+@pytest.fixture
+def second(store: BlobStore) -> Manifest:
+    """The tip after the first round of a cycle of two."""
+    founded = founded_by(store, SLICED)
+    return replace(founded, height=1, round=1, step=9, kind=Kind.QUORUM, parent=founded.digest)
+
+
+@pytest.fixture
+def crashed_between(store: BlobStore, second: Manifest, tmp_path: Path) -> Offer:
+    """What a peer has offered in the second round of a cycle, when it was killed."""
+    life = Life(store, tmp_path, second, config=SLICED)
+    adopt_into(life.model, second, previous="")
+    life.model.engine.step(batch(RUN, 0), lr=1e-2)
+    offer = life.finish(second, SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {}))
+    life.trainer.release()  # what it held dies with it
+    return offer
+
+
+def test_between_two_private_states_an_offer_is_kept_by_itself(
+    store: BlobStore, second: Manifest, crashed_between: Offer, tmp_path: Path
+) -> None:
+    again = Life(store, tmp_path, second, config=SLICED)
+    assert not again.directory.private_path.exists(), "that is 12 bytes of each parameter"
+    assert again.resume() == (second, None)
+    assert again.training.again == crashed_between
+    assert {value.digest for value in crashed_between.units.values()} <= set(again.model._offered)
+
+
+@pytest.mark.parametrize("damage", ["", "flipped", "gone"])
+def test_an_offer_that_cannot_be_read_or_served_is_not_made_again(
+    store: BlobStore,
+    second: Manifest,
+    crashed_between: Offer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    again = Life(store, tmp_path, second, config=SLICED)
+    path = again.directory.offer_path
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[-5] ^= 1
+        path.write_bytes(content)
+    elif damage == "gone":
+        kept = [entry.digest for entry in second.entries.values()]
+        store.collect(kept)
+    assert again.resume() == (second, None)
+    assert (again.training.again is None) == bool(damage)
+    assert ("is damaged" in caplog.text) == (damage == "flipped")
+
+
+def test_a_peer_that_stops_at_rest_saves_what_only_its_offers_had(
+    store: BlobStore, second: Manifest, crashed_between: Offer, tmp_path: Path
+) -> None:
+    life = Life(store, tmp_path, second, config=SLICED)
+    life.resume()
+    life.training.again, life.training.is_unsaved = None, True
+    life.trainer.stop = cast(Stop, lambda: True)
+    with pytest.raises(StopAsked):
+        life.trainer.may_stop()
+    saved = load_private(life.directory.private_path)
+    assert (saved.base_tip, saved.is_offered) == (second.digest, False)
+    life.training.is_unsaved = False
+    life.directory.private_path.unlink()
+    with pytest.raises(StopAsked):
+        life.trainer.may_stop()
+    assert not life.directory.private_path.exists(), "nothing is new"
+
+
 def test_a_round_that_went_on_takes_the_finished_steps_away(
     store: BlobStore, founded: Manifest, crashed: tuple[Life, Any], tmp_path: Path
 ) -> None:
@@ -172,7 +252,7 @@ def test_a_state_of_another_run_or_step_is_not_trained_on(
     with caplog.at_level(logging.ERROR):
         assert again.resume() == (reform, None)
     assert "the private state" in caplog.text
-    fresh = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, LAYOUT))
+    fresh = LiveModel(ME, RUN, ResidentEngine(RUN), Agreed(store, layout_of(RUN)))
     adopt_into(fresh, founded, previous="")
     names = all_names(RUN)
     assert same(again.model.engine.read(names), fresh.engine.read(names))

@@ -19,7 +19,12 @@ from tests.protocol.test_training import (
 )
 
 CYCLE = SLICED.schedule.cycle
-OVERLAPPED: Rules = replace(SLICED, overlaps=True)
+CODED: Rules = replace(
+    SLICED,
+    unit_coding=dict.fromkeys(SLICED.unit_bytes, "b2"),
+    delta_bytes=dict.fromkeys(SLICED.unit_bytes, 10),
+)
+OVERLAPPED: Rules = replace(CODED, overlaps=True)
 
 
 def tips(number: int) -> list[Manifest]:
@@ -41,7 +46,7 @@ def offered_on(tip: Manifest) -> SavedWork:
 def test_the_private_state_is_saved_once_a_cycle_and_each_offer_by_itself() -> None:
     chain = tips(CYCLE + 1)
     peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0))
-    peer.go(rules=SLICED)
+    peer.go(rules=CODED)
     saves = [call for call in peer.calls if call.name in ("save", "save_offer")]
     between = ["save_offer"] * (CYCLE - 1)
     assert [call.name for call in saves] == ["save", *between, "save", "save_offer"]
@@ -49,12 +54,20 @@ def test_the_private_state_is_saved_once_a_cycle_and_each_offer_by_itself() -> N
     assert len(peer.of("submit")) == len(saves)
 
 
+def test_without_codings_each_round_saves_all_and_goes_on_in_the_same_bits() -> None:
+    chain = tips(CYCLE)
+    peer = Peer([applied(tip) for tip in chain[1:]], at=Applied(FIRST, 0.0))
+    peer.go(rules=SLICED)
+    assert len(peer.of("save")) == len(chain)
+    assert peer.of("save_offer") == []
+
+
 def test_an_offer_newer_than_the_private_state_is_offered_again_and_waited_for() -> None:
     first, second = tips(2)[1:]
     peer = Peer(
         [applied(second)], saved=saved_on(FIRST), offer=offered_on(first), at=Applied(first, 0.0)
     )
-    peer.go(rules=SLICED)
+    peer.go(rules=CODED)
     begun = peer.names()[: peer.names().index("adopt", peer.names().index("submit"))]
     assert "train" not in begun, "the model does not contain what is offered"
     offer = peer.of("submit")[0].offer
@@ -70,7 +83,7 @@ def test_an_offer_newer_than_the_private_state_is_offered_again_and_waited_for()
 def test_an_offer_that_a_round_decided_on_is_not_made_again() -> None:
     first, second = tips(2)[1:]
     peer = Peer([], saved=saved_on(FIRST), offer=offered_on(first), at=Applied(second, 0.0))
-    peer.go(rules=SLICED)
+    peer.go(rules=CODED)
     assert next(name for name in peer.names() if name in ("submit", "train")) == "train"
 
 
@@ -84,7 +97,7 @@ def test_an_offer_goes_to_a_reform_and_is_lost_if_a_round_leaves_it_out() -> Non
         offer=offered_on(first),
         at=Applied(first, 0.0),
     )
-    peer.go(rules=SLICED)
+    peer.go(rules=CODED)
     again = [submit.offer for submit in peer.of("submit")[:2]]
     assert [offer.tip for offer in again] == [first.digest, reform.digest]
     assert again[0].units == again[1].units
@@ -96,7 +109,7 @@ def test_a_peer_that_is_to_offer_other_units_by_now_makes_no_old_offer() -> None
     first = tips(1)[1]
     other = replace(offered_on(first), offered={"shared.0": "offered"})
     peer = Peer([], saved=saved_on(FIRST), offer=other, at=Applied(first, 0.0))
-    peer.go(rules=SLICED)
+    peer.go(rules=CODED)
     units = peer.of("submit")[0].offer.units
     assert {unit: value.digest for unit, value in units.items()} == {
         unit: f"trained.{unit}" for unit in SLICED.schedule.due_of("me", first)
@@ -108,7 +121,7 @@ def test_a_text_of_ones_own_is_not_read_twice(position: int) -> None:
     first = tips(1)[1]
     saved = saved_on(FIRST, data_position=position)
     peer = Peer([], saved=saved, offer=offered_on(first), at=Applied(first, 0.0))
-    training = Training(peer, "me", SLICED, 9)
+    training = Training(peer, "me", CODED, 9)
     training.resume()
     assert training.reading.position == max(position, 3)
 

@@ -353,7 +353,7 @@ def test_parts_that_were_not_due_go_on_and_the_private_state_says_from_where() -
     (due,) = [unit for unit in SLICED.schedule.due(FIRST) if expert_of_unit(unit) is None]
     decision = peer.of("adopt")[-1].decision
     assert decision.kept_parts == set(SLICED.shared_units) - {due}
-    bases = peer.of("save_offer")[-1].work.part_bases
+    bases = peer.of("save")[-1].work.part_bases
     assert bases == {unit: first.entries[unit].digest for unit in SLICED.shared_units}
     assert bases[due] != FIRST.entries[due].digest
 

@@ -281,7 +281,7 @@ class Trainer(TrainingShell):
             return
         disk, offered = self.shell.disk, {u: v.digest for u, v in offer.units.items()}
         if self.training.again is None:
-            saves_state = self.task.rules.schedule.saves_state(tip)
+            saves_state = self.task.rules.saves_state(tip)
             saved = disk.private and disk.private.work if saves_state else disk.offer
             if not saved or (saved.base_tip, saved.offered) != (tip.digest, offered):
                 raise Violation("P6", f"{self.shell.me} offers what its disk lacks: {offered}")

@@ -160,6 +160,15 @@ class Rules:
         """What the next value of each unit costs whoever has the present one."""
         return {**self.unit_bytes, **self.delta_bytes}
 
+    def saves_state(self, tip: Manifest) -> bool:
+        """Whether a peer's whole private state is durable before its offer on a tip [P6].
+
+        That is 12 bytes of each trained parameter, which wear a disk out if each of a cycle's
+        rounds writes them: once a cycle, where deltas are coded, and in between the offer alone.
+        Without codings a run goes on in the same bits after any crash, so each round saves all.
+        """
+        return not self.unit_coding or tip.round % self.schedule.cycle == 0
+
     @cached_property
     def schedule(self) -> Schedule:
         """Which units are due when."""

@@ -162,7 +162,7 @@ class Training:
     async def save(self) -> Offer:
         """Makes the finished work durable; returns the offer of it."""
         tip, work = self.tip, self.ahead.behind + self.work
-        self.is_unsaved = not self.rules.schedule.saves_state(tip)
+        self.is_unsaved = not self.rules.saves_state(tip)
         save = self.shell.save_offer if self.is_unsaved else self.shell.save
         units = await save(tip, self._bases_of_due(), self._saved(work))
         offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
