@@ -1,11 +1,13 @@
 """Real peers that train while their rounds are under way: one state everywhere, kills included."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from swarm.emulation.local_swarm import LocalSwarm
-from tests.scenarios.swarms import finish, has_rounds, write_run
+from swarm.emulation.local_swarm import LocalSwarm, summary
+from swarm.peer.state_directory import RunDirectory
+from tests.scenarios.swarms import finish, has_rounds, run_folder, write_run
 from tests.scenarios.test_deltas import CODED, check
 
 pytestmark = [pytest.mark.scenario]
@@ -51,3 +53,34 @@ def test_rounds_of_a_given_time_overlap_too(tmp_path: Path) -> None:
         swarm.start()
         finish(swarm, 300)
         check(swarm, run_file, 5)
+
+
+@pytest.mark.exhaustive
+def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_path: Path) -> None:
+    """Their private states are of the rounds before: what they had offered since, they offer."""
+    slices = ["round.experts_every=2", "round.stagger=true", "run.rounds=8"]
+    run_file = write_run(tmp_path, [*OVERLAPPED, *slices])
+    with LocalSwarm(tmp_path / "swarm", run_file, 2) as swarm:
+        swarm.start()
+        for rounds in (1, 3, 5):
+            swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
+            swarm.wait_until(_have_offered(rounds), what="the next offers", timeout_s=200)
+            for peer in swarm.peers:
+                peer.kill()
+            for peer in swarm.peers:
+                swarm.restart(peer, [])
+        finish(swarm, 300)
+        verdict = summary(swarm)
+    assert set(verdict["digests_per_height"]) == {1}
+    assert (verdict["rounds"], verdict["tokens_lost"]) == (8, 0)
+    assert all("offered again" in peer.output() for peer in swarm.peers)
+
+
+def _have_offered(rounds: int) -> Callable[[LocalSwarm], bool]:
+    """Whether all peers have written their offers on the tip of this round."""
+
+    def have(swarm: LocalSwarm) -> bool:
+        offers = [RunDirectory(run_folder(peer)).read_offer() for peer in swarm.peers]
+        return all(offer is not None and offer.round > rounds for offer in offers)
+
+    return have
