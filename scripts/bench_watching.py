@@ -1,0 +1,138 @@
+#!/usr/bin/env python
+"""What those that train pay for a monitor, or for exports: phases with and without it, in turn.
+
+    .venv/bin/python scripts/bench_watching.py monitor --pairs 8 --seconds 30
+    .venv/bin/python scripts/bench_watching.py export --pairs 8 --seconds 30
+
+One swarm of the demo's model trains all the time, on all processor cores but the last one. In every
+second phase somebody watches, on the last core, as on a machine of its own: `swarm-monitor --http`
+with one listener that reads its events, as an open page does; or `swarm-export --every 2
+--evaluate`. Which of a pair comes first changes from pair to pair. A phase counts the
+tokens of its rounds by the time from the end of the first to the end of the last, whatever was done
+in it: local steps, averaging, serving those who watch.
+
+  without, with   median tokens/s of the phases, summed over the peers
+  cost            median over the pairs of 1 - with / without; negative: faster with it
+  quartiles       of the same, and `pairs` all of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarm.emulation.local_swarm import LocalSwarm, applied
+
+RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"
+SETTINGS = ("--set", "run.rounds=100000", "--set", "round.local_steps=10")
+START_S = 300.0
+READ_BYTES = 65_536
+
+
+CORES = sorted(os.sched_getaffinity(0))
+"""Peers have all but the last."""
+
+
+@contextlib.contextmanager
+def watched_by(what: str, swarm: LocalSwarm) -> Iterator[None]:
+    """A monitor with a page and one listener, or exports of every second round."""
+    with tempfile.TemporaryDirectory(prefix="bench-exports-") as folder:
+        options = {
+            "monitor": ["--http", "127.0.0.1:0"],
+            "export": ["--every", "2", "--evaluate", "--output-dir", folder],
+        }[what]
+        command = [sys.executable, "-m", f"peers.{what}", *options]
+        command += ["--initial-peers", swarm.peers[0].join_address()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            os.sched_setaffinity(process.pid, CORES[-1:])
+            assert process.stdout
+            if what == "monitor":
+                url = f"{process.stdout.readline().split()[-1]}events"
+                threading.Thread(target=_listen, args=(url,), daemon=True).start()
+            try:
+                yield
+            finally:
+                process.terminate()
+            if what == "export":
+                assert any(Path(folder).iterdir()), "nothing was exported"
+
+
+def _listen(url: str) -> None:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=60) as events:
+        while events.read1(READ_BYTES):
+            pass
+
+
+def tokens_per_s(swarm: LocalSwarm, began: float, ended: float) -> float:
+    """Of rounds that ended between two times, by the time from the first end to the last."""
+    total = 0.0
+    for peer in swarm.peers:
+        rounds = [e for e in applied(peer.events(), "quorum") if began <= e["time"] < ended]
+        seconds = rounds[-1]["time"] - rounds[0]["time"] if len(rounds) > 1 else math.nan
+        total += sum(event["trained_tokens"] for event in rounds[1:]) / seconds
+    return total
+
+
+def phase(swarm: LocalSwarm, seconds: float, watcher: str | None) -> float:
+    """Tokens/s of one phase; the round in which it begins does not count."""
+    with watched_by(watcher, swarm) if watcher else contextlib.nullcontext():
+        time.sleep(seconds / 4)
+        began = time.time()
+        time.sleep(seconds)
+        return tokens_per_s(swarm, began, time.time())
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("watcher", choices=["monitor", "export"])
+    parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a phase counts")
+    arguments = parser.parse_args()
+    if len(CORES) < 2:
+        parser.error("needs two processor cores: the watcher has one to itself")
+    os.sched_setaffinity(0, CORES[:-1])
+    with tempfile.TemporaryDirectory(prefix="bench-watching-") as folder:
+        path = Path(folder) / "swarm"
+        with LocalSwarm(path, RUN_FILE, arguments.peers, founder_options=SETTINGS) as swarm:
+            swarm.start()
+            swarm.wait_until(_has_rounds, what="two rounds", timeout_s=START_S)
+            pairs = []
+            for number in range(arguments.pairs):
+                watchers = (None, arguments.watcher)
+                order = watchers if number % 2 else watchers[::-1]
+                found = {each: phase(swarm, arguments.seconds, each) for each in order}
+                pairs.append((found[None], found[arguments.watcher]))
+            swarm.kill()
+    costs = [1 - watched / alone for alone, watched in pairs if alone]
+    low, middle, high = statistics.quantiles(costs, n=4)
+    verdict = {
+        "without": round(statistics.median(alone for alone, _ in pairs)),
+        "with": round(statistics.median(watched for _, watched in pairs)),
+        "cost": round(middle, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+        "pairs": [[round(alone), round(watched)] for alone, watched in pairs],
+        "load": [round(load, 1) for load in os.getloadavg()],
+    }
+    sys.stdout.write(json.dumps(verdict) + "\n")
+
+
+def _has_rounds(swarm: LocalSwarm) -> bool:
+    return all(len(applied(peer.events(), "quorum")) >= 2 for peer in swarm.peers)
+
+
+if __name__ == "__main__":
+    main()
