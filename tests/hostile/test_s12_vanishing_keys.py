@@ -78,7 +78,7 @@ def test_fifty_keys_leave_no_gap_of_three_rounds(seed: int) -> None:
     ],
 )
 def test_each_rule_is_needed(mutant: str, seed: int) -> None:
-    assert run_schedule("V", seed, cast=EXTENDED_MUTANTS[mutant].cast).violation is not None
+    assert run_schedule("V", seed, tested=EXTENDED_MUTANTS[mutant].tested).violation is not None
 
 
 @pytest.mark.exhaustive  # a minute; the simulator tries it with 50 keys in every run of the tests
