@@ -26,6 +26,17 @@ from swarm.protocol.trust import Chain
 logger = logging.getLogger(__name__)
 
 
+def with_digest(body: bytes) -> bytes:
+    """What a file holds that is to notice when it was torn or changed."""
+    return blake3(body).hexdigest().encode() + b"\n" + body
+
+
+def without_digest(content: bytes) -> bytes | None:
+    """The body of such a file; None if it is not what was written."""
+    digest, _, body = content.partition(b"\n")
+    return body if blake3(body).hexdigest().encode() == digest else None
+
+
 @dataclass(frozen=True)
 class RecordFile:
     """Where one peer's record of one run lives."""
@@ -49,8 +60,7 @@ class RecordFile:
         """
         self.chain.append(links)
         body = encode_record(record)
-        content = blake3(body).hexdigest().encode() + b"\n" + body
-        durable.write_file(self.path, content, previous=self.previous)
+        durable.write_file(self.path, with_digest(body), previous=self.previous)
 
     def read(self) -> Record | None:
         """The newest intact record, or None when this peer never had one.
@@ -109,8 +119,8 @@ def _rolled_back(record: Record, problems: list[str]) -> Record:
 
 
 def _read(path: Path) -> Record:
-    digest, _, body = path.read_bytes().partition(b"\n")
-    if blake3(body).hexdigest().encode() != digest:
+    body = without_digest(path.read_bytes())
+    if body is None:
         raise CorruptState(f"{path.name} is torn or was changed")
     try:
         record = decode_record(body)

@@ -48,7 +48,7 @@ from swarm.errors import (
 )
 from swarm.network.address_book import Remembered, freshest
 from swarm.network.invitations import read_invitation
-from swarm.protocol.digests import digest_of
+from swarm.network.record_file import with_digest, without_digest
 from swarm.protocol.invitation import Invitation, as_text
 from swarm.protocol.manifest import IS_RUN_ID, Manifest, decode_manifest
 from swarm.protocol.training import SavedWork
@@ -105,12 +105,12 @@ class RunDirectory:
             CorruptState: it cannot be read.
         """
         try:
-            digest, _, content = self.offer_path.read_bytes().partition(b"\n")
+            content = without_digest(self.offer_path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
             raise CorruptState(f"{self.offer_path} cannot be read: {error}") from error
-        if digest != digest_of(content).encode():
+        if content is None:
             raise CorruptState(f"{self.offer_path} is damaged")
         return _OFFER.validate_json(content)
 
@@ -121,8 +121,7 @@ class RunDirectory:
             StateError: the disk is full or cannot be written.
         """
         try:
-            content = _OFFER.dump_json(work)
-            durable.write_file(self.offer_path, digest_of(content).encode() + b"\n" + content)
+            durable.write_file(self.offer_path, with_digest(_OFFER.dump_json(work)))
         except OSError as error:
             raise StateError(f"{self.offer_path}: cannot be written: {error}") from error
 

@@ -225,7 +225,7 @@ class Trainer(TrainingShell):
         path = self.directory.private_path
         with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)
-            private = PrivateState(engine=engine, rng=rng, **asdict(_with_offered(work, units)))
+            private = PrivateState(engine=engine, rng=rng, **asdict(work.with_values(units)))
             self.status.observer.on_saving()
             save = partial(save_private, path, private, begun)
             patiently(save, "private state", self._pause)
@@ -244,9 +244,9 @@ class Trainer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         with self.status.phases.within("offering"):
             units = self.store(tip, bases, work.tokens)
-            stored = _with_offered(work, units)
+            stored = work.with_values(units)
             self.status.observer.on_saving()
-            sync = partial(self.model.agreed.store.sync, blobs_of(stored))
+            sync = partial(self.model.agreed.store.sync, stored.blobs)
             patiently(sync, "offered values", self._pause)
             write = partial(self.directory.write_offer, stored)
             patiently(write, "offer", self._pause)
@@ -259,9 +259,9 @@ class Trainer(TrainingShell):
             logger.error("%s; what was offered last is not offered again", error)
             return None
         store = self.model.agreed.store
-        if work is None or not all(store.has(digest) for digest in blobs_of(work)):
+        if work is None or not all(store.has(digest) for digest in work.blobs):
             return None
-        self.model.keep_offered(blobs_of(work))
+        self.model.keep_offered(work.blobs)
         return work
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
@@ -353,16 +353,3 @@ class Trainer(TrainingShell):
             logger.info("round=%d was not validated: %s", manifest.round, error)
             return
         self.status.validated(manifest, val_loss, self.held_out)
-
-
-def _with_offered(work: SavedWork, units: Mapping[Unit, OfferedUnit]) -> SavedWork:
-    return replace(
-        work,
-        offered={unit: value.digest for unit, value in units.items()},
-        deltas={unit: value.delta for unit, value in units.items() if value.delta},
-    )
-
-
-def blobs_of(work: SavedWork) -> list[Digest]:
-    """What others fetch of an offer."""
-    return [*work.offered.values(), *work.deltas.values()]

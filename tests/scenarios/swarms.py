@@ -115,6 +115,13 @@ def contributes(peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 
+def kill_and_restart(swarm: LocalSwarm) -> None:
+    """Kill -9 of all peers, which then go on with what is on their disks."""
+    swarm.kill()
+    for peer in swarm.peers:
+        swarm.restart(peer, [])
+
+
 def finish(swarm: LocalSwarm, timeout_s: float) -> None:
     """Waits until the run is finished everywhere, then ends the processes."""
     swarm.wait_until(LocalSwarm.finished, what="the run", timeout_s=timeout_s)

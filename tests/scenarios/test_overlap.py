@@ -7,7 +7,7 @@ import pytest
 
 from swarm.emulation.local_swarm import LocalSwarm, summary
 from swarm.peer.state_directory import RunDirectory
-from tests.scenarios.swarms import finish, has_rounds, run_folder, write_run
+from tests.scenarios.swarms import finish, has_rounds, kill_and_restart, run_folder, write_run
 from tests.scenarios.test_deltas import CODED, check
 
 pytestmark = [pytest.mark.scenario]
@@ -36,10 +36,7 @@ def test_peers_that_are_all_killed_between_steps_go_on_with_their_offers(tmp_pat
         swarm.start()
         for rounds in (2, 4, 6):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
-            for peer in swarm.peers:
-                peer.kill()
-            for peer in swarm.peers:
-                swarm.restart(peer, [])
+            kill_and_restart(swarm)
         finish(swarm, 300)
         check(swarm, run_file, 8)
 
@@ -65,10 +62,7 @@ def test_peers_that_are_all_killed_within_a_cycle_make_their_offers_again(tmp_pa
         for rounds in (1, 3, 5):
             swarm.wait_until(has_rounds(rounds), what=f"{rounds} rounds", timeout_s=200)
             swarm.wait_until(_have_offered(rounds), what="the next offers", timeout_s=200)
-            for peer in swarm.peers:
-                peer.kill()
-            for peer in swarm.peers:
-                swarm.restart(peer, [])
+            kill_and_restart(swarm)
         finish(swarm, 300)
         verdict = summary(swarm)
     assert set(verdict["digests_per_height"]) == {1}

@@ -24,6 +24,7 @@ from tests.scenarios.swarms import (
     agreed_state,
     finish,
     has_rounds,
+    kill_and_restart,
     peer_id,
     read_record,
     read_run,
@@ -57,10 +58,7 @@ def test_rounds_of_slices_are_flat_and_equal_plain_arithmetic_through_kills(tmp_
         swarm.start()
         swarm.wait_until(has_rounds(KILLED_AFTER), what="six rounds", timeout_s=300)
         sent = [_bytes_sent(swarm, number) for number in range(2, KILLED_AFTER + 1)]
-        for peer in swarm.peers:
-            peer.kill()
-        for peer in swarm.peers:
-            swarm.restart(peer, [])
+        kill_and_restart(swarm)
         finish(swarm, 300)
         verdict = summary(swarm)
         ordered = sorted(peer_id(peer) for peer in swarm.peers)

@@ -235,7 +235,7 @@ class Trainer(TrainingShell):
         units = self.store(tip, bases, work.tokens)
         await self._pass(WRITE_S)
         self.shell.disk.private = PrivateState(
-            replace(work, offered={unit: value.digest for unit, value in units.items()}),
+            work.with_values(units),
             dict(self.model.progress),
             dict(self.model.deltas.live),
             dict(self.model.deltas.named),
@@ -250,11 +250,7 @@ class Trainer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         units = self.store(tip, bases, work.tokens)
         await self._pass(WRITE_S)
-        self.shell.disk.offer = replace(
-            work,
-            offered={unit: value.digest for unit, value in units.items()},
-            deltas={unit: value.delta for unit, value in units.items() if value.delta},
-        )
+        self.shell.disk.offer = work.with_values(units)
         await self._pass(WRITE_S)
         return units
 
@@ -262,10 +258,9 @@ class Trainer(TrainingShell):
         offer, disk = self.shell.disk.offer, self.shell.disk
         if offer is None:
             return None
-        blobs = {*offer.offered.values(), *offer.deltas.values()}
-        if not all(digest in disk for digest in blobs):
+        if not all(digest in disk for digest in offer.blobs):
             return None
-        self.model.again = blobs
+        self.model.again = offer.blobs
         return offer
 
     def _write(self, units: Mapping[Unit, OfferedUnit]) -> None:

@@ -10,7 +10,7 @@ that takes time is awaited: a real shell blocks its thread, a simulated one lets
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from swarm.protocol.adoption import Adoption
@@ -94,6 +94,19 @@ class SavedWork:
     def completed(self) -> bool:
         """Only finished work is saved."""
         return True
+
+    @property
+    def blobs(self) -> set[Digest]:
+        """What others fetch of the offer."""
+        return {*self.offered.values(), *self.deltas.values()}
+
+    def with_values(self, units: Mapping[Unit, OfferedUnit]) -> SavedWork:
+        """The same with what was stored for it."""
+        return replace(
+            self,
+            offered={unit: value.digest for unit, value in units.items()},
+            deltas={unit: value.delta for unit, value in units.items() if value.delta},
+        )
 
 
 class TrainingShell(Protocol):
