@@ -49,6 +49,8 @@ ALLOWED = 1.10
 START_S = 600.0
 ROUND_S = 1500.0
 EVENT_POLL_S = 0.5
+FOUNDERS_ROUNDS = 3
+"""Rounds of the first two peers, before anybody joins."""
 NUM_OWNED_7B = 8
 BEFORE_ADOPTING = ("training", "offering")
 """Phases that are over when what a peer owns changes; others go on around that."""
@@ -168,7 +170,7 @@ class Bench:
         first, second = swarm.peers
         self.wait(lambda: self.rounds(first) >= 1, "first round", START_S + ROUND_S)
         self.wait(lambda: self.has_merged(first), "a merge")
-        self.wait(lambda: self.rounds(first) >= 3, "third round")
+        self.wait(lambda: self.rounds(first) >= FOUNDERS_ROUNDS, "third round")
         third = swarm.add(["--initial-peers", first.join_address()])
         self.wait(lambda: self.counted(third), "a joiner that was counted", 2 * ROUND_S)
         lost = set(applied(second.events())[-1]["owned"])
@@ -240,12 +242,12 @@ def row(
 
 
 def traffic(bench: Bench) -> dict[str, Any]:
-    """Blob bytes of the rounds of two peers against the formula."""
+    """Blob bytes of the rounds before anybody joined against the formula."""
     rounds = [
         event
         for peer in bench.swarm.peers[:2]
         for event in applied(peer.events(), "quorum")
-        if len(event["members"]) == 2 and len(event["contributors"]) == 2
+        if event["round"] <= FOUNDERS_ROUNDS and len(event["contributors"]) == 2
     ]
     sent = [event["blob_bytes_sent"] for event in rounds]
     mean = sum(sent) / max(len(sent), 1)

@@ -14,6 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
 from swarm.network.identity import public_key_of
 from swarm.network.ledger import Cost, Ledger
+from swarm.network.lines import OnMessage
 from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
@@ -27,7 +28,6 @@ _MESSAGE = "swarm.message"
 _REQUEST = "swarm.request"
 
 Result = TypeVar("Result")
-OnMessage = Callable[[str, bytes], Awaitable[None]]
 OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 
 

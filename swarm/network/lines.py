@@ -5,10 +5,11 @@ Nothing is sent for it: it looks at the control messages that there are anyway.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,18 +17,31 @@ from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.protocol.figures import MAX_UNREACHED, Silence
 
 LOST_IN_A_ROW = 2
-"""One message may be lost on any line."""
+"""One message may be lost on any line; but if nothing came from there either since it was sent,
+for the seconds that it was waited for, there is no line."""
 FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for so long is no longer talked to."""
 KEPT = 16
 
+OnMessage = Callable[[str, bytes], Awaitable[None]]
+
 
 @dataclass
 class _Line:
+    """One line; times are when a message was sent last, heard last, and sent and lost first."""
+
     at_s: float = 0.0
+    heard_s: float = -math.inf
+    lost_s: float = 0.0
     lost: int = 0
     silence: Silence = Silence.SILENT
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    @property
+    def is_cut(self) -> bool:
+        if self.silence is Silence.SILENT and self.heard_s < self.lost_s:
+            return self.lost > 0
+        return self.lost >= LOST_IN_A_ROW
 
 
 class Lines:
@@ -36,11 +50,13 @@ class Lines:
     Attributes:
         down_mbit: measured before this peer joined; None if it was not.
         up_mbit: likewise.
+        when_cut: called when a line turns out to be cut.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.down_mbit: float | None = None
         self.up_mbit: float | None = None
+        self.when_cut: Callable[[], None] = lambda: None
         self._clock = clock
         self._lines: dict[str, _Line] = {}
 
@@ -55,14 +71,31 @@ class Lines:
             line.lost = 0
             raise
         except Unreachable as error:
+            was_cut = line.is_cut
+            line.lost_s = began_s if not line.lost else min(line.lost_s, began_s)
             line.lost += 1
             line.silence = Silence.GONE if isinstance(error, NoRoute) else Silence.SILENT
+            if line.is_cut and not was_cut:
+                self.when_cut()
             raise
         else:
             line.lost = 0
             line.took_s.append(self._clock() - began_s)
         finally:
             line.at_s = self._clock()
+
+    def hearing(self, handler: OnMessage | None) -> OnMessage | None:
+        """The same handler of messages, which notes from whom they come."""
+        if handler is None:
+            return None
+
+        async def heard(peer: str, payload: bytes) -> None:
+            line = self._lines.get(peer)
+            if line is not None:
+                line.heard_s = self._clock()
+            await handler(peer, payload)
+
+        return heard
 
     def rtt_ms(self) -> float | None:
         """The shortest of the last messages to each peer that is talked to; median over peers."""
@@ -71,7 +104,7 @@ class Lines:
 
     def unreached(self) -> dict[str, Silence]:
         """Peers to which the last messages were lost, those that were lost most first."""
-        lost = [(k, v) for k, v in self._talked_to().items() if v.lost >= LOST_IN_A_ROW]
+        lost = [(peer, line) for peer, line in self._talked_to().items() if line.is_cut]
         lost.sort(key=lambda item: (-item[1].lost, item[0]))
         return {peer: line.silence for peer, line in lost[:MAX_UNREACHED]}
 

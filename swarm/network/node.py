@@ -82,7 +82,8 @@ class Node:
         self.addresses: tuple[str, ...] = ()
         self.traffic, self.ledger, self.lines = Traffic.of(network), handlers.ledger, Lines()
         self.failure: str | None = None
-        self._control = Control(self.traffic, self.ledger, handlers.on_message, handlers.on_request)
+        on_message = self.lines.hearing(handlers.on_message)
+        self._control = Control(self.traffic, self.ledger, on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)
         self._relay = Relay(
             identity,

@@ -66,6 +66,7 @@ class PeerStatus:
         self.name, self.capacity = name, capacity
         self.changed = threading.Event()
         """Set when a record should be published before the next heartbeat."""
+        node.lines.when_cut = self.changed.set
         self.reason_of: Callable[[], str] = str
         self.refused_of: Callable[[], Counter[str]] = Counter
         self.fetched_of: Callable[[], float] = float

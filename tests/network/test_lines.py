@@ -1,5 +1,7 @@
 """How messages fare: who does not answer, and how long answers take."""
 
+import asyncio
+
 import pytest
 
 from swarm.errors import NoRoute, Refused, Unreachable
@@ -35,6 +37,37 @@ def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
     answered(lines, clock, "A", 0.1)
     lose(lines, "B", Refused("busy"))
     assert lines.unreached() == {}
+
+
+def test_a_line_from_which_nothing_came_since_the_lost_message_is_cut_at_once() -> None:
+    clock, told = Clock(), list[float]()
+    lines = Lines(clock)
+    lines.when_cut = lambda: told.append(clock.now)
+    handler = lines.hearing(taken)
+    assert handler
+
+    async def hear(peer: str) -> None:
+        await handler(peer, b"")
+
+    def waited_for_in_vain(peer: str, from_peer_after_s: float | None) -> None:
+        with pytest.raises(Unreachable), lines.post(peer):
+            if from_peer_after_s is not None:
+                clock.now += from_peer_after_s
+                asyncio.run(hear(peer))
+            clock.now += 5.0
+            raise Unreachable("no answer")
+
+    waited_for_in_vain("A", 1.0)
+    assert lines.unreached() == {} and told == []
+    waited_for_in_vain("B", None)
+    assert lines.unreached() == {"B": Silence.SILENT} and told == [11.0]
+    waited_for_in_vain("A", 1.0)  # one way only
+    waited_for_in_vain("B", None)
+    assert lines.unreached() == {"A": Silence.SILENT, "B": Silence.SILENT} and len(told) == 2
+
+
+async def taken(peer: str, payload: bytes) -> None:
+    """A handler of messages."""
 
 
 def test_who_is_no_longer_talked_to_is_forgotten_and_few_are_named() -> None:
