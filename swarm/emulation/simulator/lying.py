@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from swarm.emulation.simulator.surroundings import Packet
 from swarm.emulation.simulator.taking_part import Setup
 from swarm.emulation.simulator.values import Trained, mean_of
 from swarm.experts import expert_of_unit
+from swarm.protocol.deadlines import Timers
 from swarm.protocol.manifest import Manifest, PeerId, Unit
 from swarm.protocol.messages import (
     MAX_ATTEMPT,
@@ -74,6 +76,8 @@ class Liar:
         self.me = me
         self.lies = frozenset(lies)
         self.is_lying = True
+        self.reigns: dict[tuple[str, int], float] = {}
+        """When it first convened, by its tip and attempt."""
         self._shell = shell
         self._random = random
         self._serials = 0
@@ -86,7 +90,24 @@ class Liar:
         """Of its own machine."""
         return self._shell.disks[self.me].record.tip
 
+    def convening_s(self, timers: Timers, since_s: float, now_s: float) -> float:
+        """How long it has convened since a moment; at most what it may have before others do [K1].
+
+        A convener that does everything but announce what was decided is no worse than one that is
+        slow, and nobody can tell which it is before its attempt has taken too long.
+        """
+        begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
+        limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
+        spans = (end - start for start, end in pairwise([*(s for s, _ in begun), now_s]))
+        return sum(map(min, spans, limits))
+
     # ------------------------------------------------------------ on the way out and in
+
+    def convenes(self, packet: Packet, now_s: float) -> None:
+        """Notes that it convenes, if that is what its machine says."""
+        header, message = packet
+        if isinstance(message, Prepare | Propose) and message.ballot.convener == self.me:
+            self.reigns.setdefault((header.tip, message.ballot.attempt), now_s)
 
     def says(self, destination: PeerId, packet: Packet) -> list[Packet]:
         """What leaves instead of one packet."""

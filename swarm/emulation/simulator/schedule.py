@@ -73,8 +73,14 @@ class _Judge:
 
     def _require_progress(self) -> None:
         waited_s, spared = self.world.now - self._progress_s, self.scenario.stable
-        if spared and waited_s > self.scenario.progress_s:
+        too_long = spared and waited_s > self.scenario.progress_s
+        if too_long and waited_s - self._liars_s() > self.scenario.progress_s:
             raise Violation("I3", f"no round for {waited_s:.1f} s although {spared} were spared")
+
+    def _liars_s(self) -> float:
+        """What a convener that lies may have cost since the last round [K1]."""
+        liar, timers = self.world.liar, self.scenario.setup.timers
+        return liar.convening_s(timers, self._progress_s, self.world.now) if liar else 0.0
 
     def _is_recovered(self) -> bool:
         tips = [node.disk.record.tip for node in self.world.alive()]

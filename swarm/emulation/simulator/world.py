@@ -106,6 +106,7 @@ class World:
     def post(self, source: PeerId, destination: PeerId, payload: Payload) -> None:
         """Hands a message to the network, or what a liar makes of it."""
         if self.liar and source == self.liar.me and isinstance(payload, Packet):
+            self.liar.convenes(payload, self.now)
             for packet in self.liar.says(destination, payload):
                 self._send(source, destination, packet)
         else:
