@@ -147,11 +147,13 @@ class BlobServer:
         traffic.control_bytes_sent += len(head)
         await _send(head, writer)
         span = range(ask.offset, min(size, ask.offset + ask.length))
-        with self._queue.serving(source, may_wait=self._may_wait(ask.digest)):
+        may_wait = self._may_wait(ask.digest)
+        with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending():
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
             most = traffic.up.part_bytes(most)
             async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
+                traffic.sent.count(sent)
                 self._count(ask.digest, sent, traffic)
         return True
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm.config import NetworkSection
+from swarm.network.sent_rate import SentRate
 from swarm.network.throttle import Throttle
 
 
@@ -28,6 +29,7 @@ class Traffic:
         refused: how often bytes of others were refused, by reason.
         up: cap on what is sent.
         down: cap on what is received.
+        sent: how fast blobs were sent of late.
     """
 
     control_messages_sent: int = 0
@@ -42,6 +44,7 @@ class Traffic:
     refused: Counter[str] = field(default_factory=Counter)
     up: Throttle = field(default_factory=Throttle)
     down: Throttle = field(default_factory=Throttle)
+    sent: SentRate = field(default_factory=SentRate)
 
     @classmethod
     def of(cls, network: NetworkSection) -> Traffic:

@@ -26,6 +26,7 @@ from swarm.peer.kept_settings import with_kept
 from swarm.peer.leaving import Stop
 from swarm.peer.observing import PeerObserver
 from swarm.peer.quota import require_quota, watch_quota
+from swarm.peer.round_account import up_mbit
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.records import RunRecord, encode_record
@@ -119,6 +120,10 @@ class Host:
     node: Node
     reception: Reception
     is_dialable: bool
+
+    def uplink_mbit(self) -> int:
+        """What its line carries away from it, as far as that was measured; 0: not known."""
+        return round(up_mbit(self.node.lines, self.node.traffic) or 0.0)
 
     @classmethod
     def open(

@@ -364,8 +364,8 @@ class Peer:
 
 def _machine_of(starter: Starter, started: Started) -> RoundMachine:
     host, config = starter.host, starter.host.config
-    first = started.directory.read_founding().blob
-    started.store.pin([*started.record.tip.founding.blobs, first])
+    blobs = [*started.record.tip.founding.blobs, started.directory.read_founding().blob]
+    started.store.pin(blobs)
     return RoundMachine(
         host.node.peer_id,
         config.peer.capacity,
@@ -377,6 +377,7 @@ def _machine_of(starter: Starter, started: Started) -> RoundMachine:
         random=random.Random(),
         sign=host.node.identity.sign,
         is_dialable=host.is_dialable,
+        uplink_of=host.uplink_mbit,
         fetches_ahead=True,
         chain=RecordFile(started.directory.record_path).read_chain(started.record),
         invitation=kept_invitation(starter.wanted.invitation, started.directory),

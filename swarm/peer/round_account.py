@@ -70,9 +70,17 @@ def link_figures(lines: Lines, fetched_bytes_per_s: float, traffic: Traffic) -> 
 
     A cap that was set is the rate where nothing lower was measured.
     """
-    down = fetched_bytes_per_s * 8e-6 or lines.down_mbit
-    rates = (_least(down, traffic.down.mbit), _least(lines.up_mbit, traffic.up.mbit))
-    return LinkFigures(lines.rtt_ms(), *rates, lines.unreached())
+    down = _least(fetched_bytes_per_s * 8e-6 or lines.down_mbit, traffic.down.mbit)
+    return LinkFigures(lines.rtt_ms(), down, up_mbit(lines, traffic), lines.unreached())
+
+
+def up_mbit(lines: Lines, traffic: Traffic) -> float | None:
+    """What the line carries away from this peer in Mbit/s, or the cap; None: not known.
+
+    Both measurements are bounds from below: of the test before it joined, and of what others took.
+    """
+    measured = max((mbit for mbit in (lines.up_mbit, traffic.sent.mbit) if mbit), default=None)
+    return _least(measured, traffic.up.mbit)
 
 
 def _least(*rates: float | None) -> float | None:

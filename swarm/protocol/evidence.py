@@ -15,8 +15,8 @@ from swarm.protocol.messages import Declaration, Declared, Evidence, Report, wit
 from swarm.protocol.schemas import (
     Capacity,
     DigestText,
-    Peers,
     PeerText,
+    Reducers,
     ResultSchema,
     Schema,
     Seconds,
@@ -63,7 +63,7 @@ class EvidenceSchema(Schema):
     """Evidence."""
 
     declared: dict[PeerText, DeclaredSchema]
-    able: Peers
+    able: Reducers
     roster_id: DigestText
     reports: Annotated[list[ReportSchema], Field(max_length=MAX_REPORTS)]
 
@@ -73,7 +73,7 @@ def encode_evidence(evidence: Evidence) -> bytes:
     return canonical(
         {
             "declared": {peer: _declared(each) for peer, each in evidence.declared.items()},
-            "able": list(evidence.able),
+            "able": dict(evidence.able),
             "roster_id": evidence.roster_id,
             "reports": [
                 {
@@ -104,7 +104,7 @@ def decode_evidence(encoded: Buffer) -> Evidence:
     parsed = parse(EvidenceSchema, encoded, "evidence")
     evidence = Evidence(
         {peer: each.value() for peer, each in sorted(parsed.declared.items())},
-        tuple(parsed.able),
+        dict(sorted(parsed.able.items())),
         parsed.roster_id,
         tuple(report.value() for report in parsed.reports),
     )

@@ -22,6 +22,8 @@ Signature = bytes
 """Ed25519, 64 bytes; the signer's key follows from its peer id."""
 UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
 """For peers that trust each other, as in tests of the machine alone."""
+Uplinks = Mapping[PeerId, int]
+"""Mbit/s from each peer, as it says itself; 0 where it does not know."""
 MAX_ATTEMPT = 2**31
 """Nobody begins a later attempt, sends one or believes one [A5]."""
 
@@ -130,8 +132,8 @@ class Evidence:
 
     declared: Mapping[PeerId, Declared]
     """Of every member that the convener heard, and of the strangers that it takes in."""
-    able: tuple[PeerId, ...]
-    """Who was asked to reduce, in peer-id order."""
+    able: Uplinks
+    """Who was asked to reduce, in peer-id order, with their uplinks as they said themselves."""
     roster_id: Digest
     """Under which the reducers signed."""
     reports: tuple[Report, ...]
@@ -207,6 +209,8 @@ class Ready:
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
     invitation: Invitation | None = None
     """Of a stranger that asks to join, if it has one [R8]."""
+    uplink_mbit: int = 0
+    """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
 
@@ -226,7 +230,8 @@ class Roster:
     ballot: Ballot
     roster_id: Digest
     offers: Mapping[PeerId, Offer]
-    reducers: tuple[PeerId, ...]
+    reducers: Uplinks
+    """Who may reduce, in peer-id order, with their uplinks as they said themselves [D3]."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 # Sums over a run stay below the bound of counts.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
 Peers = Annotated[list[PeerText], Field(max_length=4096)]
+UplinkMbit = Annotated[int, Field(ge=0, le=10**6)]
+Reducers = Annotated[dict[PeerText, UplinkMbit], Field(max_length=4096)]
 Height = Annotated[int, Field(ge=0, le=2**40)]
 Electors = Annotated[int, Field(ge=0, le=2**20)]
 CodeList = Annotated[
@@ -220,6 +222,7 @@ class ReadySchema(Schema):
     fetched_s: Seconds
     wish: SignatureText | None
     invitation: Invitation | None
+    uplink_mbit: UplinkMbit
     signature: SignatureText
 
 
@@ -236,7 +239,7 @@ class RosterListSchema(Schema):
     """The blob beside a ROSTER: it grows with the swarm, and names blobs itself."""
 
     offers: dict[PeerText, BlobSchema]
-    reducers: Peers
+    reducers: Reducers
 
 
 class ReducedSchema(Schema):

@@ -202,11 +202,13 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "fetched_s": message.fetched_s,
                 "wish": message.wish,
                 "invitation": as_plain(message.invitation) if message.invitation else None,
+                "uplink_mbit": message.uplink_mbit,
                 "signature": signature_text(message.signature),
             }
         case Roster():
             offers = {peer: attach(offer) for peer, offer in message.offers.items()}
-            listed = canonical({"offers": offers, "reducers": message.reducers}) if offers else None
+            named = {"offers": offers, "reducers": dict(message.reducers)} if offers else None
+            listed = canonical(named) if named else None
             body = {"roster_id": message.roster_id, "list": attach(listed)}
         case Reduced():
             body = {
@@ -329,13 +331,14 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.fetched_s,
                 body.wish,
                 body.invitation,
+                body.uplink_mbit,
                 b64decode(body.signature),
             )
         case RosterSchema():
             listed = _roster_list(body, blobs)
             named = sorted(listed.offers.items()) if listed else ()
             offers = {peer: known_offer(blobs[blob.digest]) for peer, blob in named}
-            able = tuple(listed.reducers) if listed else ()
+            able = dict(sorted(listed.reducers.items())) if listed else {}
             return Roster(body.ballot.value(), body.roster_id, offers, able)
         case ReducedSchema():
             results = {unit: found.value() for unit, found in sorted(body.results.items())}

@@ -15,8 +15,7 @@ CAUGHT_BY_SCHEDULE = {
     "any_proof": "P:2",
     "any_attempt": "P:23",
     "gaps_stay": "Q:2",
-    "returns_at_once": "P:31000139",
-    "second_value_is_ignored": "P:57000809",
+    "returns_at_once": "P:31002605",
 }
 """Mutant -> fault class and seed; after a change of the simulator look for new ones with
 `scripts/simulate --classes P --mutant NAME`."""

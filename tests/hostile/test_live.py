@@ -264,7 +264,7 @@ def attachments(attack: Attack) -> None:
     rules, tip = make_rules(), attack.tip
     offer = replace(make_offer(rules, "B", replace(tip, entries={}, owners={})), tip=tip.digest)
     offers = {f"P{number}": offer for number in range(40)}
-    message = Roster(Ballot(0, attack.liar.node.peer_id), tip.digest, offers, ())
+    message = Roster(Ballot(0, attack.liar.node.peer_id), tip.digest, offers, {})
     attack.post(naming(attack.liar.store, header_of(tip), message, 2**18))
     attack.liar.store.collect(())
 

@@ -59,7 +59,7 @@ def lies(pump: Pump, liar: str) -> list[Message]:
     return [
         Prepare(mine),
         Propose(mine, machine.tip, (liar,)),
-        Roster(mine, "0" * 64, {}, (liar,)),
+        Roster(mine, "0" * 64, {}, {liar: 0}),
         Ready(mine, None, None, 1.0),
         Ready(Ballot(LAST, first), None, None, 1.0),
         Ready(Ballot(LAST - 1, liar), None, None, 1.0),

@@ -68,7 +68,7 @@ def test_a_roster_of_a_stranger_brings_no_byte_of_what_it_names(
     tip = replace(found(RULES, [victim.node.peer_id]), run=RUN)
     ballot, offer = Ballot(0, attacker.peer_id), make_offer(RULES, "B", tip)
     offers = {"P" + "x" * number: offer for number in range(OFFERS)}
-    message = Roster(ballot, tip.digest, offers, (attacker.peer_id,))
+    message = Roster(ballot, tip.digest, offers, {attacker.peer_id: 0})
     payload = naming(store, header_of(tip), message, OFFER_BYTES)
     assert len(payload) < 10_000
     assert post(attacker, victim, payload) == 1

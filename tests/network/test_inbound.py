@@ -227,7 +227,7 @@ def test_evidence_of_many_is_judged_in_another_thread_before_it_is_handed_on(
     declared = signed_ready(identities[peer], None).declared
     threads: list[int] = []
     for number in (1, inbound.MANY + 1):
-        evidence = Evidence({"P" + "x" * k: declared for k in range(number)}, (), TIP.digest, ())
+        evidence = Evidence({"P" + "x" * k: declared for k in range(number)}, {}, TIP.digest, ())
         manifest = replace(successor(TIP), parent=HEADER.tip, round=number)
         message = Propose(Ballot(0, "A"), manifest, (), evidence)
         payload, desk.downloads.blobs = encode(HEADER, message)
@@ -282,14 +282,14 @@ def test_a_manifest_is_asked_of_its_sender_and_then_of_all_that_are_known_to_hol
 def test_offers_of_a_large_roster_are_asked_of_those_that_made_them_first(desk: Desk) -> None:
     makers = [f"P{one}" for one in "123456789ACDEFGH"[: inbound.MANY]]
     offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
-    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
+    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, {"A": 0}))
     assert {want.sources[0] for want in desk.downloads.asked} == {"A"}
     assert len(desk.downloads.asked) == len(offers) + 1, "the list, then what it names"
     desk.downloads.asked.clear()
     desk.events.clear()
     desk.store.collect(())
     offers["B"] = make_offer(RULES, "B", TIP)
-    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, ("A",)))
+    desk.receive("A", Roster(Ballot(0, "A"), TIP.digest, offers, {"A": 0}))
     listed, *named = (want.sources for want in desk.downloads.asked)
     assert listed == ("A",)
     assert sorted(named) == sorted((peer, "A") for peer in offers)
@@ -365,7 +365,7 @@ def test_what_a_stranger_names_is_fetched_only_if_it_may_send_that(desk: Desk) -
     makers = ["P" + "x" * number for number in range(40)]
     offers = {peer: make_offer(RULES, peer, TIP) for peer in makers}
     for message in (
-        Roster(Ballot(0, "S"), TIP.digest, offers, ("S",)),
+        Roster(Ballot(0, "S"), TIP.digest, offers, {"S": 0}),
         Propose(Ballot(0, "S"), TIP, ()),
         Ready(Ballot(0, "A"), make_offer(RULES, "S", TIP), None, 1.0),
     ):

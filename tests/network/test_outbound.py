@@ -32,7 +32,7 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_a_message_to_many_peers_is_encoded_once(encodings: list[object]) -> None:
     box = Outbound(BlobStore())
-    roster, heartbeat = (Roster(Ballot(0, "A"), "0" * 64, of, ("A",)) for of in (OFFERS, {}))
+    roster, heartbeat = (Roster(Ballot(0, "A"), "0" * 64, of, {"A": 0}) for of in (OFFERS, {}))
     payloads = {box.encode(HEADER, each) for _ in range(50) for each in (roster, heartbeat)}
     assert len(payloads) == 2
     assert encodings == [roster, heartbeat]
@@ -51,7 +51,7 @@ class Clock:
 def test_what_a_message_refers_to_outlives_a_collection_until_its_receivers_have_had_time() -> None:
     store, clock = BlobStore(), Clock()
     box = Outbound(store, clock)
-    payload = box.encode(HEADER, Roster(Ballot(0, "A"), "0" * 64, OFFERS, ("A",)))
+    payload = box.encode(HEADER, Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0}))
     digests = [digest for digest, _ in attachments_of(payload)]
     assert digests
     for now_s, is_held in [(0.0, True), (HELD_S - 1, True), (HELD_S, False)]:
@@ -64,7 +64,7 @@ def test_what_a_message_refers_to_outlives_a_collection_until_its_receivers_have
 def test_what_is_sent_again_is_held_from_then_on() -> None:
     store, clock = BlobStore(), Clock()
     box = Outbound(store, clock)
-    roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, ("A",))
+    roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0})
     digests = [digest for digest, _ in attachments_of(box.encode(HEADER, roster))]
     clock.now_s = HELD_S - 1
     box.encode(HEADER, roster)
@@ -79,7 +79,7 @@ def test_messages_hold_so_many_blobs_at_most(monkeypatch: pytest.MonkeyPatch) ->
     store = BlobStore()
     box = Outbound(store)
     for attempt in range(10):
-        box.encode(HEADER, Roster(Ballot(attempt, "A"), f"{attempt:064x}", OFFERS, ("A",)))
+        box.encode(HEADER, Roster(Ballot(attempt, "A"), f"{attempt:064x}", OFFERS, {"A": 0}))
     box.encode(HEADER, Hello(ask=True))
     store.collect(())
     assert len(store) <= 3
@@ -88,7 +88,7 @@ def test_messages_hold_so_many_blobs_at_most(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_message_refers_to_is_put_back_if_it_was_dropped(encodings: list[object]) -> None:
     store, clock = BlobStore(), Clock()
     box = Outbound(store, clock)
-    roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, ("A",))
+    roster = Roster(Ballot(0, "A"), "0" * 64, OFFERS, {"A": 0})
     payload = box.encode(HEADER, roster)
     clock.now_s = HELD_S
     box.encode(HEADER, Hello(ask=True))

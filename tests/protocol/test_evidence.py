@@ -14,6 +14,7 @@ from swarm.protocol.events import Received
 from swarm.protocol.evidence import decode_evidence, encode_evidence
 from swarm.protocol.manifest import Manifest, Member, PeerId, Wish
 from swarm.protocol.messages import (
+    Accept,
     Accepted,
     Ballot,
     Declaration,
@@ -271,7 +272,7 @@ def test_results_are_those_of_the_reducers_of_the_very_roster() -> None:
         problem_of(manifest, replace(evidence, reports=tuple(others))) or ""
     )
     assert problem_of(manifest, replace(evidence, roster_id=name("older")))
-    assert problem_of(manifest, replace(evidence, able=("A",)))
+    assert problem_of(manifest, replace(evidence, able={"A": 0}))
 
 
 # ---------------------------------------------------------------- signatures
@@ -420,6 +421,30 @@ def test_who_proposes_without_its_evidence_is_followed_no_more(what: str) -> Non
     assert pump.nodes[voter].record.accepted is None
 
 
+def test_a_second_value_under_one_attempt_is_refused_and_its_convener_followed_no_more() -> None:
+    """It may have split the votes; hardly a schedule waits for this rule alone."""
+    pump = start_swarm("ABCD", RULES)
+    pump.run_to_height(2)
+    convener = pump.nodes["A"].machine.tip.order[0]
+    voter = next(peer for peer in "ABCD" if peer != convener)
+    proposals: list[Propose] = []
+
+    def watch(source: PeerId, destination: PeerId, message: Message) -> bool:
+        if isinstance(message, Propose) and destination == voter:
+            proposals.append(message)
+        return isinstance(message, Accept) and source != convener  # nothing is decided
+
+    pump.lose = watch
+    node, header = pump.nodes[voter], pump.nodes[convener].machine._out.header
+    pump.run(pump.now + 20, lambda: node.record.accepted is not None)
+    pump.give(voter, Received(convener, header, proposals[0]))
+    assert convener not in node.machine._succession.distrusted, "the same once more"
+    other = replace(proposals[0].manifest, tokens=proposals[0].manifest.tokens + 1)
+    pump.give(voter, Received(convener, header, replace(proposals[0], manifest=other)))
+    assert convener in node.machine._succession.distrusted
+    assert node.record.accepted.manifest == proposals[0].manifest
+
+
 # ---------------------------------------------------------------- what the convener goes by
 
 
@@ -467,7 +492,8 @@ def test_evidence_comes_back_as_it_was_and_only_in_canonical_form() -> None:
         encoded.replace(b'"capacity":1.0', b'"capacity":NaN', 1),
         encoded.replace(b'"capacity":1.0', b'"capacity":-1.0', 1),
         encoded.replace(b'"reducer":"', b'"reducer":"../', 1),
-        encoded.replace(b'"able":[', b'"unknown":1,"able":[', 1),
+        encoded.replace(b'"able":{', b'"able":{"A":-1,', 1),
+        encoded.replace(b'"able":{', b'"unknown":1,"able":{', 1),
         b" " * (8 * 2**20 + 1),
     ):
         assert wrong != encoded

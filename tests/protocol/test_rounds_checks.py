@@ -1,5 +1,7 @@
 """What is believed of others: offers, rosters, successors, certificates; and hostile events."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, nan
 
@@ -29,7 +31,14 @@ from swarm.protocol.messages import (
     Roster,
 )
 from swarm.protocol.rounds.checks import commit_problem, reform_problem, successor_problem
-from swarm.protocol.rounds.rosters import assign_reducers, offer_problem, plan_roster, sources_of
+from swarm.protocol.rounds.rosters import (
+    FASTEST,
+    Plan,
+    assign_reducers,
+    offer_problem,
+    plan_roster,
+    sources_of,
+)
 from swarm.protocol.trust import step_problem
 from tests.protocol.round_pump import Pump, found, make_offer, make_rules, name, start_swarm
 
@@ -116,9 +125,10 @@ def test_reducers_are_sources_and_everybody_derives_the_same() -> None:
     rules = make_rules(experts=10, parts=6, owners_per_expert=2)
     tip = found(rules, peers)
     offers = {peer: make_offer(rules, peer, tip) for peer in peers}
-    reducers = assign_reducers(offers, peers, rules.unit_bytes)
+    reducers = assign_reducers(offers, dict.fromkeys(peers, 0), rules.unit_bytes)
     shuffled = {peer: offers[peer] for peer in reversed(peers)}
-    assert assign_reducers(shuffled, peers[::-1], rules.unit_bytes) == reducers
+    again = dict.fromkeys(reversed(peers), 70)
+    assert assign_reducers(shuffled, again, rules.unit_bytes) == reducers
     sources = sources_of(offers)
     for unit, peer in reducers.items():
         assert peer in {source for source, _ in sources[unit]}
@@ -131,13 +141,50 @@ def test_who_cannot_be_dialled_reduces_only_what_nobody_else_has() -> None:
     tip = found(rules, peers)
     offers = {peer: make_offer(rules, peer, tip) for peer in peers}
     plan = plan_roster(tip, offers, rules, {"A", "B"})
-    assert plan.able == ("C", "D")
+    assert plan.able == {"C": 0, "D": 0}
     for unit, reducer in plan.reducers.items():
         sources = {peer for peer, _ in plan.sources[unit]}
         assert reducer in (sources & {"C", "D"} or sources), unit
     assert set(plan.reducers) == set(plan_roster(tip, offers, rules).reducers)
     assert assign_reducers(offers, plan.able, rules.unit_bytes) == plan.reducers
-    assert plan_roster(tip, offers, rules, set(peers)).able == tuple(peers), "somebody has to"
+    assert plan_roster(tip, offers, rules, set(peers)).able.keys() == set(peers), "somebody has to"
+
+
+def seconds_of(plan: Plan, uplinks: Mapping[str, int]) -> dict[str, float]:
+    """How long each peer of a plan sends, in units of 100 bytes by its uplink."""
+    sent = dict.fromkeys(plan.offers, 0)
+    for unit, values in plan.sources.items():
+        reducer = plan.reducers.get(unit, values[0][0])
+        for peer, _ in values:
+            sent[peer] += peer != reducer
+        sent[reducer] += len(plan.offers) - 1
+    return {peer: sent[peer] / uplinks[peer] for peer in sent}
+
+
+def test_who_has_a_thin_uplink_averages_less_so_that_all_send_for_as_long() -> None:
+    uplinks = {"A": 100, "B": 20, "C": 100, "D": 300}
+    rules = make_rules(experts=4, parts=80)
+    tip = found(rules, list(uplinks))
+    offers = {peer: make_offer(rules, peer, tip) for peer in uplinks}
+    equal, fitted = plan_roster(tip, offers, rules), plan_roster(tip, offers, rules, (), uplinks)
+    averaged = Counter(fitted.reducers.values())
+    assert averaged["B"] == 0 and averaged["D"] > 2 * averaged["A"] == 2 * averaged["C"]
+    before, after = seconds_of(equal, uplinks), seconds_of(fitted, uplinks)
+    assert max(before.values()) == before["B"] and after["B"] == pytest.approx(80.0 / 20 + 3 / 20)
+    others = [after[peer] for peer in "ACD"]
+    assert max(others) < 1.1 * min(others)
+    assert fitted.roster_id != equal.roster_id, "reducers sign for the uplinks that they were told"
+
+
+@pytest.mark.parametrize("said", [10**6, 1])
+def test_a_false_word_of_an_uplink_is_worth_little(said: int) -> None:
+    uplinks = {"A": 100, "B": said, "C": 0, "D": 100}
+    rules = make_rules(experts=4, parts=80)
+    tip = found(rules, list(uplinks))
+    offers = {peer: make_offer(rules, peer, tip) for peer in uplinks}
+    averaged = Counter(plan_roster(tip, offers, rules, (), uplinks).reducers.values())
+    assert averaged["A"] == averaged["C"] == averaged["D"], "an unknown one is a usual one"
+    assert averaged["B"] < FASTEST * 80 / 4
 
 
 def test_a_roster_of_other_offers_has_another_id() -> None:

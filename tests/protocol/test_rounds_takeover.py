@@ -149,7 +149,7 @@ def test_a_convener_of_a_lower_ballot_is_refused_with_the_promised_one() -> None
     for message in (
         Prepare(Ballot(3, second)),
         Propose(Ballot(3, second), node.machine.tip, ()),
-        Roster(Ballot(3, second), "0" * 64, {}, ()),
+        Roster(Ballot(3, second), "0" * 64, {}, {}),
     ):
         effects = node.machine.handle(Received(second, header_of(node), message), pump.now)
         (answer,) = [effect for effect in effects if isinstance(effect, Send)]

@@ -91,15 +91,16 @@ class Liar:
         return self._shell.disks[self.me].record.tip
 
     def convening_s(self, timers: Timers, since_s: float, now_s: float) -> float:
-        """How long it has convened since a moment; at most what it may have before others do [K1].
+        """The longest that it has convened since a moment, of what one attempt may take [K1].
 
         A convener that does everything but announce what was decided is no worse than one that is
-        slow, and nobody can tell which it is before its attempt has taken too long.
+        slow, and nobody can tell which it is before its attempt has taken too long. It may do so
+        once a height: after that it lets others convene [A7].
         """
         begun = sorted((s, attempt) for (_, attempt), s in self.reigns.items() if s >= since_s)
         limits = (timers.attempt_limit_s(attempt) for _, attempt in begun)
         spans = (end - start for start, end in pairwise([*(s for s, _ in begun), now_s]))
-        return sum(map(min, spans, limits))
+        return max(map(min, spans, limits), default=0.0)
 
     # ------------------------------------------------------------ on the way out and in
 
@@ -203,7 +204,8 @@ class Liar:
         offers = offers_shown(manifest, evidence, tip, rules)
         if change:
             change(offers)
-        plan = plan_roster(tip, offers, rules, offers.keys() - set(evidence.able))
+        able = evidence.able
+        plan = plan_roster(tip, offers, rules, offers.keys() - able.keys(), able)
         results = {}
         for unit in plan.reducers:
             values = plan.sources[unit]

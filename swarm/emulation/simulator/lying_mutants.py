@@ -54,11 +54,6 @@ class _ReturnsAtOnce(Acceptor):
         return None
 
 
-class _SecondValueIsIgnored(Acceptor):
-    def _refuse_second_value(self, convener: PeerId, ballot: Ballot) -> None:
-        pass
-
-
 _P = cast(LyingMix, LYING["P"])
 CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, strangers=0.0)
 """A liar alone; whoever believes it shows it soon."""
@@ -86,10 +81,6 @@ LYING_MUTANTS: Mapping[str, Mutant] = {
     ),
     "returns_at_once": Mutant(
         "A7: whoever had a vote lets others convene", UnderTest(machine_of(_ReturnsAtOnce))
-    ),
-    "second_value_is_ignored": Mutant(
-        "A4: a convener with two values under one attempt is replaced",
-        UnderTest(machine_of(_SecondValueIsIgnored)),
     ),
     "gaps_stay": Mutant(
         "L3: heads that a proof passed over are fetched", UnderTest(machine_of(_GapsStay))

@@ -151,6 +151,7 @@ class Node(Ports):
             now=self.clock_s(),
             random=Random(world.random.getrandbits(32)),
             sign=partial(sign, self.me),
+            uplink_of=lambda: self.character.uplink,
             chain=Chain.of(self.disk.record, self.disk.links),
         )
         self.use(world.timers)

@@ -45,6 +45,11 @@ class Character:
     clock_s: float = 0.0
     """What its monotonic clock shows when everything begins."""
 
+    @property
+    def uplink(self) -> int:
+        """What it says of its uplink; only ratios count."""
+        return round(self.up_bytes_per_s) if self.up_bytes_per_s < inf else 0
+
 
 @dataclass(frozen=True)
 class Setup:

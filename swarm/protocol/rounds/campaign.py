@@ -79,6 +79,8 @@ class Campaign:
     """Members that asked to leave, with what they signed."""
     undialable: set[PeerId] = field(default_factory=set)
     """Members that others cannot dial: they reduce only if nobody else can."""
+    uplinks: dict[PeerId, int] = field(default_factory=dict)
+    """Mbit/s, as members said last."""
     setbacks: int = 0
     """How often a roster was given up because trainees were missed."""
     relieved: set[PeerId] = field(default_factory=set)

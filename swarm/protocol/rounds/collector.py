@@ -61,6 +61,7 @@ class Collector(Role):
         campaign.seen[source] = self.now
         if not ready.dialable:
             campaign.undialable.add(source)
+        campaign.uplinks[source] = ready.uplink_mbit
         if ready.wish:
             campaign.leaving[source] = ready.wish
         if ready.ballot == campaign.ballot and source in self.standing.electorate():
@@ -266,7 +267,7 @@ class Collector(Role):
         offers = {peer: offer for peer, offer in campaign.offers.items() if peer in kept}
         # A peer that vanished after its offer would hold the round up once more as a reducer.
         unable = campaign.undialable | campaign.relieved | self.contacts.gone
-        campaign.plan = plan_roster(self.tip, offers, self.rules, unable)
+        campaign.plan = plan_roster(self.tip, offers, self.rules, unable, campaign.uplinks)
         campaign.grounds.close(offers)
         campaign.results = {}
         campaign.reports = {}
@@ -283,5 +284,5 @@ class Collector(Role):
         """The message that says who averages what, or only that the convener is there."""
         assert campaign.plan is not None
         offers = {} if is_heartbeat else campaign.plan.offers
-        able = () if is_heartbeat else campaign.plan.able
+        able = {} if is_heartbeat else campaign.plan.able
         return Roster(campaign.ballot, campaign.plan.roster_id, offers, able)

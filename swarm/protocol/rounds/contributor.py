@@ -99,6 +99,7 @@ class Contributor(Role):
             work.fetched_s,
             self._wish() if is_leaving else None,
             None if self.standing.is_member else self.peer.invitation,
+            self.peer.uplink_of(),
             self._signed_declaration(declaration),
         )
 

@@ -70,7 +70,7 @@ def _judged(case: _Case) -> str | None:
         problem = offer_problem(offer, peer, tip, rules)
         if problem:
             return f"offer of {peer}: {problem}"
-    plan = plan_roster(tip, offers, rules, offers.keys() - set(evidence.able))
+    plan = plan_roster(tip, offers, rules, offers.keys() - evidence.able.keys(), evidence.able)
     if (plan.able, plan.roster_id) != (evidence.able, evidence.roster_id):
         return "its reducers have signed for another roster"
     results = results_of(evidence.reports, plan, rules)

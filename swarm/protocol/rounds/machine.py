@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 from swarm.protocol.deadlines import Timers
@@ -75,6 +75,7 @@ class RoundMachine:
         random: Randomness,
         sign: Sign = unsigned,
         is_dialable: bool = True,
+        uplink_of: Callable[[], int] = int,
         fetches_ahead: bool = False,
         chain: Chain | None = None,
         invitation: Invitation | None = None,
@@ -88,6 +89,7 @@ class RoundMachine:
             random=random,
             sign=sign,
             is_dialable=is_dialable,
+            uplink_of=uplink_of,
             fetches_ahead=fetches_ahead,
             invitation=invitation,
         )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from swarm.canonical import canonical
 from swarm.protocol.digests import digest_of
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.messages import Offer, OfferedUnit
+from swarm.protocol.messages import Offer, OfferedUnit, Uplinks
 from swarm.protocol.rounds.deals import tokens_problem
 from swarm.protocol.rounds.rules import Rules
 
+NO_UPLINKS: Uplinks = {}
+FASTEST = 4
+"""An uplink counts for no more than so many usual ones, whatever its peer says [D3]: a false word
+draws at most so many times its share of the averaging to a peer."""
+SLOWEST = 16
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
 
 
@@ -27,7 +32,7 @@ class Plan:
     """Of each unit in the roster: the values behind it, in peer-id order [C3]."""
     reducers: Mapping[Unit, PeerId]
     """Who averages each unit with more than one source."""
-    able: tuple[PeerId, ...]
+    able: Uplinks
     """Who was asked to: those that others can dial, or all where nobody can be."""
 
     @property
@@ -99,11 +104,13 @@ def plan_roster(
     offers: Mapping[PeerId, Offer],
     rules: Rules,
     undialable: Collection[PeerId] = (),
+    uplinks: Uplinks = NO_UPLINKS,
 ) -> Plan:
     """The round over exactly these (valid) offers; peers nobody can dial reduce only at need."""
     ordered = {peer: offers[peer] for peer in sorted(offers)}
     sources = sources_of(ordered)
-    able = tuple(peer for peer in ordered if peer not in undialable) or tuple(ordered)
+    willing = [peer for peer in ordered if peer not in undialable] or list(ordered)
+    able = {peer: uplinks.get(peer, 0) for peer in willing}
     reducers = _assigned(sources, ordered, able, rules.moved_bytes, rules.averaged_deltas)
     digests = {peer: offer.digest for peer, offer in ordered.items()}
     identity = digest_of(canonical([tip.digest, digests, able]))
@@ -121,21 +128,21 @@ def sources_of(offers: Mapping[PeerId, Offer]) -> Sources:
 
 def assign_reducers(
     offers: Mapping[PeerId, Offer],
-    reducers: Sequence[PeerId],
+    reducers: Uplinks,
     unit_bytes: Mapping[Unit, int],
     always: Collection[Unit] = (),
 ) -> dict[Unit, PeerId]:
-    """Who averages each unit that has more than one source, or whose deltas are averaged [W5].
+    """Who averages each unit that has more than one source, or whose deltas are averaged [D3, W5].
 
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
-    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced: each
-    unit, largest first, goes to the source that has the least to send so far, and a unit with
-    one source, which is taken verbatim, counts as its peer's burden.
+    in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in
+    seconds: each unit, largest first, goes to the source that has sent all of its own the soonest
+    so far, and a unit with one source, which is taken verbatim, counts as its peer's burden.
 
     Args:
         offers: the roster.
-        reducers: peers of the roster that may reduce, in any order. A unit that none of them
-            offers is averaged by one of its sources all the same.
+        reducers: peers of the roster that may reduce, in any order, and their uplinks. A unit that
+            none of them offers is averaged by one of its sources all the same.
         unit_bytes: what each unit costs whoever takes its next value in.
         always: units that have a reducer even if they have one source alone.
 
@@ -148,27 +155,38 @@ def assign_reducers(
 def _assigned(
     sources: Sources,
     offers: Mapping[PeerId, Offer],
-    reducers: Sequence[PeerId],
+    reducers: Uplinks,
     unit_bytes: Mapping[Unit, int],
     always: Collection[Unit],
 ) -> dict[Unit, PeerId]:
     """As `assign_reducers`, where the sources are known."""
     fan_out = max(1, len(offers) - 1)
-    burden = dict.fromkeys(offers, 0)
-    dialable = frozenset(reducers)
+    burden = dict.fromkeys(offers, 0.0)
+    slowness = _slowness(offers, reducers)
     shared: list[tuple[int, Unit, list[PeerId]]] = []
     for unit, values in sources.items():
-        able = [peer for peer, _ in values if peer in dialable] or [peer for peer, _ in values]
+        able = [peer for peer, _ in values if peer in reducers] or [peer for peer, _ in values]
         num_bytes = unit_bytes.get(unit, 0)
         if able and (len(values) > 1 or unit in always):
             shared.append((-num_bytes, unit, able))
             for peer in able:
-                burden[peer] += num_bytes
+                burden[peer] += num_bytes * slowness[peer]
         elif able:
-            burden[able[0]] += num_bytes * fan_out
+            burden[able[0]] += num_bytes * fan_out * slowness[able[0]]
     chosen = {}
     for negative_bytes, unit, able in sorted(shared):
         peer = min(able, key=burden.__getitem__)  # of equals the first in peer-id order
-        burden[peer] -= negative_bytes * (fan_out - 1)
+        burden[peer] -= negative_bytes * (fan_out - 1) * slowness[peer]
         chosen[unit] = peer
     return dict(sorted(chosen.items()))
+
+
+def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
+    """Seconds that a byte takes from each peer, in those that it takes from a usual one.
+
+    Where all uplinks are alike, or none is known, each is 1, and sums of bytes stay exact.
+    """
+    known = sorted(mbit for mbit in uplinks.values() if mbit)
+    usual = known[(len(known) - 1) // 2] if known else 1
+    ratios = {peer: usual / (uplinks.get(peer) or usual) for peer in peers}
+    return {peer: max(1 / FASTEST, min(SLOWEST, ratio)) for peer, ratio in ratios.items()}

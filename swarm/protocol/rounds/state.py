@@ -36,6 +36,8 @@ class Peer:
     random: Randomness
     sign: Sign = unsigned
     is_dialable: bool = True
+    uplink_of: Callable[[], int] = int
+    """Mbit/s that its line carries away from it, as it was measured; 0: not known [D3]."""
     fetches_ahead: bool = False
     """Whether it fetches what a roster has of one writer before that is proposed [D2]."""
     invitation: Invitation | None = None

@@ -1,0 +1,53 @@
+"""How fast this machine sends: the most that others took in some seconds while they waited."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+WINDOW_S = 4.0
+"""Shorter, and what buffers on the way take in would count as sent."""
+KEPT = 8
+"""Windows of late; of these the fastest is nearest to what the line can do, since in the others
+receivers may have been the slower ones."""
+
+
+class SentRate:
+    """Counts what is sent; its methods run in one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing was sent yet; `clock` is in seconds."""
+        self._clock = clock
+        self._num_answers = 0
+        self._began_s = 0.0
+        self._num_bytes = 0
+        self._rates: deque[float] = deque(maxlen=KEPT)
+
+    @property
+    def mbit(self) -> float | None:
+        """In Mbit/s; None until somebody has taken something for long enough."""
+        return max(self._rates, default=None)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """While an answer is being sent; several at a time share the line."""
+        if not self._num_answers:
+            self._begin()
+        self._num_answers += 1
+        try:
+            yield
+        finally:
+            self._num_answers -= 1
+
+    def count(self, num_bytes: int) -> None:
+        """So many bytes of an answer were sent."""
+        self._num_bytes += num_bytes
+        seconds = self._clock() - self._began_s
+        if seconds >= WINDOW_S:
+            self._rates.append(self._num_bytes * 8e-6 / seconds)
+            self._begin()
+
+    def _begin(self) -> None:
+        self._began_s, self._num_bytes = self._clock(), 0
