@@ -70,9 +70,8 @@ class Peer:
         """Takes part in a run that was entered; see `start`, `found`, `join` and `resume`."""
         host, run = starter.host, started.run
         self.run, self.run_id, self.peer_id = run, started.run_id, host.node.peer_id
-        self.addresses = host.node.addresses
         self.status = starter.status(run, started.directory)
-        self._started, self._stop = started, starter.stop
+        self.addresses, self._started, self._stop = host.node.addresses, started, starter.stop
         announced = announcement(started.run_id, run, started.directory.read_founding())
         self._publisher = Publisher(
             host.node, self.status, announced, host.state, on_present=self._on_present
