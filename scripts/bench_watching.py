@@ -9,11 +9,16 @@ second phase somebody watches, on the last core, as on a machine of its own: `sw
 with one listener that reads its events, as an open page does; or `swarm-export --every 2
 --evaluate`. Which of a pair comes first changes from pair to pair. A phase counts the
 tokens of its rounds by the time from the end of the first to the end of the last, whatever was done
-in it: local steps, averaging, serving those who watch.
+in it: local steps, averaging, serving those who watch. Beside it stands what these tokens took of
+the processor, of the peers and the daemons that they started: on a busy core the same thing, but
+other programs and other guests of the machine do not blur it.
 
-  without, with   median tokens/s of the phases, summed over the peers
-  cost            median over the pairs of 1 - with / without; negative: faster with it
-  quartiles       of the same, and `pairs` all of them
+  tokens_per_s    median of the phases without and with it, summed over the peers
+  cost            mean over the pairs of 1 - with / without, its standard error, and the quartiles;
+                  negative: faster with it
+  cpu_ms          processor milliseconds per 1,000 tokens, without and with it
+  cpu_cost        of these likewise: 1 - without / with
+  pairs           all tokens/s; cpu_pairs all cpu_ms
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from swarm.emulation.local_swarm import LocalSwarm, applied
 
@@ -85,13 +91,52 @@ def tokens_per_s(swarm: LocalSwarm, began: float, ended: float) -> float:
     return total
 
 
-def phase(swarm: LocalSwarm, seconds: float, watcher: str | None) -> float:
-    """Tokens/s of one phase; the round in which it begins does not count."""
+def processor_s(swarm: LocalSwarm) -> float:
+    """What the peers and all that they have started took of the processor so far."""
+    ticks, parents = dict[int, int](), dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    ours = {peer.process.pid for peer in swarm.peers if peer.process}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(ticks.get(pid, 0) for pid in ours) / os.sysconf("SC_CLK_TCK")
+
+
+def tokens(swarm: LocalSwarm) -> int:
+    """Of all rounds so far."""
+    rounds = [event for peer in swarm.peers for event in applied(peer.events(), "quorum")]
+    return sum(event["trained_tokens"] for event in rounds)
+
+
+class Phase(NamedTuple):
+    """What one phase shows."""
+
+    tokens_per_s: float
+    cpu_ms: float
+    """Per 1,000 tokens."""
+
+
+def phase(swarm: LocalSwarm, seconds: float, watcher: str | None) -> Phase:
+    """One phase; the round in which it begins does not count for its tokens/s."""
     with watched_by(watcher, swarm) if watcher else contextlib.nullcontext():
         time.sleep(seconds / 4)
-        began = time.time()
+        began, done, spent_s = time.time(), tokens(swarm), processor_s(swarm)
         time.sleep(seconds)
-        return tokens_per_s(swarm, began, time.time())
+        done, spent_s = tokens(swarm) - done, processor_s(swarm) - spent_s
+        return Phase(tokens_per_s(swarm, began, time.time()), 1e6 * spent_s / max(done, 1))
+
+
+def spread(costs: list[float]) -> dict[str, Any]:
+    """Mean, standard error and quartiles."""
+    low, _, high = statistics.quantiles(costs, n=4)
+    return {
+        "mean": round(statistics.mean(costs), 4),
+        "standard_error": round(statistics.stdev(costs) / math.sqrt(len(costs)), 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+    }
 
 
 def main() -> None:
@@ -117,14 +162,15 @@ def main() -> None:
                 found = {each: phase(swarm, arguments.seconds, each) for each in order}
                 pairs.append((found[None], found[arguments.watcher]))
             swarm.kill()
-    costs = [1 - watched / alone for alone, watched in pairs if alone]
-    low, middle, high = statistics.quantiles(costs, n=4)
+    rates = [(alone.tokens_per_s, watched.tokens_per_s) for alone, watched in pairs]
+    spent = [(alone.cpu_ms, watched.cpu_ms) for alone, watched in pairs]
     verdict = {
-        "without": round(statistics.median(alone for alone, _ in pairs)),
-        "with": round(statistics.median(watched for _, watched in pairs)),
-        "cost": round(middle, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
-        "pairs": [[round(alone), round(watched)] for alone, watched in pairs],
+        "tokens_per_s": [round(statistics.median(each)) for each in zip(*rates, strict=True)],
+        "cost": spread([1 - watched / alone for alone, watched in rates]),
+        "cpu_ms": [round(statistics.median(each), 1) for each in zip(*spent, strict=True)],
+        "cpu_cost": spread([1 - alone / watched for alone, watched in spent]),
+        "pairs": [[round(one) for one in pair] for pair in rates],
+        "cpu_pairs": [[round(one, 1) for one in pair] for pair in spent],
         "load": [round(load, 1) for load in os.getloadavg()],
     }
     sys.stdout.write(json.dumps(verdict) + "\n")

@@ -1,0 +1,43 @@
+"""A whole run of sixteen peers, each in a namespace of its own behind a line of its own kind."""
+
+import sys
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.local_swarm import LocalSwarm, applied, summary
+from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from tests.scenarios.swarms import finish, peer_id, write_run
+
+pytestmark = [
+    pytest.mark.scenario,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_here())),
+]
+
+ROUNDS = 8
+SIZES = ["model.num_experts=16", "model.hidden_size=64", "model.moe_intermediate_size=64"]
+
+
+def test_one_digest_everywhere_at_every_height(tmp_path: Path) -> None:
+    """From 3 to 1,000 Mbit/s up, 1 to 200 ms, six that lose packets; nobody shares a file."""
+    assert len(LINKS) == 16
+    run_file = write_run(tmp_path, [*SIZES, f"run.rounds={ROUNDS}", "merging.interval_steps=24"])
+    with (
+        closing(NamespaceLinks(list(LINKS.values()))) as links,
+        LocalSwarm(tmp_path / "swarm", run_file, len(LINKS), links=links) as swarm,
+    ):
+        swarm.start()
+        finish(swarm, 900)
+        verdict = summary(swarm)
+        done = {peer_id(peer): applied(peer.events(), "quorum") for peer in swarm.peers}
+    counted = Counter(peer for event in next(iter(done.values())) for peer in event["contributors"])
+    each = {name: counted[peer] for name, peer in zip(LINKS, done, strict=True)}
+    sys.stdout.write(f"{verdict}\nrounds that counted each: {each}\n")
+    assert set(verdict["digests_per_height"]) == {1}
+    assert verdict["rounds"] == ROUNDS and verdict["merges"] == 2
+    assert all(events[-1]["round"] == ROUNDS for events in done.values())
+    assert len(counted) == len(LINKS), "every line carries work into the model"
