@@ -37,7 +37,7 @@ CAUGHT = {
     "failed_sync_awaited": "F:2",
     "four_are_a_quorum": "G:35",
     "last_ones_keep_step": "K:52006049",
-    "those_behind_are_silent": "L:52200310",
+    "those_behind_are_silent": "L:52304271",
     "wall_clock": "H:1",
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
