@@ -162,7 +162,7 @@ class Trainer(TrainingShell):
             if not task.is_offered:
                 self._check_time_left(work.steps, step_s)
             self.status.progress.planned(done + steps, work.steps)
-            if work.seconds is not None and not task.is_offered:
+            if work.seconds is not None:
                 self.rounds.expect(tip.digest, work.seconds)
             if not work.steps:
                 logger.debug("round=%d offers: %s", tip.round + 1, work.reason)

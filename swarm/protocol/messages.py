@@ -209,6 +209,8 @@ class Ready:
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
     invitation: Invitation | None = None
     """Of a stranger that asks to join, if it has one [R8]."""
+    stalls_in_s: float | None = None
+    """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
     uplink_mbit: int = 0
     """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
     signature: Signature = UNSIGNED

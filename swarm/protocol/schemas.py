@@ -222,6 +222,7 @@ class ReadySchema(Schema):
     fetched_s: Seconds
     wish: SignatureText | None
     invitation: Invitation | None
+    stalls_in_s: Seconds | None
     uplink_mbit: UplinkMbit
     signature: SignatureText
 

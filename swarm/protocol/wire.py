@@ -202,6 +202,7 @@ def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
                 "fetched_s": message.fetched_s,
                 "wish": message.wish,
                 "invitation": as_plain(message.invitation) if message.invitation else None,
+                "stalls_in_s": message.stalls_in_s,
                 "uplink_mbit": message.uplink_mbit,
                 "signature": signature_text(message.signature),
             }
@@ -331,6 +332,7 @@ def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
                 body.fetched_s,
                 body.wish,
                 body.invitation,
+                body.stalls_in_s,
                 body.uplink_mbit,
                 b64decode(body.signature),
             )

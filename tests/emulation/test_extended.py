@@ -42,7 +42,7 @@ CAUGHT = {
     "clock_stops_in_sleep": "H:5",
     "goes_on_after_stand_still": "H:4",
     "reform_although_quorum": "M:5",  # who is heard by nobody still hears
-    "transfer_limit_fixed": "L:88",
+    "transfer_limit_fixed": "L:77",
     "timers_not_adapted": "J:8",
     "hand_over_not_awaited": "K:2",
     "older_moments_taken": "K:4",

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from swarm.protocol.deadlines import Timers
+from swarm.protocol.events import Expected
 from swarm.protocol.rounds.closing import Absent, OpenRoster, Word, keeps_word, why_close
+from tests.protocol.round_pump import make_offer, make_rules, start_swarm, train_times
 
 TIMERS = Timers()
 BUSY = Absent("D", silent_s=1.0, remaining_s=None, worked_s=10.0)
@@ -60,6 +62,24 @@ def test_a_late_peer_is_waited_for_while_its_work_is_worth_more(
     assert (why is None) == waits
     if why:
         assert "needs 3.4 s more, which costs 3 peers more than its 10.0 s of work" in why
+
+
+@pytest.mark.parametrize(("remaining_s", "waits"), [(23.3, True), (23.4, False)])
+def test_while_the_others_take_their_next_steps_waiting_costs_nothing(
+    remaining_s: float, waits: bool
+) -> None:
+    """20 s beside their steps, then 3.33 s of three peers [V8]."""
+    why = why_close(replace(absent(remaining_s=remaining_s), spare_s=20.0), TIMERS)
+    assert (why is None) == waits
+    if why:
+        assert "needs 23.4 s more, 20.0 s of it beside their steps, which costs 3 peers" in why
+
+
+def test_who_is_silent_or_breaks_its_word_is_not_waited_for_beside_steps_either() -> None:
+    spare = replace(absent(silent_s=6.5, remaining_s=1.0), spare_s=60.0)
+    assert why_close(spare, TIMERS) is not None
+    late = replace(absent(remaining_s=0.0, word=Word(10.0, 40.0)), spare_s=60.0)
+    assert why_close(late, TIMERS) is not None
 
 
 def test_to_fetch_the_tip_is_work_that_would_be_lost() -> None:
@@ -261,3 +281,19 @@ def test_voters_that_wait_for_nobody_else_go_on_without_a_quorum_of_offers_or_tr
     roster = replace(ROSTER, waited_s=None, num_offers=0, num_of_trainees=1, absent=(silent, NEW))
     why = why_close(roster, TIMERS)
     assert why and why.startswith("roster closed with 1 of 4 offers") and "is new" in why
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_slow_member_counts_where_the_others_train_on_meanwhile(overlaps: bool) -> None:
+    """They say with their offers how long they have work; without overlap they would sit idle."""
+    pump = start_swarm("ABCD", replace(make_rules(), overlaps=overlaps))
+    train_times(pump, {"A": 10.0, "B": 10.0, "C": 10.0, "D": 18.0})
+    pump.offer_of = lambda peer, tip: replace(  # type: ignore[method-assign]
+        make_offer(pump.rules, peer, tip), seconds=pump.nodes[peer].train_s
+    )
+    pump.run_to_height(1)
+    tip = pump.nodes["A"].machine.tip
+    for peer, node in pump.nodes.items():
+        pump.give(peer, Expected(tip.digest, node.train_s))
+    pump.run_to_height(2)
+    assert pump.nodes["A"].machine.tip.contributors == (*"ABC", *("D" if overlaps else ""))

@@ -213,7 +213,7 @@ class Trainer(TrainingShell):
         return steps, steps * step_s
 
     def _expect(self, job: int, tip: Manifest, remaining_s: float) -> None:
-        if job == self._job and not self._is_offered:
+        if job == self._job:
             self.shell.tell(Expected(tip.digest, remaining_s))
 
     # ------------------------------------------------------------ offers

@@ -62,6 +62,8 @@ class Campaign:
     """Of a convener that was replaced for its silence: when it was heard last [K1]."""
     ready_at: dict[PeerId, float] = field(default_factory=dict)
     """When a member expects to have finished its local steps."""
+    stalls_at: dict[PeerId, float | None] = field(default_factory=dict)
+    """When a member that has offered would wait, as it said last; None: it does."""
     worked: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
     """How long a member has worked on the tip, and when it said so."""
     fetched: dict[PeerId, float] = field(default_factory=dict)

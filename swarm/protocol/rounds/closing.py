@@ -7,6 +7,8 @@ lengthen the next, and who convenes for the first time, or starts again, knows o
 A peer is not waited for longer than that pays, either, once a quorum has offered: each second of
 waiting costs as many voters as have offered one second of theirs, and leaving a late peer out costs
 what it has worked on its shared tensors in this round, and what it took to fetch the tip for that.
+Where rounds overlap a second of waiting costs nothing as long as those voters take their next steps
+meanwhile [V8].
 """
 
 from __future__ import annotations
@@ -97,6 +99,9 @@ class OpenRoster:
     absent: Sequence[Absent]
     num_of_trainees: int = 0
     """Offers of trainees, likewise."""
+    spare_s: float = 0.0
+    """Where rounds overlap: until the first of the voters that have offered would wait, less what
+    the transfers take. Waiting costs nothing before [V8]."""
 
     @property
     def num_all(self) -> int:
@@ -190,12 +195,14 @@ def _why_late(absent: Absent, roster: OpenRoster, timers: Timers) -> str | None:
     if absent.remaining_s is None or absent.remaining_s <= timers.grace_s:
         return None
     overdue_s = max(0.0, absent.word.overdue_s) if absent.word else 0.0
-    if (absent.remaining_s + overdue_s) * roster.num_offers <= absent.invested_s:
+    wait_s = max(0.0, absent.remaining_s + overdue_s - roster.spare_s)
+    if wait_s * roster.num_offers <= absent.invested_s:
         return None
     overdue = f", {overdue_s:.1f} s after its word" if overdue_s else ""
+    spare = f", {roster.spare_s:.1f} s of it beside their steps" if roster.spare_s else ""
     return (
-        f"needs {absent.remaining_s:.1f} s more{overdue}, which costs {roster.num_offers} peers "
-        f"more than its {absent.invested_s:.1f} s of work are worth"
+        f"needs {absent.remaining_s:.1f} s more{overdue}{spare}, which costs {roster.num_offers} "
+        f"peers more than its {absent.invested_s:.1f} s of work are worth"
     )
 
 

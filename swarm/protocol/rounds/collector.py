@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from swarm.protocol.deadlines import SAFETY
 from swarm.protocol.events import Topic
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Accepted, Ballot, Offer, Ready, Roster
@@ -62,6 +63,8 @@ class Collector(Role):
         if not ready.dialable:
             campaign.undialable.add(source)
         campaign.uplinks[source] = ready.uplink_mbit
+        stalls_in_s = ready.stalls_in_s
+        campaign.stalls_at[source] = None if stalls_in_s is None else self.now + stalls_in_s
         if ready.wish:
             campaign.leaving[source] = ready.wish
         if ready.ballot == campaign.ballot and source in self.standing.electorate():
@@ -187,6 +190,7 @@ class Collector(Role):
             waited_s=None if quorum_at is None else self.now - quorum_at,
             num_offers=len(waiting - campaign.excluded.keys()),
             num_of_trainees=len(offered - waiting - campaign.excluded.keys()),
+            spare_s=self._spare_s(campaign, waiting),
             num_members=len(self.tip.members),
             quorum_answers=self.standing.has_quorum(campaign.seen),
             fastest_s=min((campaign.worked[peer][0] for peer in waiting), default=0.0),
@@ -196,6 +200,14 @@ class Collector(Role):
                 if peer not in offered and peer not in gone
             ),
         )
+
+    def _spare_s(self, campaign: Campaign, waiting: Collection[PeerId]) -> float:
+        """How long the roster may stay open before one of these waits for the decision [V8]."""
+        known = {**campaign.stalls_at, self.me: self.work.stalls_at}
+        ends = [known.get(peer) for peer in waiting]
+        stalls_at = min((end for end in ends if end is not None), default=self.now)
+        transfer_s = (self.timers.reduce_s + self.timers.vote_s) / SAFETY
+        return 0.0 if None in ends else max(0.0, stalls_at - self.now - transfer_s)
 
     def _absent(self, campaign: Campaign, peer: PeerId, *, is_behind: bool) -> Absent:
         """What is known of a member that has not offered its shared tensors."""

@@ -52,6 +52,8 @@ class Contributor(Role):
         work.offer = offer
         if not offer.is_late:
             work.offered_at = self.now
+            # Until the trainer says more: as many steps again, in as much time.
+            work.stalls_at = self.now + offer.seconds if self.rules.overlaps else None
             if work.steps_s is not None:  # writing the offer takes time, too
                 work.steps_s = self.now - self.standing.applied_at
         if not self.life.is_listening:
@@ -60,13 +62,18 @@ class Contributor(Role):
     def on_expected(self, expected: Expected) -> None:
         """The trainer says how far it is: the convener is told with the next answer.
 
-        A peer that has offered trains for the next round already, where rounds overlap.
-        As long as nothing is said on a new tip, its steps are taken to last as long as before.
+        A peer that has offered trains for the next round already, where rounds overlap: after those
+        steps it would wait [V8]. As long as nothing is said on a new tip, its steps are taken to
+        last as long as before.
         """
-        has_offered = self.work.offer is not None and not self.work.offer.is_late
-        if expected.tip == self.tip.digest and not has_offered:
-            self.work.ready_at = self.now + expected.remaining_s
-            self.work.steps_s = self.work.ready_at - self.standing.applied_at
+        if expected.tip != self.tip.digest or self.standing.is_due(self.tip):
+            return
+        ends_at = self.now + expected.remaining_s
+        if self.work.offer is not None and not self.work.offer.is_late:
+            self.work.stalls_at = ends_at if self.rules.overlaps else None
+            return
+        self.work.ready_at = ends_at
+        self.work.steps_s = ends_at - self.standing.applied_at
 
     def _why_not_offer(self, offer: Offer) -> str | None:
         if not self.standing.is_member:
@@ -99,6 +106,7 @@ class Contributor(Role):
             work.fetched_s,
             self._wish() if is_leaving else None,
             None if self.standing.is_member else self.peer.invitation,
+            None if work.stalls_at is None else max(0.0, work.stalls_at - self.now),
             self.peer.uplink_of(),
             self._signed_declaration(declaration),
         )

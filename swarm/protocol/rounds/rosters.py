@@ -14,10 +14,11 @@ from swarm.protocol.rounds.deals import tokens_problem
 from swarm.protocol.rounds.rules import Rules
 
 NO_UPLINKS: Uplinks = {}
-FASTEST = 4
-"""An uplink counts for no more than so many usual ones, whatever its peer says [D3]: a false word
-draws at most so many times its share of the averaging to a peer."""
-SLOWEST = 16
+MOST_SHARES = 2
+"""Nobody averages more than so many times its share of the bytes, whatever it says of its uplink:
+so much a false word draws to a peer, as with capacities [D3, R5]."""
+_FULL = 1e30
+"""More than any burden, in seconds or bytes."""
 Sources = Mapping[Unit, tuple[tuple[PeerId, Digest], ...]]
 
 
@@ -137,7 +138,8 @@ def assign_reducers(
     A source has its own value already, so a unit of b bytes with s sources costs s - 1 transfers
     in and N - 1 out: summed over a round b x (2 S (N-1) + X (N+R-2)). Uploads are balanced in
     seconds: each unit, largest first, goes to the source that has sent all of its own the soonest
-    so far, and a unit with one source, which is taken verbatim, counts as its peer's burden.
+    so far and has not had MOST_SHARES yet, and a unit with one source, which is taken verbatim,
+    counts as its peer's burden.
 
     Args:
         offers: the roster.
@@ -174,11 +176,23 @@ def _assigned(
         elif able:
             burden[able[0]] += num_bytes * fan_out * slowness[able[0]]
     chosen = {}
+    left = dict.fromkeys(offers, _most_bytes(shared, reducers))
     for negative_bytes, unit, able in sorted(shared):
         peer = min(able, key=burden.__getitem__)  # of equals the first in peer-id order
         burden[peer] -= negative_bytes * (fan_out - 1) * slowness[peer]
+        left[peer] += negative_bytes
+        if left[peer] <= 0:
+            burden[peer] += _FULL
         chosen[unit] = peer
     return dict(sorted(chosen.items()))
+
+
+def _most_bytes(shared: Collection[tuple[int, Unit, list[PeerId]]], reducers: Uplinks) -> float:
+    """When a peer has averaged so many bytes, others come first; where all say the same, never."""
+    if len(set(reducers.values())) < 2:
+        return inf
+    total_bytes = -sum(negative_bytes for negative_bytes, _, _ in shared)
+    return MOST_SHARES * total_bytes / len(reducers)
 
 
 def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
@@ -188,5 +202,4 @@ def _slowness(peers: Iterable[PeerId], uplinks: Uplinks) -> dict[PeerId, float]:
     """
     known = sorted(mbit for mbit in uplinks.values() if mbit)
     usual = known[(len(known) - 1) // 2] if known else 1
-    ratios = {peer: usual / (uplinks.get(peer) or usual) for peer in peers}
-    return {peer: max(1 / FASTEST, min(SLOWEST, ratio)) for peer, ratio in ratios.items()}
+    return {peer: usual / (uplinks.get(peer) or usual) for peer in peers}

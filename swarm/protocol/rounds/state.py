@@ -119,6 +119,8 @@ class Work:
     """When it offered its shared tensors."""
     ready_at: float | None = None
     """When this peer expects to have finished its local steps."""
+    stalls_at: float | None = None
+    """When it will have taken the steps after its offer, where rounds overlap [V8]."""
     steps_s: float | None = None
     """From a new tip to the end of its local steps, as expected last."""
     fetched_s: float = 0.0
@@ -130,6 +132,6 @@ class Work:
 
     def forget_height(self, ready_at: float | None) -> None:
         """Begins anew with what referred to the old tip; says when the next steps may end."""
-        self.offer = self.offered_at = None
+        self.offer = self.offered_at = self.stalls_at = None
         self.signed = {}
         self.ready_at = ready_at
