@@ -5,6 +5,7 @@ Nothing is sent for it: it looks at the control messages that there are anyway.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 import time
@@ -17,8 +18,10 @@ from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.protocol.figures import MAX_UNREACHED, Silence
 
 LOST_IN_A_ROW = 2
-"""One message may be lost on any line; but if nothing came from there either since it was sent,
-for the seconds that it was waited for, there is no line."""
+"""One message may be lost on any line."""
+SILENT_S = 6.0
+"""But if a message waits for so long, and nothing came from there since it was sent, there is no
+line: an answer on a living one takes less than the 5 s that are left for it."""
 FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for so long is no longer talked to."""
 KEPT = 16
@@ -28,20 +31,21 @@ OnMessage = Callable[[str, bytes], Awaitable[None]]
 
 @dataclass
 class _Line:
-    """One line; times are when a message was sent last, heard last, and sent and lost first."""
-
     at_s: float = 0.0
+    """When a message was sent last."""
     heard_s: float = -math.inf
-    lost_s: float = 0.0
+    """When a message or an answer came last."""
     lost: int = 0
+    is_silent: bool = False
     silence: Silence = Silence.SILENT
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     @property
     def is_cut(self) -> bool:
-        if self.silence is Silence.SILENT and self.heard_s < self.lost_s:
-            return self.lost > 0
-        return self.lost >= LOST_IN_A_ROW
+        return self.is_silent or self.lost >= LOST_IN_A_ROW
+
+    def heard(self, now_s: float) -> None:
+        self.heard_s, self.is_silent = now_s, False
 
 
 class Lines:
@@ -65,24 +69,34 @@ class Lines:
         """Around the sending of one message, which returns once it was handled."""
         line = self._lines.setdefault(peer, _Line())
         began_s = self._clock()
+        timer = _later(SILENT_S, lambda: self._waits(line, began_s))
         try:
             yield
         except Refused:
+            line.heard(self._clock())
             line.lost = 0
             raise
         except Unreachable as error:
             was_cut = line.is_cut
-            line.lost_s = began_s if not line.lost else min(line.lost_s, began_s)
             line.lost += 1
             line.silence = Silence.GONE if isinstance(error, NoRoute) else Silence.SILENT
             if line.is_cut and not was_cut:
                 self.when_cut()
             raise
         else:
+            line.heard(self._clock())
             line.lost = 0
             line.took_s.append(self._clock() - began_s)
         finally:
             line.at_s = self._clock()
+            if timer:
+                timer.cancel()
+
+    def _waits(self, line: _Line, since_s: float) -> None:
+        """A message has waited for SILENT_S, and was sent at `since_s`."""
+        if line.heard_s < since_s and not line.is_cut:
+            line.at_s, line.is_silent, line.silence = self._clock(), True, Silence.SILENT
+            self.when_cut()
 
     def hearing(self, handler: OnMessage | None) -> OnMessage | None:
         """The same handler of messages, which notes from whom they come."""
@@ -92,7 +106,7 @@ class Lines:
         async def heard(peer: str, payload: bytes) -> None:
             line = self._lines.get(peer)
             if line is not None:
-                line.heard_s = self._clock()
+                line.heard(self._clock())
             await handler(peer, payload)
 
         return heard
@@ -111,3 +125,11 @@ class Lines:
     def _talked_to(self) -> dict[str, _Line]:
         now_s = self._clock()
         return {k: v for k, v in list(self._lines.items()) if now_s - v.at_s <= FORGOTTEN_S}
+
+
+def _later(seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle | None:
+    """Has something done in the node's loop; outside of it nothing."""
+    try:
+        return asyncio.get_running_loop().call_later(seconds, action)
+    except RuntimeError:
+        return None

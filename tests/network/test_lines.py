@@ -39,31 +39,35 @@ def test_one_lost_message_is_nothing_and_an_answer_ends_a_silence() -> None:
     assert lines.unreached() == {}
 
 
-def test_a_line_from_which_nothing_came_since_the_lost_message_is_cut_at_once() -> None:
-    clock, told = Clock(), list[float]()
-    lines = Lines(clock)
-    lines.when_cut = lambda: told.append(clock.now)
+def test_a_line_from_which_nothing_comes_while_a_message_waits_is_cut_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm.network.lines.SILENT_S", 0.1)
+    told: list[str] = []
+    lines = Lines()
+    lines.when_cut = lambda: told.append(",".join(lines.unreached()))
     handler = lines.hearing(taken)
     assert handler
 
-    async def hear(peer: str) -> None:
-        await handler(peer, b"")
-
-    def waited_for_in_vain(peer: str, from_peer_after_s: float | None) -> None:
+    async def waited_for_in_vain(peer: str, *, is_heard: bool) -> None:
         with pytest.raises(Unreachable), lines.post(peer):
-            if from_peer_after_s is not None:
-                clock.now += from_peer_after_s
-                asyncio.run(hear(peer))
-            clock.now += 5.0
+            await asyncio.sleep(0.05)
+            if is_heard:
+                await handler(peer, b"")
+            await asyncio.sleep(0.15)
             raise Unreachable("no answer")
 
-    waited_for_in_vain("A", 1.0)
-    assert lines.unreached() == {} and told == []
-    waited_for_in_vain("B", None)
-    assert lines.unreached() == {"B": Silence.SILENT} and told == [11.0]
-    waited_for_in_vain("A", 1.0)  # one way only
-    waited_for_in_vain("B", None)
-    assert lines.unreached() == {"A": Silence.SILENT, "B": Silence.SILENT} and len(told) == 2
+    async def all_of_it() -> None:
+        await waited_for_in_vain("A", is_heard=True)
+        assert told == []
+        await waited_for_in_vain("B", is_heard=False)
+        assert told == ["B"], "while it waits"
+        await waited_for_in_vain("A", is_heard=True)  # one way only
+        assert told == ["B", "A,B"] and lines.unreached()["B"] is Silence.SILENT
+        await handler("B", b"")
+        assert "B" not in lines.unreached()
+
+    asyncio.run(all_of_it())
 
 
 async def taken(peer: str, payload: bytes) -> None:
