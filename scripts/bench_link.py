@@ -7,6 +7,7 @@ round; control, reducing and voting are in that time. Needs root (see swarm-loca
 
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
+    .venv/bin/python scripts/bench_link.py --link fibre,home-100,home-100,home-20 --rounds 5
 """
 
 import argparse
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--link", choices=list(LINKS), default="home-100-20")
+    parser.add_argument("--link", default="home-100-20", help="or several, in turn: A,B,...")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=768, help="of the model (default: 768)")
@@ -56,9 +57,11 @@ def main() -> int:
     arguments = parse()
     if why := why_not_here():
         sys.exit(why)
-    folder, say, link = folder_of(arguments, "link"), teller(), LINKS[arguments.link]
-    rounds = arguments.rounds
-    links = NamespaceLinks(link)
+    folder, say, names = folder_of(arguments, "link"), teller(), arguments.link.split(",")
+    if unknown := set(names) - LINKS.keys():
+        sys.exit(f"--link: no {', '.join(sorted(unknown))}; there are {', '.join(LINKS)}")
+    rounds, each = arguments.rounds, [LINKS[name] for name in names]
+    links = NamespaceLinks(each)
     swarm = LocalSwarm(
         folder / "swarm",
         find_file(Path("demo"), "runs"),
@@ -79,17 +82,25 @@ def main() -> int:
             what=f"{rounds} rounds",
             timeout_s=rounds * ROUND_S,
         )
-        events = [event for history in histories() for event in history]
+        done = histories()
+        events = [event for history in done for event in history]
         packets = dict(links.packets)
     finally:
         swarm.kill()
         links.close()
     say(f"measured {rounds} rounds")
-    used = [e["blob_bytes_sent"] * 8 / 1e6 / link.up_mbit / e["wait_s"] for e in events]
+    used = [
+        e["blob_bytes_sent"] * 8 / 1e6 / each[peer % len(each)].up_mbit / e["wait_s"]
+        for peer, history in enumerate(done)
+        for e in history
+    ]
     verdict = {
         "link": arguments.link,
         "max_upload": arguments.max_upload,
-        "sent_megabytes": round(statistics.mean(e["blob_bytes_sent"] for e in events) / 1e6, 1),
+        "sent_megabytes": [
+            round(statistics.mean(e["blob_bytes_sent"] for e in history) / 1e6, 1)
+            for history in done
+        ],
         "wait_s": [round(e["wait_s"], 1) for e in events],
         "uplink_used": round(statistics.mean(used), 3),
         "uplink_used_least": round(min(used), 3),

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 ENTRANCES = 16
 """Living addresses that a start goes in by, of all that were probed."""
 _PROBE_S = 3.0
+TRIES = 3
+"""To get in by living addresses: somebody listens there, so the next try may well succeed."""
 
 Register = Callable[[P2P], Awaitable[None]]
 
@@ -140,7 +142,7 @@ async def open_substrate(
     """
     entrances = await _answering(opening.identity.peer_id, peers, must_reach)
     try:
-        p2p = await _start(opening, entrances, port, check_identity=check_identity)
+        p2p = await _enter(opening, entrances, port, check_identity=check_identity)
     except NobodyReachable:
         if must_reach:
             raise
@@ -166,6 +168,17 @@ async def open_substrate(
         await end_daemon(p2p)
         raise
     return Substrate(p2p, dht, addresses)
+
+
+async def _enter(
+    opening: Opening, peers: Sequence[Address], port: int | None, *, check_identity: bool
+) -> P2P:
+    """`_start`, more than once: the daemon's own patience is too short for a line with losses."""
+    for _ in range(TRIES - 1):
+        with suppress(NobodyReachable):
+            return await _start(opening, peers, port, check_identity=check_identity)
+        logger.info("no way in yet by %s; trying again", ", ".join(peer.text for peer in peers))
+    return await _start(opening, peers, port, check_identity=check_identity)
 
 
 async def _start(
