@@ -22,7 +22,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.history import History, Saved
-from swarm.train.parallel.sharding import Ranks
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import routing_controls_at
