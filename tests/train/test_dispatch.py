@@ -1,13 +1,19 @@
 """Tokens that travel to the ranks of their experts: the values of one process; what moves."""
 
+import zlib
+from dataclasses import replace
+
 import pytest
 import torch
 
+from swarm.experts import PROJECTIONS, expert_tensor, owned_stack, stacked_tensors
 from swarm.model.initialise import initial_tensors
-from swarm.model.moe import SparseMLP
+from swarm.model.moe import Recall, SparseMLP
 from swarm.model.routing import RoutingControls
-from swarm.train.parallel.dispatch import DealtBank
-from tests.train.runs import all_names, tiny_run
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.dispatch import DealtBank, crossing_bytes
+from swarm.train.parallel.sharding import RankEngine
+from tests.train.runs import all_names, batch, new_engine, tiny_run
 from tests.train.team import together
 
 SIZES = {"num_experts": 7, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
@@ -125,3 +131,161 @@ def test_a_rank_without_tokens_computes_for_the_others():
 
 def test_capacity_is_that_of_the_tokens_of_one_rank():
     assert_as_whole(2, [50, 20], CLOSE, RoutingControls(capacity_factor=0.8))
+
+
+# ------------------------------------------------ compared experts
+
+COMPARED = RoutingControls(probe=True, draw_apart=True)
+
+
+def test_experts_of_other_ranks_are_compared_and_drawn_apart():
+    assert_as_whole(2, [50, 40], CLOSE, COMPARED)
+
+
+def test_a_rank_that_has_no_pairs_to_compare_takes_part_all_the_same():
+    """Forward and backward: its experts' gradients come from the tokens of the other rank."""
+    assert_as_whole(2, [50, 8], CLOSE, COMPARED)
+    assert_as_whole(2, [50, 0], CLOSE, COMPARED)
+
+
+# ------------------------------------------------ what moves
+
+EXPERT_KINDS = ("counts", "tokens", "outputs", "output gradients", "token gradients")
+
+
+def engine_of(ranks, run, ep=2, owned=(1, 3), kind=RankEngine, **options):
+    engine = kind(run, replace(EngineOptions.of(run), ep=ep, **options), ranks)
+    engine.write(initial_tensors(run, all_names(run)))
+    engine.own(owned)
+    return engine
+
+
+@pytest.mark.parametrize("recompute, number", [("none", 5), ("routing", 7), ("layer", 7)])
+def test_a_layer_and_micro_batch_take_seven_operations_at_most(recompute, number):
+    run = tiny_run()
+
+    def work(ranks):
+        engine = engine_of(ranks, run, recompute=recompute)
+        ranks.traffic.take()
+        engine.step(batch(run, 0), lr=1e-2)
+        return ranks.traffic.take()
+
+    for found in together(2, work):
+        each = {kind: found[kind][0] for kind in EXPERT_KINDS}
+        layers = run.model.num_hidden_layers  # and one micro-batch on each rank
+        assert sum(each.values()) == number * layers <= 7 * layers
+        assert found.keys() - set(EXPERT_KINDS) == {"sums", "numbers"}
+        assert (found["sums"][0], found["numbers"][0]) == (2, 2)
+
+
+@pytest.mark.parametrize("draw_apart, number", [(False, 3), (True, 4)])
+def test_comparing_experts_takes_four_more(draw_apart, number):
+    run = tiny_run(loss={"similarity_weight": 0.5})
+    controls = RoutingControls(probe=True, draw_apart=draw_apart)
+
+    def work(ranks):
+        engine = engine_of(ranks, run)
+        ranks.traffic.take()
+        engine.step(batch(run, 0), lr=1e-2, controls=controls)
+        return ranks.traffic.take()
+
+    for found in together(2, work):
+        compared = sum(count for kind, (count, _) in found.items() if "compared" in kind)
+        assert compared + found["counts"][0] - 2 == number * run.model.num_hidden_layers
+
+
+@pytest.mark.parametrize("compute, again", [("fp32", False), ("fp32", True), ("bf16", True)])
+def test_bytes_are_those_of_the_formula(compute, again):
+    number = 400
+
+    def work(ranks):
+        layer = dealt_layer(ranks, compute=compute)
+        x_BTD = tokens(ranks.rank, number)
+        recall = Recall()
+        ranks.traffic.take()
+        _, routing, _ = passed(layer, x_BTD, recall=recall)
+        if again:
+            with torch.no_grad():
+                layer(x_BTD, recall)
+        here = torch.tensor(sorted(layer.experts.row_of))
+        leaving = (~torch.isin(routing.expert_NK, here)).sum().item()
+        return leaving, sum(sent for _, sent in ranks.traffic.take().values())
+
+    found = together(2, work)
+    itemsize = DTYPES[compute].itemsize
+    expected = crossing_bytes(sum(n for n, _ in found), RUN.model, itemsize, again=again)
+    assert sum(sent for _, sent in found) == pytest.approx(expected, rel=0.02)
+    assert sum(n for n, _ in found) > number  # of 2,400 pairs
+
+
+# ------------------------------------------------ what must not happen
+
+UNEVEN = tiny_run(train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16})
+
+
+def losses_of(run, kind, controls=None, size=2):
+    def work(ranks):
+        engine = engine_of(ranks, run, kind=kind)
+        return [engine.step(batch(run, k), lr=1e-2, controls=controls).loss for k in range(2)]
+
+    engine = new_engine(run, (1, 3))
+    straight = [engine.step(batch(run, k), lr=1e-2, controls=controls).loss for k in range(2)]
+    return straight, together(size, work)
+
+
+class SkipsIdle(RankEngine):
+    """Leaves out the operations of micro-batches that others of its group have and it has not."""
+
+    def _idle(self, count):
+        return 0
+
+
+def test_an_idle_rank_that_skips_an_operation_is_noticed():
+    straight, found = losses_of(UNEVEN, RankEngine)
+    assert all(each == pytest.approx(straight, rel=1e-6) for each in found)
+    with pytest.raises((AssertionError, RuntimeError)):
+        losses_of(UNEVEN, SkipsIdle)
+
+
+class LocalNoise(RankEngine):
+    """Draws noise by a micro-batch's number on its rank."""
+
+    def _backward(self, parts, index, controls):
+        first = self._ranks.block(len(parts)).start
+        return super()._backward(parts[first:], index - first, controls)
+
+
+def test_noise_by_the_local_number_of_a_micro_batch_is_noticed():
+    run = tiny_run(model={"noisy_top_k": True})
+    controls = RoutingControls(noise_seed=7)
+    straight, found = losses_of(run, RankEngine, controls)
+    assert all(each == pytest.approx(straight, rel=1e-6) for each in found)
+    _, wrong = losses_of(run, LocalNoise, controls)
+    assert not any(each == pytest.approx(straight, rel=1e-4) for each in wrong)
+
+
+def test_norms_of_shards_are_formed_in_fp64():
+    run = tiny_run()
+
+    def work(ranks):
+        engine = engine_of(ranks, run, owned=(0, 1, 3))
+        for name, parameter in zip(
+            engine._optimizer.names, engine._optimizer.parameters, strict=True
+        ):
+            experts = stacked_tensors(name, engine._model.owned_here)
+            each = [gradient_of(n) for n in experts] or [torch.zeros_like(parameter)]
+            parameter.grad = torch.stack(each).view_as(parameter)
+        return engine._norms(1.0)
+
+    def gradient_of(name):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(16, 16, generator=generator)
+
+    first, second = together(2, work)
+    assert first.keys() == second.keys()
+    for layer in range(2):
+        for kind in PROJECTIONS:
+            names = [expert_tensor(layer, expert, kind) for expert in (0, 1, 3)]
+            whole = torch.cat([gradient_of(name).double() for name in names]).norm().float()
+            found = [norms[owned_stack(layer, kind)] for norms in (first, second)]
+            assert torch.equal(found[0], whole) and torch.equal(found[1], whole)

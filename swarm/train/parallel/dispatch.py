@@ -259,3 +259,19 @@ def _apart(rows_SX: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Rows of so many elements, and the numbers at their ends."""
     numbers = rows_SX[:, size:].contiguous().view(torch.float32)
     return rows_SX[:, :size], numbers[:, 0]
+
+
+def crossing_bytes(rows: float, model: ModelConfig, itemsize: int, *, again: bool) -> float:
+    """Bytes that cross between ranks for the experts of one layer and micro-batch.
+
+    Args:
+        rows: (token, expert) pairs whose expert is on another rank.
+        model: its sizes.
+        itemsize: bytes of the compute type.
+        again: whether the layer is computed again for backward.
+
+    Tokens and outputs each way, twice where they are computed again, then the gradients of both,
+    with the routing weight and its gradient in fp32.
+    """
+    row = model.hidden_size * itemsize
+    return rows * ((4 if again else 2) * row + 2 * (row + 4))
