@@ -5,7 +5,8 @@ Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -105,32 +106,41 @@ class Decoder(nn.Module):
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
         for index, layer in enumerate(self.layers):
-            x_BTD, routing = self._run(layer, x_BTD, positions, controls and controls.part(index))
+            placed = functools.partial(layer, positions=positions)
+            x_BTD, routing = self._run(placed, x_BTD, controls and controls.part(index))
             routings.append(routing)
         return self.norm(x_BTD), routings
 
+    def without_tokens(self, controls: RoutingControls | None = None) -> Tensor:
+        """Goes through the experts of all layers, where other processes may have tokens for them.
+
+        Returns:
+            0, from which backward goes through them again.
+        """
+        weight = self.embed_tokens.weight
+        x_BTD = weight.new_empty(0, 1, weight.shape[1]).requires_grad_()
+        experts = [module for module in self.modules() if isinstance(module, SparseMLP)]
+        for index, mlp in enumerate(experts):
+            x_BTD, _ = self._run(mlp, x_BTD, controls and controls.part(index))
+        return x_BTD.sum()
+
     def _run(
         self,
-        layer: nn.Module,
+        layer: Callable[..., tuple[Tensor, Routing]],
         x_BTD: Tensor,
-        positions: Positions,
         controls: RoutingControls | None,
     ) -> tuple[Tensor, Routing]:
-        out: tuple[Tensor, Routing]
         if self.recompute == "none" or not torch.is_grad_enabled():
-            out = layer(x_BTD, positions, None, controls)
-        else:
-            recall = Recall() if self.recompute == "routing" else None
-            # Noise comes from a seed, so there is no state of a generator to keep.
-            out = checkpoint(
-                layer,
-                x_BTD,
-                positions,
-                recall,
-                controls,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            return layer(x_BTD, controls=controls)
+        # Noise comes from a seed, so there is no state of a generator to keep.
+        out: tuple[Tensor, Routing] = checkpoint(
+            layer,
+            x_BTD,
+            recall=Recall() if self.recompute == "routing" else None,
+            controls=controls,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         return out
 
 

@@ -174,7 +174,8 @@ class RankEngine(ResidentEngine):
         mine = self._ranks.block(len(parts))
         found = [self._backward(parts, k, controls) for k in mine]
         for _ in range(self._idle(len(parts))):
-            self._accompany(parts[0].tokens_BT1, controls).backward()
+            # Others of the group have a micro-batch, whose tokens need experts of this rank.
+            self._model.model.without_tokens(controls).backward()
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
@@ -225,16 +226,6 @@ class RankEngine(ResidentEngine):
         ]
         return max(blocks) - len(self._ranks.block(count))
 
-    def _accompany(self, tokens_BT1: Tensor, controls: RoutingControls | None) -> Tensor:
-        """Goes through all layers without a token, as those of others need experts of this rank.
-
-        Returns:
-            0, from which backward goes through all layers too.
-        """
-        nothing_BT = tokens_BT1[:0, :-1].to(self._device)
-        hidden_BTD: Tensor = self._model.model(nothing_BT, controls)[0]
-        return hidden_BTD.sum()
-
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
         rows = self._run.train.micro_batch_sequences
         micro_batches = tokens_BT1.split(rows)
@@ -249,7 +240,7 @@ class RankEngine(ResidentEngine):
 
         mean_over(own_mean, tokens_BT1, scored_BT, rows)
         for _ in range(self._idle(len(micro_batches))):
-            self._accompany(tokens_BT1, None)
+            self._model.model.without_tokens()
         means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
