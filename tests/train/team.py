@@ -22,14 +22,14 @@ class Meeting:
         self._parts: dict[tuple[int, ...], Meeting] = {}
         self._lock = threading.Lock()
 
-    def swap(self, rank: int, what: str, given: Any) -> list[Any]:
-        """What each rank gives in the same operation."""
+    def swap(self, rank: int, what: str, given: Any, take: Callable[[list[Any]], None]) -> None:
+        """Shows each rank what all of them give in the same operation."""
         self._given[rank] = (what, given)
         self.barrier.wait()
-        found = list(self._given)
+        assert len({kind for kind, _ in self._given}) == 1, self._given
+        take([each for _, each in self._given])
         self.barrier.wait()
-        assert len({kind for kind, _ in found}) == 1, found
-        return [each for _, each in found]
+        self._given[rank] = None
 
     def part(self, ranks: Sequence[int]) -> "Meeting":
         """That of some of the ranks."""
@@ -49,9 +49,9 @@ class ThreadRanks(Ranks):
 
     whole: Meeting
 
-    def _meet(self, what: str, given: Any) -> list[Any]:
+    def _meet(self, what: str, given: Any, take: Callable[[list[Any]], None]) -> None:
         meeting: Any = self.handle or self.whole
-        return meeting.swap(self.rank, what, given)
+        meeting.swap(self.rank, what, given, take)
 
     def _group(self, ranks: Sequence[int]) -> Any:
         return self.whole.part(ranks)
@@ -59,16 +59,20 @@ class ThreadRanks(Ranks):
     def _all_to_all(
         self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        found = self._meet("all to all", rows.clone().split(list(sent)))
-        parts = [given[self.rank] for given in found]
-        assert [len(part) for part in parts] == list(received)
-        into.copy_(torch.cat(parts))
+        def take(found: list[Any]) -> None:
+            for part, given in zip(into.split(list(received)), found, strict=True):
+                assert len(part) == len(given[self.rank])
+                part.copy_(given[self.rank])
+
+        self._meet("all to all", rows.split(list(sent)), take)
 
     def _all_gather(self, into: Tensor, part: Tensor) -> None:
-        into.copy_(torch.cat(self._meet("all gather", part.clone())))
+        self._meet("all gather", part, lambda found: into.copy_(torch.cat(found)))
 
     def _all_reduce(self, numbers: Tensor) -> None:
-        numbers.copy_(torch.stack(self._meet("all reduce", numbers.clone())).sum(0))
+        sums: list[Tensor] = []
+        self._meet("all reduce", numbers, lambda found: sums.append(torch.stack(found).sum(0)))
+        numbers.copy_(sums[0])
 
 
 def together(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:

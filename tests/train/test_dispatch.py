@@ -76,7 +76,10 @@ def masters(layer):
 
 
 def assert_as_whole(size, numbers, tolerance, controls=None, **form):
-    """Against one process that computes the tokens of one rank after the other."""
+    """Against one process that computes the tokens of one rank after the other.
+
+    Returns how many pairs of experts each rank compared.
+    """
     whole, expected = whole_layer(**form), []
     for rank, number in enumerate(numbers):
         expected.append(passed(whole, tokens(rank, number), controls))
@@ -106,6 +109,8 @@ def assert_as_whole(size, numbers, tolerance, controls=None, **form):
     torch.testing.assert_close(
         sum(layer.gate.weight.grad for _, layer in found), router, **tolerance
     )
+    routings = [routing for (_, routing, _), _ in found]
+    return [0 if each.similarity is None else len(each.similarity) for each in routings]
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums of some hundred terms in another order
@@ -139,13 +144,15 @@ COMPARED = RoutingControls(probe=True, draw_apart=True)
 
 
 def test_experts_of_other_ranks_are_compared_and_drawn_apart():
-    assert_as_whole(2, [50, 40], CLOSE, COMPARED)
+    pairs = assert_as_whole(2, [120, 90], CLOSE, COMPARED)
+    assert min(pairs) > 1
 
 
 def test_a_rank_that_has_no_pairs_to_compare_takes_part_all_the_same():
     """Forward and backward: its experts' gradients come from the tokens of the other rank."""
-    assert_as_whole(2, [50, 8], CLOSE, COMPARED)
-    assert_as_whole(2, [50, 0], CLOSE, COMPARED)
+    for few in (8, 0):
+        pairs = assert_as_whole(2, [120, few], CLOSE, COMPARED)
+        assert pairs[0] > 1 and pairs[1] == 0
 
 
 # ------------------------------------------------ what moves
