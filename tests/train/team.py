@@ -67,7 +67,11 @@ class ThreadRanks(Ranks):
         self._meet("all to all", rows.split(list(sent)), take)
 
     def _all_gather(self, into: Tensor, part: Tensor) -> None:
-        self._meet("all gather", part, lambda found: into.copy_(torch.cat(found)))
+        def take(found: list[Any]) -> None:
+            for place, given in zip(into.chunk(self.size), found, strict=True):
+                place.copy_(given)
+
+        self._meet("all gather", part, take)
 
     def _all_reduce(self, numbers: Tensor) -> None:
         sums: list[Tensor] = []

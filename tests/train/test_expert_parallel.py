@@ -4,11 +4,13 @@ import logging
 import os
 import signal
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from swarm.experts import Slice, expert_shapes
+from swarm.train.options import EngineOptions
 from swarm.train.parallel.mesh import deal
 from tests.train.crews import shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
@@ -19,6 +21,8 @@ from tests.train.test_parallel import (
     OWNED,
     RUN,
     THEN,
+    WIDE,
+    allow_no_more,
     is_gone,
     soon,
     stopped,
@@ -130,6 +134,19 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(dealt, crews, caplog):
     assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
     assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
     assert same(tensors(engine), tensors(straight))
+
+
+@pytest.mark.exhaustive
+def test_workers_without_memory_for_all_experts_share_them(dealt, caplog):
+    below = replace(EngineOptions.of(WIDE), ep=2)
+    engine, straight = dealt(WIDE, OWNED, ep=1, below=[below]), new_engine(WIDE, OWNED)
+    assert "dealt out" not in engine.describe()
+    allow_no_more(engine.pids[1])
+    with caplog.at_level(logging.WARNING):
+        found, expected = train(engine, WIDE, range(2)), train(straight, WIDE, range(2))
+    assert "stepping down to resident, experts dealt out over 2" in caplog.text
+    assert engine.describe() == "2 workers, each resident, experts dealt out over 2"
+    assert [step.loss for step in found] == pytest.approx([step.loss for step in expected])
 
 
 def frozen_of(engine, run):

@@ -231,13 +231,18 @@ WIDE = tiny_run(
 )
 
 
+def allow_no_more(pid):
+    """A process gets no memory beside what it has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+
+
 @pytest.mark.exhaustive
 def test_workers_without_memory_are_started_again_one_level_lower(parallel, caplog):
     below = replace(EngineOptions.of(WIDE), recompute="routing")
     engine, straight = parallel(WIDE, OWNED, below=[below]), new_engine(WIDE, OWNED)
-    pages = int(Path(f"/proc/{engine.pids[1]}/statm").read_text().split()[0])
-    used = pages * os.sysconf("SC_PAGE_SIZE")
-    resource.prlimit(engine.pids[1], resource.RLIMIT_AS, (used, used))
+    allow_no_more(engine.pids[1])
     with caplog.at_level(logging.WARNING):
         assert train(engine, WIDE, range(2)) == train(straight, WIDE, range(2))
     (line,) = [record.getMessage() for record in caplog.records]

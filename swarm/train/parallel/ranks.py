@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarm.errors import lacks_memory
+from swarm.train.memory import BUCKET
 from swarm.train.parallel.mesh import Mesh
 
-BUCKET = 2**22
-"""Elements that are added up together: 16 MiB, and as much again for those of the other ranks."""
 COLLECTIVE_S = 1800.0
 """A rank waits for the others so long; the controller ends all of them much sooner."""
 
@@ -107,11 +106,10 @@ class Ranks:
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
-            flat_X = torch.cat([part.to(self.device) for part in bucket])
-            padding = -len(flat_X) % self.size
-            sums_X = self._summed(torch.nn.functional.pad(flat_X, (0, padding)))
             sizes = [len(part) for part in bucket]
-            for part, total in zip(bucket, sums_X[: len(flat_X)].split(sizes), strict=True):
+            padding = bucket[0].new_zeros(-sum(sizes) % self.size)
+            sums_X = self._summed(torch.cat([each.to(self.device) for each in (*bucket, padding)]))
+            for part, total in zip(bucket, sums_X[: sum(sizes)].split(sizes), strict=True):
                 part.copy_(total)
 
     def shared(self, mine: Sequence[Sequence[float]], count: int, width: int) -> Tensor:
