@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm.experts import PROJECTIONS, expert_tensor, owned_stack, stacked_tensors
+from swarm.experts import (
+    PROJECTIONS,
+    expert_shapes,
+    expert_tensor,
+    owned_stack,
+    stacked_tensors,
+)
 from swarm.model.initialise import initial_tensors
 from swarm.model.moe import Recall, SparseMLP
 from swarm.model.routing import RoutingControls
@@ -230,14 +236,14 @@ def test_bytes_are_those_of_the_formula(compute, again):
 UNEVEN = tiny_run(train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16})
 
 
-def losses_of(run, kind, controls=None, size=2):
+def losses_of(run, kind, controls=None, recompute="none"):
     def work(ranks):
-        engine = engine_of(ranks, run, kind=kind)
+        engine = engine_of(ranks, run, kind=kind, recompute=recompute)
         return [engine.step(batch(run, k), lr=1e-2, controls=controls).loss for k in range(2)]
 
     engine = new_engine(run, (1, 3))
     straight = [engine.step(batch(run, k), lr=1e-2, controls=controls).loss for k in range(2)]
-    return straight, together(size, work)
+    return straight, together(2, work)
 
 
 class SkipsIdle(RankEngine):
@@ -248,10 +254,29 @@ class SkipsIdle(RankEngine):
 
 
 def test_an_idle_rank_that_skips_an_operation_is_noticed():
-    straight, found = losses_of(UNEVEN, RankEngine)
-    assert all(each == pytest.approx(straight, rel=1e-6) for each in found)
+    for recompute in ("none", "routing"):
+        straight, found = losses_of(UNEVEN, RankEngine, COMPARED, recompute)
+        assert all(each == pytest.approx(straight, rel=1e-6) for each in found)
     with pytest.raises((AssertionError, RuntimeError)):
         losses_of(UNEVEN, SkipsIdle)
+
+
+def test_an_evaluation_with_agreed_values_takes_those_of_other_ranks_too():
+    """Of three micro-batches one rank has one: its experts have agreed values for the others."""
+    tokens_BT1, straight = batch(UNEVEN, 5), new_engine(UNEVEN, (1, 3))
+    scored_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    scored_BT[1, 4:] = False
+    names = [name for expert in (1, 3) for name in expert_shapes(UNEVEN.model, expert)]
+    agreed = {name: 3 * value for name, value in straight.read(names).items()}
+
+    def found(engine):
+        given = {"scored_BT": scored_BT, "agreed": agreed.__getitem__}
+        return engine.evaluate(tokens_BT1, **given), engine.evaluate(tokens_BT1)
+
+    expected = found(straight)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+    for each in together(2, lambda ranks: found(engine_of(ranks, UNEVEN))):
+        assert each == pytest.approx(expected, rel=1e-6)
 
 
 class LocalNoise(RankEngine):

@@ -154,8 +154,13 @@ class Worker:
     def _step(self, message: Message, given: Given) -> Message:
         controls = controls_of(message["controls"])
         masks = masks_of(given)
+        self._ranks.traffic.take()  # of what came before
         stats = self._engine.step(given["tokens"], lr=message["lr"], controls=controls, masks=masks)
-        return {"stats": dataclasses.asdict(stats), "skipped": self._engine.skipped}
+        return {
+            "stats": dataclasses.asdict(stats),
+            "skipped": self._engine.skipped,
+            "traffic": self._ranks.traffic.take(),
+        }
 
     def _rehearse(self, _: Message, given: Given) -> Message:
         self._engine.rehearse(given["tokens"])
