@@ -8,6 +8,7 @@ import torch
 
 from swarm.experts import (
     PROJECTIONS,
+    expert_of,
     expert_shapes,
     expert_tensor,
     owned_stack,
@@ -16,10 +17,11 @@ from swarm.experts import (
 from swarm.model.initialise import initial_tensors
 from swarm.model.moe import Recall, SparseMLP
 from swarm.model.routing import RoutingControls
+from swarm.train.adam_moments import KINDS
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.dispatch import DealtBank, crossing_bytes
 from swarm.train.parallel.sharding import RankEngine
-from tests.train.runs import all_names, batch, new_engine, tiny_run
+from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.team import together
 
 SIZES = {"num_experts": 7, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
@@ -229,6 +231,54 @@ def test_bytes_are_those_of_the_formula(compute, again):
     expected = crossing_bytes(sum(n for n, _ in found), RUN.model, itemsize, again=again)
     assert sum(sent for _, sent in found) == pytest.approx(expected, rel=0.02)
     assert sum(n for n, _ in found) > number  # of 2,400 pairs
+
+
+# ------------------------------------------------ a change of ownership
+
+ALL, FEW = (0, 1, 2, 3), (0, 1)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_an_expert_that_changes_its_rank_takes_master_and_moments_along(moments):
+    run = tiny_run()
+
+    def work(ranks):
+        engine = engine_of(ranks, run, owned=ALL, moments=moments)
+        for step in range(2):
+            engine.step(batch(run, step), lr=1e-2)
+        before = {name: tensor.clone() for name, tensor in engine.state_dict().tensors.items()}
+        engine.own(FEW)
+        return before, dict(engine.state_dict().tensors), engine.state_forms()
+
+    first, second = together(2, work)
+    before, after = ({**one, **other} for one, other in zip(first[:2], second[:2], strict=True))
+    came = {name for name in second[1] if name not in second[0]}
+    assert {expert_of(name.partition(".")[2]) for name in came} == {1}
+    assert len(came) == 6 * len(KINDS) * (2 if moments == "int8" else 1) + 6
+    assert same(after, {name: before[name] for name in after})
+    assert {name: (each.dtype, tuple(each.shape)) for name, each in after.items()} == first[2]
+
+
+@pytest.mark.parametrize("frozen", ["fp32", "bf16", "int8"])
+def test_experts_that_freeze_and_move_are_rounded_as_by_one_process(frozen):
+    run, straight = tiny_run(), new_engine(tiny_run(), ALL, frozen=frozen)
+    for owned in (FEW, (2,), (0, 3)):
+        straight.own(owned)
+
+    def work(ranks):
+        engine = engine_of(ranks, run, owned=ALL, frozen=frozen)
+        for owned in (FEW, (2,), (0, 3)):
+            engine.own(owned)
+        moved = ranks.traffic.take()["moves"][0]
+        return engine.read([n for n in all_names(run) if engine.holds(n)]), moved
+
+    found = {}
+    for values, moved in together(2, work):
+        found |= values
+        assert moved
+    expected = straight.read(all_names(run))
+    assert same(found, {name: expected[name] for name in found})
+    assert found.keys() == expected.keys()
 
 
 # ------------------------------------------------ what must not happen

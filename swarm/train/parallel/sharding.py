@@ -203,15 +203,15 @@ class RankEngine(ResidentEngine):
             return norms
         layers = range(self._run.model.num_hidden_layers)
         stacks = [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
-        table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64)
+        table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64, device=self._device)
         parameters = dict(zip(self._optimizer.names, self._optimizer.parameters, strict=True))
         columns = [self.owned.index(expert) for expert in self._model.owned_here]
         for row, name in enumerate(stacks if columns else ()):
             gradient = parameters[name].grad
             assert gradient is not None
             each = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradient]
-            table[row, columns] = torch.stack(each).cpu()
-        for name, row_E in zip(stacks, self._group.united(table), strict=True):
+            table[row, columns] = torch.stack(each)
+        for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
             norms[name] = (torch.linalg.vector_norm(row_E) / scale).float().to(self._device)
         return norms
 

@@ -42,6 +42,7 @@ from swarm.train.parallel.exchange import (
     state_message,
     state_of,
 )
+from swarm.train.parallel.history import Found
 from swarm.train.parallel.moving import Form
 from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks
 from swarm.train.parallel.sharding import RankEngine
@@ -168,7 +169,8 @@ class Worker:
 
     def _write(self, _: Message, given: Given) -> Message:
         for name in given:
-            self._engine.write({name: given[name]})
+            # Looked up by those that hold it.
+            self._engine.write(Found({name: given.__getitem__}))
         return {}
 
     def _write_part(self, message: Message, given: Given) -> Message:
