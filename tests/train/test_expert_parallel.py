@@ -15,6 +15,7 @@ from swarm.train.parallel.mesh import deal
 from tests.train.crews import shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
+from tests.train.test_masks import MASKED
 from tests.train.test_parallel import (
     BF16,
     CLIPPED,
@@ -73,6 +74,7 @@ SLOW = pytest.mark.exhaustive
     [
         pytest.param(CLIPPED, 2, 2, id="two"),
         pytest.param({**EVERYTHING, **CLIPPED}, 2, 2, id="two, every influence on routing"),
+        pytest.param({**MASKED, **CLIPPED}, 2, 2, id="two, documents and padding", marks=SLOW),
         pytest.param(CLIPPED, 4, 4, id="four, of which two are idle", marks=SLOW),
         pytest.param({**EVERYTHING, **CLIPPED}, 4, 2, id="two by two, two idle", marks=SLOW),
         pytest.param(
@@ -179,7 +181,7 @@ def test_bits_do_not_depend_on_who_holds_which_expert(dealt):
     assert same(tensors(fresh), tensors(engine))
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=SLOW)])
 def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
     engine = dealt(RUN, OWNED, moments=moments)
     train(engine, RUN, range(2))
