@@ -159,6 +159,9 @@ class Transformer(nn.Module):
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
         bank: makes what holds the experts of a layer.
+
+    Attributes:
+        banks: what holds the experts, layer by layer.
     """
 
     def __init__(
@@ -180,17 +183,18 @@ class Transformer(nn.Module):
         self.model.recompute = recompute
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
+        self.banks = tuple(module for module in self.modules() if isinstance(module, ExpertBank))
         self.own(owned)
 
     @property
     def owned(self) -> tuple[int, ...]:
         """The experts that this peer trains, sorted."""
-        return self.banks()[0].owned_experts
+        return self.banks[0].owned_experts
 
     @property
     def owned_here(self) -> tuple[int, ...]:
         """Of these the ones whose masters are in this model; all, unless processes share them."""
-        return self.banks()[0].owned_here
+        return self.banks[0].owned_here
 
     def own(self, experts: Sequence[int]) -> None:
         """Makes exactly these experts owned; see `ExpertBank.own` for what happens to the rows.
@@ -199,7 +203,7 @@ class Transformer(nn.Module):
         """
         owned = tuple(sorted(set(experts)))
         assert all(0 <= expert < self.config.num_experts for expert in owned), owned
-        for bank in self.banks():
+        for bank in self.banks:
             bank.own(owned)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -290,13 +294,9 @@ class Transformer(nn.Module):
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
-    def banks(self) -> list[ExpertBank]:
-        """What holds the experts of each layer."""
-        return [module for module in self.modules() if isinstance(module, ExpertBank)]
-
     def _places(self, names: Iterable[str]) -> dict[str, tuple[FrozenStack, int]]:
         """Where tensors lie: a stack and the row in it."""
-        banks = self.banks()
+        banks = self.banks
         places: dict[str, tuple[FrozenStack, int]] = {}
         for name in names:
             self.shape(name)

@@ -221,7 +221,7 @@ class ResidentEngine:
                 self._model.write({name: give(name)})
 
         hooks = []
-        for index, experts in enumerate(self._model.banks() if agreed else ()):
+        for index, experts in enumerate(self._model.banks if agreed else ()):
             assert agreed is not None
             before = functools.partial(put_in, index, agreed)
             hooks.append(experts.register_forward_pre_hook(lambda *_, before=before: before()))

@@ -116,7 +116,7 @@ class RankEngine(ResidentEngine):
     @property
     def _bank(self) -> DealtBank | None:
         """The experts of the first layer, as those of each; None where nothing is dealt out."""
-        bank = self._model.banks()[0]
+        bank = self._model.banks[0]
         return bank if isinstance(bank, DealtBank) else None
 
     # ------------------------------------------------ as `Engine`
