@@ -102,9 +102,12 @@ class ComputeSection(Section):
     """resident: everything on the device. streaming: masters and moments in host memory, weights
     come as they are needed. auto takes the fastest level of either that fits."""
     parallel: Literal["off", "all"] | Annotated[int, Field(gt=0, le=64)] = "off"
-    """Processes that compute for this peer, each with the whole model and its share of every step's
-    micro-batches: on so many GPUs, or all, one each; with `device = "cpu"` so many on the CPU. off:
-    the peer's own process computes."""
+    """Processes that compute for this peer, each with its share of every step's micro-batches: on
+    so many GPUs, or all, one each; with `device = "cpu"` so many on the CPU. off: the peer's own
+    process computes."""
+    expert_parallel: NonNegative = 0
+    """The experts are dealt out over so many of these processes, which divides their number, and
+    tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
     """Type of products on this machine, such as fp16 on a GPU without bf16."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"

@@ -5,7 +5,7 @@ Shapes: N tokens, D hidden size, I inner size of an expert, E experts, K experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,10 +17,12 @@ from swarm.config import ModelConfig
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
 from swarm.model.routing import RoutingControls, expert_capacity, gaussian, within_capacity
 from swarm.model.rows import Plan, plan_rows
-from swarm.model.similarity import shared_tokens, similarity
+from swarm.model.similarity import Pair, shared_tokens, similarity
 from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+Here = tuple[tuple[int, ...], tuple[int, ...]]
+"""The owned and the frozen experts that a bank holds."""
 
 
 class Routing(NamedTuple):
@@ -159,34 +161,45 @@ class ExpertBank(nn.Module):
     """The experts of one layer.
 
     Owned experts are fp32 parameters `owned.gate_proj` and so on, one [owned, out, in] tensor
-    per projection whose row k is the expert `owned_experts[k]`. Frozen experts are the stacks
+    per projection whose row k is the expert `owned_here[k]`. Frozen experts are the stacks
     `frozen["gate_proj"]` and so on, in ascending order. All start uninitialised.
+
+    Attributes:
+        owned_experts: those that this peer trains.
+        owned_here: of these the ones that this bank holds; all, where no other process computes
+            for the peer.
+        row_of: the row of each expert that it holds, among the owned or the frozen ones.
     """
 
     def __init__(
-        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        form: FrozenFormat,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        here: Sequence[int] | None = None,
     ) -> None:
+        """Holds the experts `here`, all of them frozen; None for every expert."""
         super().__init__()
         self.num_experts, self.compute, self.form = model.num_experts, compute, form
-        self.owned_experts: tuple[int, ...] = ()
+        held = tuple(range(self.num_experts) if here is None else here)
         self.owned = nn.ParameterDict()
         self.frozen: dict[str, FrozenStack] = {}
         for projection, (out, into) in matrix_shapes(model).items():
             empty = torch.empty(0, out, into, device=device)
             self.owned[projection] = nn.Parameter(empty)
-            shape = (self.num_experts, out, into)
+            shape = (len(held), out, into)
             self.frozen[projection] = empty_stack(form, shape, device)
-        self._number(())
+        self._number((), ((), held), held)
 
-    def _number(self, owned: tuple[int, ...]) -> None:
-        frozen = [expert for expert in range(self.num_experts) if expert not in owned]
-        self.owned_experts = owned
-        self.row_of = {
-            expert: row for experts in (owned, frozen) for row, expert in enumerate(experts)
-        }
-        order = torch.tensor([*owned, *frozen])
+    def _number(self, owned: tuple[int, ...], here: Here, order: Sequence[int]) -> None:
+        """Remembers who is where; `order` is that in which the rows of all experts are sorted."""
+        self.owned_experts, self.owned_here = owned, here[0]
+        self.row_of = {expert: row for experts in here for row, expert in enumerate(experts)}
+        group_E = torch.tensor(order).argsort()
         device = self._masters("gate_proj").device
-        self.register_buffer("group_of", order.argsort().to(device), persistent=False)
+        self.register_buffer("group_of", group_E.to(device), persistent=False)
 
     @torch.no_grad()
     def own(self, owned: tuple[int, ...]) -> None:
@@ -197,33 +210,52 @@ class ExpertBank(nn.Module):
 
         Cost: one projection of one layer exists twice at a time.
         """
-        if owned == self.owned_experts:
-            return
-        frozen = [expert for expert in range(self.num_experts) if expert not in owned]
+        if owned != self.owned_experts:
+            here = (owned, self._others(owned))
+            self._rearrange(here, lambda _: {})
+            self._number(owned, here, [*here[0], *here[1]])
+
+    def _rearrange(self, here: Here, arriving: Callable[[str], Mapping[int, Tensor]]) -> None:
+        """Moves the rows of these experts to new storages.
+
+        Args:
+            here: those that it holds from now on.
+            arriving: the matrices of a projection of those that it does not hold yet; asked for
+                before a matrix of the projection moves.
+        """
         for projection in PROJECTIONS:
             masters = self._masters(projection)
-            new_masters = masters.new_empty(len(owned), *masters.shape[1:])
-            shape = (len(frozen), *masters.shape[1:])
-            new_frozen = empty_stack(self.form, shape, masters.device)
-            for experts, target in ((owned, DenseStack(new_masters)), (frozen, new_frozen)):
+            owned, frozen = (len(experts) for experts in here)
+            new_masters = masters.new_empty(owned, *masters.shape[1:])
+            new_frozen = empty_stack(self.form, (frozen, *masters.shape[1:]), masters.device)
+            found = arriving(projection)
+            for experts, target in zip(here, (DenseStack(new_masters), new_frozen), strict=True):
                 for row, expert in enumerate(experts):
-                    stack, old_row = self.place(expert, projection)
-                    target.put(row, stack.get(old_row))
+                    target.put(row, self._matrix(expert, projection, found))
             self.owned[projection] = nn.Parameter(new_masters)
             self.frozen[projection] = new_frozen
-        self._number(owned)
+
+    def _matrix(self, expert: int, projection: str, arrived: Mapping[int, Tensor]) -> Tensor:
+        if expert in arrived:
+            return arrived[expert]
+        stack, row = self.place(expert, projection)
+        return stack.get(row)
 
     def hold(self, owned: tuple[int, ...], frozen: Mapping[str, FrozenStack]) -> None:
         """Takes these stacks for its frozen experts; the caller sets the parameters besides."""
         self.frozen = dict(frozen)
-        self._number(owned)
+        others = self._others(owned)
+        self._number(owned, (owned, others), [*owned, *others])
+
+    def _others(self, owned: Sequence[int]) -> tuple[int, ...]:
+        return tuple(expert for expert in range(self.num_experts) if expert not in owned)
 
     def _masters(self, projection: str) -> nn.Parameter:
         return self.get_parameter(f"owned.{projection}")
 
     def place(self, expert: int, projection: str) -> tuple[FrozenStack, int]:
         """Where one matrix lies: a stack, of fp32 masters or of the frozen form, and the row."""
-        owned = expert in self.owned_experts
+        owned = expert in self.owned_here
         masters = DenseStack(self._masters(projection).detach())
         return masters if owned else self.frozen[projection], self.row_of[expert]
 
@@ -231,25 +263,39 @@ class ExpertBank(nn.Module):
         """Returns the mixed outputs of each token's experts, fp32 [N, D]."""
         plan = recall.plan if recall else None
         if plan is None:
-            pad = self.compute is torch.bfloat16 and x_ND.device.type == "cpu"
             plan = plan_rows(
                 self.get_buffer("group_of")[routing.expert_NK],
                 self.num_experts,
-                len(self.owned_experts),
-                PAD_ROWS_BF16 if pad else 1,
+                len(self.owned_here),
+                self.multiple(x_ND),
                 routing.kept_NK,
             )
         if recall:
             recall.expert_NK, recall.plan = routing.expert_NK, plan
+        return mix_experts(x_ND, routing.weight_NK, self.masters(), self.setting(plan))
+
+    def multiple(self, x_ND: Tensor) -> int:
+        """Rows of an expert are padded to a multiple of this."""
+        padded = self.compute is torch.bfloat16 and x_ND.device.type == "cpu"
+        return PAD_ROWS_BF16 if padded else 1
+
+    def masters(self) -> list[nn.Parameter]:
+        """The gate, up and down matrices of the owned experts that it holds."""
+        return [self._masters(projection) for projection in PROJECTIONS]
+
+    def setting(self, plan: Plan) -> Setting:
+        """With what the rows of a plan are computed."""
         gate, up, down = (self.frozen[projection] for projection in PROJECTIONS)
-        setting = Setting(plan, (gate, up, down), self.compute)
-        masters = [self._masters(projection) for projection in PROJECTIONS]
-        return mix_experts(x_ND, routing.weight_NK, masters, setting)
+        return Setting(plan, (gate, up, down), self.compute)
+
+    def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
+        """CKA of pairs of experts on tokens of the layer's input, [pairs]; see `similarity`."""
+        return similarity(x_ND, pairs, self.one)
 
     def one(self, x_nD: Tensor, expert: int) -> Tensor:
         """The output [n, D] of one expert for some tokens, differentiable in its master."""
         row = self.row_of[expert]
-        if expert in self.owned_experts:
+        if expert in self.owned_here:
             found = [self._masters(p)[row].to(self.compute) for p in PROJECTIONS]
         else:
             rows = slice(row, row + 1)
@@ -257,6 +303,10 @@ class ExpertBank(nn.Module):
         gate, up, down = found
         x_nD = x_nD.to(self.compute)
         return F.linear(F.silu(F.linear(x_nD, gate)) * F.linear(x_nD, up), down)
+
+
+MakeBank = Callable[[ModelConfig, FrozenFormat, torch.dtype, torch.device], ExpertBank]
+"""Makes the bank of a layer."""
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -269,11 +319,18 @@ class SparseMLP(nn.Module):
     """Router and experts, in the place of a dense transformer's feed-forward net."""
 
     def __init__(
-        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        form: FrozenFormat,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        bank: MakeBank = ExpertBank,
     ) -> None:
+        """`bank` makes what holds the experts."""
         super().__init__()
         self.gate = Router(model, device)
-        self.experts = ExpertBank(model, form, compute, device)
+        self.experts = bank(model, form, compute, device)
 
     def forward(
         self,
@@ -288,7 +345,7 @@ class SparseMLP(nn.Module):
             pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
             # Without its loss no copy of a matrix may live until backward.
             with torch.set_grad_enabled(torch.is_grad_enabled() and controls.draw_apart):
-                found = similarity(x_ND, pairs, self.experts.one)
+                found = self.experts.alike(x_ND, pairs)
             experts = torch.tensor([pair.experts for pair in pairs], dtype=torch.int64)
             routing = routing._replace(similarity=found, pair_P2=experts.view(-1, 2))
         return self.experts(x_ND, routing, recall).view_as(x_BTD), routing

@@ -46,7 +46,7 @@ class RoutingControls:
         """An addition to each expert's logit in the choice, [E], or None for nothing."""
         if not self.own_expert_bias:
             return None
-        bias_E = torch.zeros_like(logits_NE[0])
+        bias_E = logits_NE.new_zeros(logits_NE.shape[1])
         bias_E[list(owned)] = self.own_expert_bias
         return bias_E
 
@@ -57,7 +57,7 @@ class RoutingControls:
         """
         if self.balance_factor == 1.0:
             return None
-        weight_E = torch.ones_like(like_NE[0])
+        weight_E = like_NE.new_ones(like_NE.shape[1])
         weight_E[list(owned)] = self.balance_factor
         return weight_E
 

@@ -93,38 +93,75 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, weight_NK: Tensor, setting: Setting, *owned: Tensor
     ) -> Tensor:
-        plan, inner = setting.plan, owned[0].shape[1]
         x_ND = x_ND.to(setting.compute)
-        gate_MI = x_ND.new_empty(plan.num_rows, inner)
-        up_MI = torch.empty_like(gate_MI)
-        out_MD = x_ND.new_empty(plan.num_rows, x_ND.shape[1])
-        for block in blocks(plan, grouped=setting.grouped(x_ND, inner)):
-            gate, up, down = setting.matrices(owned, block)
-            x_mD = x_ND.index_select(0, plan.token_M[block.rows])
-            gate_mI = write_times(x_mD, gate.mT, block, gate_MI)
-            up_mI = write_times(x_mD, up.mT, block, up_MI)
-            write_times(F.silu(gate_mI).mul_(up_mI), down.mT, block, out_MD)
+        gate_MI, up_MI, out_MD = rows_through(x_ND, owned, setting)
         ctx.setting = setting
         ctx.save_for_backward(x_ND, weight_NK, gate_MI, up_MI, *owned)
-        return sum_pairs(out_MD, plan.row_NK, weight_NK)
+        return sum_pairs(out_MD, setting.plan.row_NK, weight_NK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_NK, gate_MI, up_MI, *owned = ctx.saved_tensors
         plan: Plan = ctx.setting.plan
-        backward = _Backward(ctx.setting, x_ND, gradients[0], weight_NK, owned)
-        for block in blocks(plan, grouped=ctx.setting.grouped(x_ND, gate_MI.shape[1])):
-            backward.add(block, gate_MI[block.rows], up_MI[block.rows])
-        for gradient_E in backward.matrices:
-            gradient_E[plan.idle_owned()] = 0
+        backward = rows_back(gradients[0], ctx.saved_tensors, ctx.setting)
         # A pair without a row reads row 0: its weight is a constant 0, and here it counts nothing.
         kept_NK = None if plan.kept_NK is None else plan.kept_NK.float()
         dx_ND = sum_pairs(backward.x_MD, plan.row_NK, kept_NK)
         return dx_ND, backward.weight_M[plan.row_NK], None, *backward.matrices
 
 
-class _Backward:
-    """Gradients of the rows, of the routing weights and of the owned matrices."""
+def rows_through(
+    x_ND: Tensor, owned: Sequence[Tensor], setting: Setting
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes the rows of a plan through their experts.
+
+    Args:
+        x_ND: the tokens, in the compute type.
+        owned: as in `mix_experts`.
+        setting: likewise.
+
+    Returns:
+        What backward needs, gate(x) and up(x), both [M, I], and the experts' outputs [M, D], not
+        weighted, all in the compute type and the order of the plan's rows.
+    """
+    plan, inner = setting.plan, owned[0].shape[1]
+    gate_MI = x_ND.new_empty(plan.num_rows, inner)
+    up_MI = torch.empty_like(gate_MI)
+    out_MD = x_ND.new_empty(plan.num_rows, x_ND.shape[1])
+    for block in blocks(plan, grouped=setting.grouped(x_ND, inner)):
+        gate, up, down = setting.matrices(owned, block)
+        x_mD = x_ND.index_select(0, plan.token_M[block.rows])
+        gate_mI = write_times(x_mD, gate.mT, block, gate_MI)
+        up_mI = write_times(x_mD, up.mT, block, up_MI)
+        write_times(F.silu(gate_mI).mul_(up_mI), down.mT, block, out_MD)
+    return gate_MI, up_MI, out_MD
+
+
+def rows_back(dout_ND: Tensor, kept: Sequence[Tensor], setting: Setting) -> RowGradients:
+    """Goes back through the rows of a plan.
+
+    Args:
+        dout_ND: gradient of the mixed outputs.
+        kept: the tokens and their routing weights, of `rows_through` gate(x) and up(x), and the
+            owned masters.
+        setting: as in forward.
+    """
+    x_ND, weight_NK, gate_MI, up_MI, *owned = kept
+    found = RowGradients(setting, x_ND, dout_ND, weight_NK, owned)
+    for block in blocks(setting.plan, grouped=setting.grouped(x_ND, gate_MI.shape[1])):
+        found.add(block, gate_MI[block.rows], up_MI[block.rows])
+    for gradient_E in found.matrices:
+        gradient_E[setting.plan.idle_owned()] = 0
+    return found
+
+
+class RowGradients:
+    """Gradients of the rows, of the routing weights and of the owned matrices.
+
+    Attributes:
+        x_MD: of the rows, in the compute type.
+        weight_M: of the routing weight of each row, fp32; nothing where a row is padding.
+        matrices: of the owned gate, up and down matrices, fp32.
+    """
 
     def __init__(
         self,

@@ -5,7 +5,8 @@ Shapes: B sequences, T tokens of a sequence, N = B * T, D hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
-from swarm.model.moe import ExpertBank, Recall, Router, Routing, SparseMLP
+from swarm.model.moe import ExpertBank, MakeBank, Recall, Router, Routing, SparseMLP
 from swarm.model.routing import RoutingControls, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
@@ -33,13 +34,20 @@ class DecoderLayer(nn.Module):
     """Attention and experts, each behind a norm and around a residual."""
 
     def __init__(
-        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        form: FrozenFormat,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        bank: MakeBank = ExpertBank,
     ) -> None:
+        """`bank` makes what holds the experts."""
         super().__init__()
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.self_attn = Attention(model, compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.mlp = SparseMLP(model, form, compute, device)
+        self.mlp = SparseMLP(model, form, compute, device, bank=bank)
 
     def forward(
         self,
@@ -62,8 +70,15 @@ class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
     def __init__(
-        self, model: ModelConfig, form: FrozenFormat, compute: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        form: FrozenFormat,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        bank: MakeBank = ExpertBank,
     ) -> None:
+        """`bank` makes what holds the experts of a layer."""
         super().__init__()
         self.embed_tokens = nn.Embedding(
             _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
@@ -71,7 +86,8 @@ class Decoder(nn.Module):
             embedding_dim=model.hidden_size,
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(model, form, compute, device) for _ in range(model.num_hidden_layers)
+            DecoderLayer(model, form, compute, device, bank=bank)
+            for _ in range(model.num_hidden_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
@@ -90,32 +106,41 @@ class Decoder(nn.Module):
         x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
         for index, layer in enumerate(self.layers):
-            x_BTD, routing = self._run(layer, x_BTD, positions, controls and controls.part(index))
+            placed = functools.partial(layer, positions=positions)
+            x_BTD, routing = self._run(placed, x_BTD, controls and controls.part(index))
             routings.append(routing)
         return self.norm(x_BTD), routings
 
+    def without_tokens(self, controls: RoutingControls | None = None) -> Tensor:
+        """Goes through the experts of all layers, where other processes may have tokens for them.
+
+        Returns:
+            0, from which backward goes through them again.
+        """
+        weight = self.embed_tokens.weight
+        x_BTD = weight.new_empty(0, 1, weight.shape[1]).requires_grad_()
+        experts = [module for module in self.modules() if isinstance(module, SparseMLP)]
+        for index, mlp in enumerate(experts):
+            x_BTD, _ = self._run(mlp, x_BTD, controls and controls.part(index))
+        return x_BTD.sum()
+
     def _run(
         self,
-        layer: nn.Module,
+        layer: Callable[..., tuple[Tensor, Routing]],
         x_BTD: Tensor,
-        positions: Positions,
         controls: RoutingControls | None,
     ) -> tuple[Tensor, Routing]:
-        out: tuple[Tensor, Routing]
         if self.recompute == "none" or not torch.is_grad_enabled():
-            out = layer(x_BTD, positions, None, controls)
-        else:
-            recall = Recall() if self.recompute == "routing" else None
-            # Noise comes from a seed, so there is no state of a generator to keep.
-            out = checkpoint(
-                layer,
-                x_BTD,
-                positions,
-                recall,
-                controls,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            return layer(x_BTD, controls=controls)
+        # Noise comes from a seed, so there is no state of a generator to keep.
+        out: tuple[Tensor, Routing] = checkpoint(
+            layer,
+            x_BTD,
+            recall=Recall() if self.recompute == "routing" else None,
+            controls=controls,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         return out
 
 
@@ -133,6 +158,10 @@ class Transformer(nn.Module):
         compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
+        bank: makes what holds the experts of a layer.
+
+    Attributes:
+        banks: what holds the experts, layer by layer.
     """
 
     def __init__(
@@ -144,21 +173,28 @@ class Transformer(nn.Module):
         compute: ComputeType = "fp32",
         recompute: Recompute = "none",
         device: torch.device | str = "cpu",
+        bank: MakeBank = ExpertBank,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
         self._shapes = all_shapes(model)
-        self.model = Decoder(model, frozen, self.compute, device)
+        self.model = Decoder(model, frozen, self.compute, device, bank=bank)
         self.model.recompute = recompute
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
+        self.banks = tuple(module for module in self.modules() if isinstance(module, ExpertBank))
         self.own(owned)
 
     @property
     def owned(self) -> tuple[int, ...]:
         """The experts that this peer trains, sorted."""
-        return self._banks()[0].owned_experts
+        return self.banks[0].owned_experts
+
+    @property
+    def owned_here(self) -> tuple[int, ...]:
+        """Of these the ones whose masters are in this model; all, unless processes share them."""
+        return self.banks[0].owned_here
 
     def own(self, experts: Sequence[int]) -> None:
         """Makes exactly these experts owned; see `ExpertBank.own` for what happens to the rows.
@@ -167,7 +203,7 @@ class Transformer(nn.Module):
         """
         owned = tuple(sorted(set(experts)))
         assert all(0 <= expert < self.config.num_experts for expert in owned), owned
-        for bank in self._banks():
+        for bank in self.banks:
             bank.own(owned)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -175,7 +211,7 @@ class Transformer(nn.Module):
 
         Shared tensors have their Hugging Face name. Owned experts are stacked per layer and
         projection, such as `model.layers.0.mlp.experts.owned.gate_proj` [owned, I, D], row k
-        being the expert `owned[k]`; they are left out when nothing is owned.
+        being the expert `owned_here[k]`; they are left out when there is none.
         """
         return {
             name: value
@@ -204,12 +240,18 @@ class Transformer(nn.Module):
         """
         places = self._places(named)
         for name, tensor in named.items():
-            if tuple(tensor.shape) != self._shapes[name]:
+            if tuple(tensor.shape) != self.shape(name):
                 shape = (*tensor.shape,)
-                raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
+                raise BadBlob("shape", f"{name} has shape {shape}, not {self.shape(name)}")
         for name, tensor in named.items():
             stack, row = places[name]
             stack.put(row, tensor)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor by its Hugging Face name; raises BadBlob as `read`."""
+        if name not in self._shapes:
+            raise BadBlob("name", f"the model has no tensor {name}")
+        return self._shapes[name]
 
     def forward(self, input_ids_BT: Tensor) -> Tensor:
         """Returns all logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
@@ -252,16 +294,12 @@ class Transformer(nn.Module):
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
-    def _banks(self) -> list[ExpertBank]:
-        return [module for module in self.modules() if isinstance(module, ExpertBank)]
-
     def _places(self, names: Iterable[str]) -> dict[str, tuple[FrozenStack, int]]:
         """Where tensors lie: a stack and the row in it."""
-        banks = self._banks()
+        banks = self.banks
         places: dict[str, tuple[FrozenStack, int]] = {}
         for name in names:
-            if name not in self._shapes:
-                raise BadBlob("name", f"the model has no tensor {name}")
+            self.shape(name)
             place = place_of(name)
             if place is None:
                 places[name] = (DenseStack(self.get_parameter(name).detach()[None]), 0)

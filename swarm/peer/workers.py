@@ -55,6 +55,32 @@ def num_workers(compute: ComputeSection, device: str) -> int:
     return number
 
 
+def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
+    """Over how many of a peer's workers its experts may be dealt out, the fastest first.
+
+    Tokens of fewer workers travel less, so the least number that fits is taken.
+
+    Args:
+        compute: what the person decided.
+        workers: processes that compute; 0 for none beside the peer's own.
+        num_experts: of a layer.
+
+    Raises:
+        ConfigError: the workers cannot be split so.
+    """
+    asked = compute.expert_parallel
+    if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
+        raise ConfigError(
+            f"compute.expert_parallel = {asked}: it has to divide the {workers or 'missing'} "
+            f"workers (--gpus), and not to exceed the {num_experts} experts",
+            hint="leave it out: the experts are dealt out where they do not fit otherwise",
+        )
+    if asked:
+        return (asked,)
+    most = min(max(workers, 1), num_experts)
+    return tuple(ep for ep in range(1, most + 1) if max(workers, 1) % ep == 0)
+
+
 def share_of(machine: Machine, workers: int) -> Machine:
     """What each of so many workers has: a GPU, and its part of the host."""
     return replace(

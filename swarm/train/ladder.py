@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Literal
 from swarm.config import RunConfig
 from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
-from swarm.model.transformer import ComputeType, Recompute
+from swarm.model.transformer import DTYPES, ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
 from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.round_memory import HostPeaks, host_peaks
 
 GIGABYTE = 10**9
@@ -64,6 +66,7 @@ class Wishes:
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
+        ep: over how many workers the resident engine's experts may be dealt out, the fastest first.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -73,6 +76,7 @@ class Wishes:
     recompute: Literal["auto"] | Recompute = "auto"
     activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
     folder: Path | None = None
+    ep: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ def _rungs(
         ways: Sequence[Recompute] = ("none", "routing")
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
-        for way in ways:
-            yield replace(base, recompute=way)
+        for ep, way in itertools.product(wishes.ep, ways):
+            yield replace(base, ep=ep, recompute=way)
     if wishes.engine == "resident":
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
@@ -205,17 +209,23 @@ def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None)
 def step_seconds(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Predicted seconds of a step, from the machine's assumed speeds.
 
-    Products, and once more the forward ones where layers are computed again; in the streaming
+    Products, and once more the forward ones where layers are computed again; where experts are
+    dealt out, the way of the tokens over the bus, one way after the other; in the streaming
     engine copies and updates run beside them and only the slowest counts.
     """
-    sizes = sizes_of(run.model, num_owned)
+    sizes = sizes_of(run.model, -(-num_owned // options.ep))
     flops = run.train.batch_tokens * step_flops_with(run, num_owned)
     again = options.kind is EngineKind.STREAMING or options.recompute != "none"
     products_s = flops * (4 / 3 if again else 1) / (machine.tflops * 1e12)
     updates_s = sizes.trained / (machine.updates_g_s * 1e9)
     if options.kind is EngineKind.RESIDENT:
         on_gpu = machine.device == "cuda"
-        return products_s + (updates_s / 50 if on_gpu else updates_s)
+        # Rows whose expert is elsewhere, where routing is even.
+        rows = run.train.batch_tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+        itemsize = DTYPES[options.compute].itemsize
+        crossing = crossing_bytes(rows, run.model, itemsize, again=again)
+        bus_s = run.model.num_hidden_layers * crossing / (machine.bus_gb_s * 1e9)
+        return products_s + bus_s + (updates_s / 50 if on_gpu else updates_s)
     layers = run.model.num_hidden_layers
     stay = layers if options.resident_layers is None else options.resident_layers
     frozen = frozen_layer_bytes(run, num_owned, options)
@@ -236,6 +246,8 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
         words = "resident"
         if options.recompute != "none":
             words += ", layers computed again for backward"
+        if options.ep > 1:
+            words += f", experts dealt out over {options.ep}"
     else:
         stay = layers if options.resident_layers is None else options.resident_layers
         words = "streaming, " + (

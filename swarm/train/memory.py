@@ -24,6 +24,8 @@ from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.streaming.units import is_cast
 
+BUCKET = 2**22
+"""Elements of gradients that workers add up together: 16 MiB, and as much of the other workers'."""
 MASTER = GRADIENT = 4
 """Bytes of an fp32 master or gradient, per trained parameter."""
 
@@ -125,14 +127,16 @@ def evaluation_bytes(run: RunConfig, options: EngineOptions) -> float:
 
 
 def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -> int:
-    """Frozen experts of one layer."""
-    frozen = run.model.num_experts - num_owned
+    """Frozen experts of one layer, on the worker that has most where they are dealt out."""
+    frozen = -(-(run.model.num_experts - num_owned) // options.ep)
     shapes = matrix_shapes(run.model).values()
     return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
 
 
 def _resident(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
-    sizes, layers = sizes_of(run.model, num_owned), run.model.num_hidden_layers
+    # Dealt out evenly; of what is left over one worker has one more.
+    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    layers = run.model.num_hidden_layers
     frozen = layers * frozen_layer_bytes(run, num_owned, options)
     state = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained + frozen
     micro = _Micro(run, options)
@@ -144,10 +148,13 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     gradients = GRADIENT * sizes.trained
     # The gradients of the first micro-batch come into being while backward goes down; from the
     # second on all are there already.
-    several = run.train.batch_tokens > micro.tokens
+    several = run.train.batch_tokens > options.ep * micro.tokens
     head = micro.head(sizes.table) + (gradients if several else 0)
     layer = again + micro.backward(sizes, frozen / layers) + gradients
-    return Need(state, kept + max(head, layer), 0.0, 0.0)
+    # A bucket of gradients, what other workers send of it, and its sums.
+    bucket = min(BUCKET, sizes.trained - layers * sizes.layer_owned)
+    adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if options.ep > 1 else 0
+    return Need(state, max(kept + max(head, layer), adding), 0.0, 0.0)
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
@@ -191,6 +198,7 @@ class _Micro:
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
+        self.experts = run.model.num_experts / options.ep
 
     def checkpoint(self) -> float:
         """The residual stream, fp32."""
@@ -199,7 +207,9 @@ class _Micro:
     def routing(self) -> float:
         """Logits and probabilities with their gradients, weights, and rows of one layer."""
         model = self.model
-        return self.tokens * (4 * 4 * model.num_experts + model.num_experts_per_tok * (4 + 4 * 8))
+        sorted_rows = 4 if self.options.ep == 1 else 7  # also where they are computed
+        each = model.num_experts_per_tok * (4 + sorted_rows * 8)
+        return self.tokens * (4 * 4 * model.num_experts + each)
 
     def kept(self) -> float:
         """Bytes that the graph of one layer keeps for its backward."""
@@ -207,13 +217,14 @@ class _Micro:
         hidden, head = model.hidden_size, model.dim_per_head
         queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
         # Inputs of both norms and of the router in fp32, of attention and of experts.
-        per_token: float = 4 * 3 * hidden + c * 2 * hidden
+        per_token: float = 4 * 3 * hidden + c * hidden
         # Projections before their norms; rotated ones; values; the output, also transposed.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
         per_token += c * (queries + 2 * keys) * self.places() + c * 2 * queries
         # The output of each document by itself, and which token is where.
         per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows() * 2 * model.moe_intermediate_size
+        experts += c * hidden * self.inputs()
         return self.tokens * per_token + experts + self.routing() + self.scores()
 
     def places(self) -> float:
@@ -224,7 +235,12 @@ class _Micro:
         """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
         rows = self.tokens * self.model.num_experts_per_tok
         padded = self.compute == 2 and not self.grouped
-        return rows + (PAD_ROWS_BF16 / 2 * self.model.num_experts if padded else 0)
+        return rows + (PAD_ROWS_BF16 / 2 * self.experts if padded else 0)
+
+    def inputs(self) -> float:
+        """Inputs of experts that are kept: of a token, or one for each row that has travelled."""
+        each = self.model.num_experts_per_tok if self.options.ep > 1 else 1
+        return self.tokens * each
 
     def scores(self) -> float:
         """Softmax of short sequences, which bf16 attention on a CPU keeps, without the future."""
@@ -243,12 +259,14 @@ class _Micro:
         model, c = self.model, self.compute
         rows = self.rows()
         # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
-        one_expert = rows / model.num_experts
+        one_expert = rows / self.experts
         together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
         products = c * together * (2 * model.hidden_size + 5 * model.moe_intermediate_size)
         gathered = c * rows * model.hidden_size + 3 * self.checkpoint()
+        if self.options.ep > 1:
+            gathered += c * self.inputs() * model.hidden_size
         dense = (sizes.layer_owned * c if c < 4 else 0) + frozen_layer
-        matrices = dense if self.grouped else dense / model.num_experts
+        matrices = dense if self.grouped else dense / self.experts
         return products + gathered + matrices + 4 * sizes.layer_owned
 
     def head(self, table: int) -> float:

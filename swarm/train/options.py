@@ -37,6 +37,8 @@ class EngineOptions:
         compute: type of all matrix products.
         frozen: storage of the experts that this peer does not own.
         moments: storage of AdamW's moments.
+        ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
+            with each.
         recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.
         kind: which engine.
@@ -58,6 +60,7 @@ class EngineOptions:
     frozen: FrozenFormat = "bf16"
     moments: MomentsFormat = "fp32"
     recompute: Recompute = "none"
+    ep: int = 1
     kind: EngineKind = EngineKind.RESIDENT
     resident_layers: int | None = 0
     activation_checkpoints: ActivationCheckpoints = ActivationCheckpoints.DEVICE

@@ -23,6 +23,7 @@ from swarm.experts import (
 )
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
+from swarm.model.moe import ExpertBank, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
@@ -36,8 +37,20 @@ from swarm.train.routed import Routed
 class ResidentEngine:
     """An engine that keeps the whole model in the memory of one device; see `Engine`."""
 
-    def __init__(self, run: RunConfig, options: EngineOptions | None = None) -> None:
-        """Builds a model that owns nothing; its tensors hold nothing until they are written."""
+    def __init__(
+        self,
+        run: RunConfig,
+        options: EngineOptions | None = None,
+        *,
+        bank: MakeBank = ExpertBank,
+    ) -> None:
+        """Builds a model that owns nothing; its tensors hold nothing until they are written.
+
+        Args:
+            run: the model.
+            options: None for the run's settings.
+            bank: makes what holds the experts of a layer.
+        """
         options = options or EngineOptions.of(run)
         self._run = run
         self._device = torch.device(options.device)
@@ -47,9 +60,10 @@ class ResidentEngine:
             compute=options.compute,
             recompute=options.recompute,
             device=self._device,
+            bank=bank,
         )
         self._optimizer = OwnedAdamW(run.optimizer, options.moments)
-        self._optimizer.follow(self._model.trained_parameters(), self.owned)
+        self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
         self._guard = Guard(options.compute)
         self._intact = True
 
@@ -72,7 +86,7 @@ class ResidentEngine:
         """See `Engine`."""
         if tuple(sorted(experts)) != self.owned:
             self._model.own(sorted(experts))
-            self._optimizer.follow(self._model.trained_parameters(), self.owned)
+            self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
 
     def count_from(self, updates: int) -> None:
         """See `Engine`."""
@@ -89,16 +103,14 @@ class ResidentEngine:
         """See `Engine`."""
         means, routed = self._accumulate(tokens_BT1, controls or RoutingControls(), masks)
         optimizer, scale = self._optimizer, self._guard.scale.value
-        gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
-        each = [torch.linalg.vector_norm(gradient) / scale for gradient in gradients]
-        norms = dict(zip(optimizer.names, each, strict=True))
+        norms = self._norms(scale)
         norm = total_norm(norms).item()
         skipped = not self._guard.finite(means["loss"], norm)
         if skipped:
             optimizer.free_gradients()
         else:
             factors = clip_factors(norms, self._run.optimizer)
-            for name, gradient in zip(optimizer.names, gradients, strict=True):
+            for name, gradient in self._gradients_by_name().items():
                 gradient.mul_(factors[name] / scale)
             self._intact = False
             optimizer.update(lr)
@@ -113,6 +125,17 @@ class ResidentEngine:
             spike=self._guard.spiked,
             **(means | routed.fields()),
         )
+
+    def _gradients_by_name(self) -> dict[str, Tensor]:
+        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
+        return dict(zip(self._optimizer.names, gradients, strict=True))
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        """The norm of the gradient of each parameter of the peer, by name."""
+        return {
+            name: torch.linalg.vector_norm(gradient) / scale
+            for name, gradient in self._gradients_by_name().items()
+        }
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`."""
@@ -191,17 +214,18 @@ class ResidentEngine:
             kept.clear()
 
         def put_in(layer: int, give: StandIn) -> None:
-            names = [expert_tensor(layer, e, kind) for e in self.owned for kind in PROJECTIONS]
+            owned = self._model.owned_here
+            names = [expert_tensor(layer, e, kind) for e in owned for kind in PROJECTIONS]
             kept.update({name: each.clone() for name, each in self._model.read(names).items()})
             for name in names:
                 self._model.write({name: give(name)})
 
         hooks = []
-        for index, layer in enumerate(self._model.model.layers if agreed else ()):
+        for index, experts in enumerate(self._model.banks if agreed else ()):
             assert agreed is not None
             before = functools.partial(put_in, index, agreed)
-            hooks.append(layer.register_forward_pre_hook(lambda *_, before=before: before()))
-            hooks.append(layer.register_forward_hook(restore))
+            hooks.append(experts.register_forward_pre_hook(lambda *_, before=before: before()))
+            hooks.append(experts.register_forward_hook(restore))
         try:
             yield
         finally:

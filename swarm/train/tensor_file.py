@@ -123,7 +123,22 @@ class TensorFile(LazyTensors):
             StateError: the disk is full or cannot be written.
         """
         place = Place(self._end, tensor.dtype, tuple(tensor.shape))
-        offset = self._end
+        self._fill(place, tensor)
+        self._places[name], self._end = place, self._end + place.num_bytes
+
+    def leave_room(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Lists a tensor behind the others that is put there later, or by another process."""
+        place = Place(self._end, dtype, shape)
+        self._places[name], self._end = place, self._end + place.num_bytes
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor where there is room for it; raises as `append`."""
+        place = self._places[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), (name, place)
+        self._fill(place, tensor)
+
+    def _fill(self, place: Place, tensor: Tensor) -> None:
+        offset = place.offset
         try:
             for piece in bytes_of(tensor):
                 while piece:
@@ -133,7 +148,6 @@ class TensorFile(LazyTensors):
             raise StateError(
                 f"a tensor cannot be written: {error.strerror}", hint="free some space"
             ) from error
-        self._places[name], self._end = place, offset
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Appends tensors, of which one is looked up at a time; raises as `append`."""

@@ -181,17 +181,23 @@ def crews() -> Iterator[Crews]:
 
 
 @pytest.fixture(
-    params=["resident", pytest.param("parallel", marks=pytest.mark.exhaustive)], autouse=True
+    params=[
+        "resident",
+        pytest.param("parallel", marks=pytest.mark.exhaustive),
+        pytest.param("expert parallel", marks=pytest.mark.exhaustive),
+    ],
+    autouse=True,
 )
 def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test is of engines of one kind."""
     made: list[Engine] = []
 
     def parallel(run: RunConfig) -> Engine:
-        made.append(request.getfixturevalue("crews").engine(run))
+        ep = 2 if request.param == "expert parallel" else 1
+        made.append(request.getfixturevalue("crews").engine(run, ep=ep))
         return made[-1]
 
-    if request.param == "parallel":
+    if request.param != "resident":
         monkeypatch.setattr(Side, "make_engine", parallel)
     yield
     for engine in made:

@@ -1,6 +1,8 @@
 """How many workers a peer gets, and what of the machine each."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from swarm.config import ComputeSection
 from swarm.errors import ConfigError
 from swarm.peer.machine import engine_for
-from swarm.peer.workers import num_workers, place_of, share_of
+from swarm.peer.workers import dealings, num_workers, place_of, share_of
 from swarm.train.ladder import Machine
 from swarm.train.parallel.crew import Crew, Place
 from tests.train.runs import tiny_run
@@ -47,6 +49,30 @@ def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:
     asked = ComputeSection(device="cpu", parallel=2, threads=3)
     on_cpu = Machine("cpu", 0, 8e9, 1e9, cores=2)
     assert place_of(RUN, asked, on_cpu, 2) == Place(2, "cpu", 3, "gloo")
+
+
+def test_experts_may_be_dealt_out_over_every_divisor_of_the_workers() -> None:
+    assert dealings(ComputeSection(parallel=8), 8, 128) == (1, 2, 4, 8)
+    assert dealings(ComputeSection(parallel=8), 8, 4) == (1, 2, 4)
+    assert dealings(ComputeSection(), 0, 128) == (1,)
+    assert dealings(ComputeSection(expert_parallel=4), 8, 128) == (4,)
+    assert dealings(ComputeSection(expert_parallel=1), 8, 128) == (1,)
+    for asked, workers, experts in ((3, 8, 128), (8, 4, 128), (8, 8, 4), (2, 0, 128)):
+        with pytest.raises(ConfigError, match=f"compute.expert_parallel = {asked}: it has to"):
+            dealings(ComputeSection(expert_parallel=asked), workers, experts)
+
+
+def test_a_peers_engine_deals_experts_out_where_it_is_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.peer.workers.ParallelEngine", lambda run, options, *_, **__: options)
+    for asked, ep in ((0, 1), (1, 1), (2, 2)):
+        compute = ComputeSection(device="cpu", parallel=2, expert_parallel=asked)
+        with caplog.at_level(logging.INFO):
+            options: Any = engine_for(RUN, compute, tmp_path)
+        assert options[0].ep == ep
+        assert ("experts dealt out over 2" in caplog.messages[0]) == (ep == 2)
+        caplog.clear()
 
 
 def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(

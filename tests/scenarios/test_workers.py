@@ -46,8 +46,12 @@ class Training:
         return match[1]
 
 
-def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_path: Path) -> None:
-    settings = [word for setting in SMALL for word in ("--set", setting)]
+@pytest.mark.parametrize("ep", [1, 2], ids=["whole", "experts dealt out"])
+def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
+    tmp_path: Path, ep: int
+) -> None:
+    chosen = [*SMALL, f"compute.expert_parallel={ep}"]
+    settings = [word for setting in chosen for word in ("--set", setting)]
     text = shutil.copytree(Path(__file__).parents[2] / "swarm" / "protocol", tmp_path / "text")
     corpus = ["--corpus", str(text)]
     peers = [Training(tmp_path / "two", *FOUND, *settings, *corpus)]
@@ -64,6 +68,7 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_
             peer.process.wait()
     logs = [peer.log for peer in peers]
     assert "worker 1 was killed" in logs[0]
+    assert ("experts dealt out over 2" in logs[0]) == (ep == 2)
     # A member throughout, with the other's digests, and counted again before the end.
     rounds = [
         re.findall(r"height=(\d+) digest=(\w+) members=2 contributors=(\d)", log) for log in logs

@@ -1,3 +1,4 @@
+import functools
 import logging
 from dataclasses import replace
 
@@ -22,12 +23,19 @@ def crews():
 
 
 @pytest.fixture(
-    params=["resident", "streaming", pytest.param("parallel", marks=pytest.mark.exhaustive)]
+    params=[
+        "resident",
+        "streaming",
+        pytest.param("parallel", marks=pytest.mark.exhaustive),
+        pytest.param("expert parallel", marks=pytest.mark.exhaustive),
+    ]
 )
 def make_engine(request):
     """Makes engines of one kind, and ends their threads and workers when the test is over."""
     makers = {"resident": new_engine, "streaming": new_streaming}
     maker = makers.get(request.param) or request.getfixturevalue("crews").engine
+    if request.param == "expert parallel":
+        maker = functools.partial(maker, ep=2)
     made = []
 
     def make(*args, **options):

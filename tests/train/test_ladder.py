@@ -197,3 +197,35 @@ def test_a_step_takes_what_the_slowest_lane_takes():
     assert slow_host.step_s == pytest.approx(0.712 / 0.01, rel=0.01)
     assert slow_bus.step_s < slow_host.step_s
     assert slow_gpu.step_s > 10
+
+
+# ------------------------------------------------ several GPUs
+
+EIGHT = {"engine": "resident", "ep": (1, 2, 4, 8)}
+
+
+def test_workers_that_hold_the_whole_model_are_taken_where_it_fits():
+    plan = plan_engine(of_file("spes_7b"), 8, gpu(80, 100), Wishes(**EIGHT))
+    assert plan.fits and plan.options.ep == 1
+    assert "dealt out" not in plan.reason
+
+
+def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
+    """An eighth of 128 experts owned: with all of them a GPU would need 398 GB of state."""
+    plan = plan_engine(model_of_120b(), 16, gpu(141, 200), Wishes(**EIGHT))
+    assert plan.fits and (plan.options.ep, plan.options.moments) == (8, "fp32")
+    assert "experts dealt out over 8: the fastest that fits" in plan.reason
+    assert all(options.ep == 8 or options.moments != "fp32" for options in plan.below)
+    small = plan_engine(model_of_120b(), 16, gpu(80, 200), Wishes(**EIGHT))
+    assert small.fits and (small.options.ep, small.options.moments) == (8, "int8")
+    with_all = need_of(model_of_120b(), 16, replace(plan.options, ep=1))
+    assert with_all.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
+
+
+def test_a_slow_bus_makes_dealt_experts_slow():
+    run = model_of_120b()
+    slow, fast = (
+        plan_engine(run, 16, gpu(80, 200, bus_gb_s=bus), Wishes(**EIGHT)) for bus in (10, 400)
+    )
+    assert slow.options == fast.options
+    assert slow.step_s > 2 * fast.step_s

@@ -8,10 +8,13 @@ import torch
 from swarm.config import RunConfig, parse_config
 from swarm.data.masks import masks_of
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
+from swarm.model.initialise import initial_tensors
 from swarm.train.allocations import LiveBytes
 from swarm.train.memory import need_of, sizes_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from tests.train.runs import new_engine, new_streaming, tiny_run
+from swarm.train.parallel.sharding import RankEngine
+from tests.train.runs import all_names, new_engine, new_streaming, tiny_run
+from tests.train.team import together
 
 BF16 = {"compute": "bf16", "frozen": "bf16"}
 OWNED = [0, 1, 2, 3]
@@ -135,6 +138,38 @@ def test_peaks_are_predicted_within_15_percent(kind, options, train, sizes):
     need = planned(run, kind, **options)
     # On a CPU device and host are one memory.
     assert need.device + need.host == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("ep", "options", "train", "within"),
+    [
+        (2, {}, {}, 0.05),
+        pytest.param(2, {"recompute": "routing"}, BF16, 0.05, marks=slow),
+        pytest.param(2, {"frozen": "int8"}, BF16, 0.15, marks=slow),
+        pytest.param(4, {}, {}, 0.15, marks=slow),
+    ],
+)
+def test_state_and_peak_of_a_rank_that_holds_a_share_of_the_experts(ep, options, train, within):
+    run = sized({**train, "batch_tokens": ep * 2 * 2 * 128})
+    chosen = replace(EngineOptions.of(run), ep=ep, **options)
+
+    def work(ranks):
+        with LiveBytes() as live:
+            engine = RankEngine(run, chosen, ranks)
+            engine.write(initial_tensors(run, all_names(run)))
+            engine.own(OWNED)
+            engine.step(tokens_of(run), lr=1e-3)
+            gc.collect()
+            state = live.now
+            live.reset()
+            engine.step(tokens_of(run), lr=1e-3)
+            return state, live.peak
+
+    need = need_of(run, len(OWNED), chosen)
+    for state, peak in together(ep, work):
+        # Beside it only each layer's group numbers.
+        assert state == pytest.approx(need.device_state, rel=2e-4)
+        assert need.device == pytest.approx(peak, rel=within)
 
 
 def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routing():

@@ -22,7 +22,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.history import History, Saved
-from swarm.train.parallel.sharding import Ranks
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import routing_controls_at
@@ -231,13 +231,18 @@ WIDE = tiny_run(
 )
 
 
+def allow_no_more(pid):
+    """A process gets no memory beside what it has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+
+
 @pytest.mark.exhaustive
 def test_workers_without_memory_are_started_again_one_level_lower(parallel, caplog):
     below = replace(EngineOptions.of(WIDE), recompute="routing")
     engine, straight = parallel(WIDE, OWNED, below=[below]), new_engine(WIDE, OWNED)
-    pages = int(Path(f"/proc/{engine.pids[1]}/statm").read_text().split()[0])
-    used = pages * os.sysconf("SC_PAGE_SIZE")
-    resource.prlimit(engine.pids[1], resource.RLIMIT_AS, (used, used))
+    allow_no_more(engine.pids[1])
     with caplog.at_level(logging.WARNING):
         assert train(engine, WIDE, range(2)) == train(straight, WIDE, range(2))
     (line,) = [record.getMessage() for record in caplog.records]

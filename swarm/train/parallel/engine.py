@@ -32,11 +32,18 @@ from swarm.train.tensor_file import LazyTensors, TensorFile
 
 
 class ParallelEngine:
-    """Several workers, each with the whole model, that share the micro-batches; see `Engine`.
+    """Several workers that share the micro-batches, and the experts if options say so.
+
+    See `Engine`.
 
     A worker that ends, is silent or has no memory left takes the others along. New ones begin with
     the private state on disk and repeat what came after it, bit for bit: the caller sees no more of
-    it than the time. Where memory was short they keep less for backward, or smaller moments.
+    it than the time. Where memory was short they keep less for backward, or smaller moments, or
+    share the experts.
+
+    Attributes:
+        traffic: of the newest step, as the first worker counted it: for each kind of operation
+            between workers their number, and the bytes that left that worker.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class ParallelEngine:
         self._force = Workforce(run, options, start, self._history, patience or Patience())
         self._owned: tuple[int, ...] = ()
         self._skipped = 0
+        self.traffic: dict[str, tuple[int, int]] = {}
 
     def describe(self) -> str:
         """The engine in words."""
@@ -121,6 +129,7 @@ class ParallelEngine:
         kept = self._history.kept({"tokens": tokens_BT1} | masks_tensors(masks))
         answer = self._force.tell(Command(message, kept))
         self._skipped = answer["skipped"]
+        self.traffic = {kind: (count, size) for kind, (count, size) in answer["traffic"].items()}
         return stats_of(answer["stats"])
 
     def rehearse(self, tokens_BT1: Tensor) -> None:

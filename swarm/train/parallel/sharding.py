@@ -1,122 +1,230 @@
-"""Data parallel: every rank holds the whole model and computes its block of the micro-batches.
+"""Data and expert parallel: the engine of one rank.
 
-Sums are added up in the order of the ranks, so that their bits depend on the number of ranks alone,
-and with two ranks, or one micro-batch each, are those of one process. What is added up is whole on
-every rank, so that norms and clipping are computed as by one process and do not depend on the cut.
+Every rank holds the shared tensors and computes its block of the micro-batches. It holds all
+experts too, or, with `ep` > 1, its share of them (`mesh.py`). Sums are added up in the order of the
+ranks, so that their bits depend on the cut alone, and with two ranks that hold everything, or one
+micro-batch each, are those of one process. What is added up is whole on every rank that holds it;
+norms of dealt experts are formed in fp64 and told to the group, so that clipping is the same
+everywhere.
 
-Shapes: B sequences, T tokens that a sequence predicts, N ranks, X elements of a bucket, L layers, E
-experts, P compared pairs of a micro-batch.
+Shapes: B sequences, T tokens that a sequence predicts, L layers, E experts, P compared pairs of a
+micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.errors import lacks_memory
+from swarm.experts import (
+    PROJECTIONS,
+    Slice,
+    expert_of,
+    expert_shapes,
+    owned_stack,
+    selection_biases,
+    shared_shapes,
+    stacked_tensors,
+)
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
-from swarm.train.engine import TERMS, mean_over
+from swarm.train.adam_moments import SCALE, Moments
+from swarm.train.engine import TERMS, is_trained, mean_over
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.dispatch import DealtBank
+from swarm.train.parallel.mesh import Mesh, Move
+from swarm.train.parallel.moving import Form, moved
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.resident import ResidentEngine
-
-BUCKET = 2**22
-"""Elements that are added up together: 16 MiB, and as much again for those of the other ranks."""
-
-
-class Disconnected(Exception):
-    """Another rank did not take part in a collective operation."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process among those that compute together.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks, at least one.
-        device: where the operations between ranks take their tensors from.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def block(self, count: int) -> range:
-        """Which of so many micro-batches this rank computes: consecutive ones, or none."""
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
-
-        Each element crosses to one rank that adds it up, and from there to all: as many bytes as a
-        ring moves, and one addition after the other on every number of ranks.
-
-        Raises:
-            Disconnected: another rank is gone.
-        """
-        if self.size == 1:
-            return
-        for bucket in _buckets(tensors):
-            flat_X = torch.cat([part.to(self.device) for part in bucket])
-            padding = -len(flat_X) % self.size
-            sums_X = self._summed(torch.nn.functional.pad(flat_X, (0, padding)))
-            sizes = [len(part) for part in bucket]
-            for part, total in zip(bucket, sums_X[: len(flat_X)].split(sizes), strict=True):
-                part.copy_(total)
-
-    def shared(self, mine: Sequence[Sequence[float]], count: int, width: int) -> Tensor:
-        """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
-
-        Fp32 values and whole numbers below 2^53 come through unchanged.
-
-        Raises:
-            Disconnected: another rank is gone.
-        """
-        rows = torch.zeros(count, width, dtype=torch.float64)
-        for index, row in zip(self.block(count), mine, strict=True):
-            rows[index] = torch.tensor(row, dtype=torch.float64)
-        if self.size > 1:
-            rows = rows.to(self.device)
-            _collective(lambda: dist.all_reduce(rows))
-        return rows.cpu()
-
-    def _summed(self, mine_X: Tensor) -> Tensor:
-        received_X = torch.empty_like(mine_X)
-        _collective(lambda: dist.all_to_all_single(received_X, mine_X))
-        parts = received_X.view(self.size, -1)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        _collective(lambda: dist.all_gather_single(mine_X, total))
-        return mine_X
 
 
 class RankEngine(ResidentEngine):
-    """The resident engine of one rank: the same calls on every rank give the same bits on each."""
+    """The resident engine of one rank; all ranks are called alike and come to the same values.
+
+    Where it holds a share of the experts, it can be asked for, and keeps, only that share of them.
+    """
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
-        """As `ResidentEngine`."""
-        super().__init__(run, options)
-        self._ranks = ranks
+        """As `ResidentEngine`.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        self._ranks, self._form = ranks, options.moments
+        self._mesh = Mesh(ranks.size, options.ep)
+        if options.ep == 1:
+            self._replicas: Ranks | None = None
+            super().__init__(run, options)
+            return
+        self._group, self._replicas = ranks.cut(self._mesh)
+        if options.recompute == "layer":
+            # Choosing experts anew would take another operation, and choose the same ones.
+            options = replace(options, recompute="routing")
+        super().__init__(run, options, bank=functools.partial(DealtBank, group=self._group))
+
+    # ------------------------------------------------ who holds what
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is one that this rank keeps; any name that is no expert's is."""
+        expert = expert_of(name)
+        bank = self._bank
+        return expert is None or bank is None or expert in bank.row_of
+
+    def answers(self, name: str) -> bool:
+        """Whether this rank, and no other one, tells the controller a tensor's value."""
+        if expert_of(name) is None:
+            return self._ranks.rank == 0
+        return self._ranks.rank < self._mesh.ep and self.holds(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, wherever it is; raises BadBlob as `read`."""
+        return self._model.shape(name)
+
+    def has_moments(self, name: str) -> bool:
+        """Whether a tensor is trained by gradients, here or on another rank."""
+        self.shape(name)
+        return is_trained(name, self.owned) and name not in selection_biases(self._run.model)
+
+    def state_forms(self) -> dict[str, Form]:
+        """Type and shape of every tensor of the private state, wherever it is."""
+        shapes = shared_shapes(self._run.model)
+        for expert in self.owned:
+            shapes |= expert_shapes(self._run.model, expert)
+        forms: dict[str, Form] = {}
+        biases = selection_biases(self._run.model)
+        for name, shape in shapes.items():
+            forms[f"master.{name}"] = (torch.float32, shape)
+            if name not in biases:
+                forms |= self._moment_forms(name, shape)
+        return forms
+
+    def _moment_forms(self, name: str, shape: tuple[int, ...]) -> dict[str, Form]:
+        parts = Moments.zeros(self._form, 1, math.prod(shape), torch.device("meta")).parts
+        return {
+            f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
+            for kind, part in parts.items()
+        }
+
+    @property
+    def _bank(self) -> DealtBank | None:
+        """The experts of the first layer, as those of each; None where nothing is dealt out."""
+        bank = self._model.banks[0]
+        return bank if isinstance(bank, DealtBank) else None
+
+    # ------------------------------------------------ as `Engine`
+
+    def own(self, experts: Sequence[int]) -> None:
+        """See `Engine`; experts that change their rank take masters and moments along."""
+        bank, wanted = self._bank, tuple(sorted(experts))
+        if bank is None or wanted == self.owned:
+            super().own(experts)
+            return
+        after = bank.dealing_for(wanted)
+        staying = set(wanted) & set(self.owned)
+        moves = [move for move in bank.dealing.moves(after) if move.expert in staying]
+        found: dict[str, Tensor] = {}
+        for layer in range(self._run.model.num_hidden_layers):
+            found |= self._moved_moments(moves, layer)
+        super().own(wanted)
+        views = self._optimizer.state()
+        for name, tensor in found.items():
+            views[name].copy_(tensor)
+
+    def _moved_moments(self, moves: Sequence[Move], layer: int) -> dict[str, Tensor]:
+        """Those of a layer that come to this rank, by their names in the private state."""
+        views = self._optimizer.state()
+        forms = {move.expert: self._expert_forms(move.expert, layer) for move in moves}
+        come = moved(
+            self._group,
+            moves,
+            lambda expert: [views[name] for name in forms[expert]],
+            lambda expert: list(forms[expert].values()),
+        )
+        named = (zip(forms[expert], tensors, strict=True) for expert, tensors in come.items())
+        return {name: tensor for each in named for name, tensor in each}
+
+    def _expert_forms(self, expert: int, layer: int) -> dict[str, Form]:
+        """Of the moments of an expert's matrices in one layer."""
+        forms: dict[str, Form] = {}
+        for name, shape in expert_shapes(self._run.model, expert).items():
+            if name.startswith(f"model.layers.{layer}."):
+                forms |= self._moment_forms(name, shape)
+        return forms
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """See `Engine`; takes what this rank holds."""
+        for name in named:
+            self.shape(name)  # refuses names that nobody holds
+        super().write({name: named[name] for name in named if self.holds(name)})
+
+    def write_part(self, part: Slice, values: Tensor) -> None:
+        """See `Engine`; takes what this rank holds."""
+        if self.holds(part.name):
+            super().write_part(part, values)
 
     def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
-        found = [self._backward(parts, k, controls) for k in self._ranks.block(len(parts))]
+        mine = self._ranks.block(len(parts))
+        found = [self._backward(parts, k, controls) for k in mine]
+        for _ in range(self._idle(len(parts))):
+            # Others of the group have a micro-batch, whose tokens need experts of this rank.
+            self._model.model.without_tokens(controls).backward()
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
                 parameter.grad = torch.full_like(parameter, -0.0)
-        self._ranks.add_up([p.grad for p in self._optimizer.parameters if p.grad is not None])
+        self._add_up()
         form = LossesForm.of(self._run, controls)
         rows = self._ranks.shared([form.row(each) for each in found], len(parts), form.width)
         return [form.losses(row, self._device) for row in rows]
+
+    def _add_up(self) -> None:
+        """Of what every rank holds over all ranks, of dealt experts over those of this seat."""
+        everywhere: list[Tensor] = []
+        dealt: list[Tensor] = []
+        for name, parameter in zip(self._optimizer.names, self._optimizer.parameters, strict=True):
+            assert parameter.grad is not None
+            is_dealt = self._replicas is not None and stacked_tensors(name, (0,))
+            (dealt if is_dealt else everywhere).append(parameter.grad)
+        self._ranks.add_up(everywhere)
+        if self._replicas is not None:
+            self._replicas.add_up(dealt)
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        norms = super()._norms(scale)
+        if self._replicas is None or not self.owned:
+            return norms
+        layers = range(self._run.model.num_hidden_layers)
+        stacks = [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
+        table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64, device=self._device)
+        parameters = dict(zip(self._optimizer.names, self._optimizer.parameters, strict=True))
+        columns = [self.owned.index(expert) for expert in self._model.owned_here]
+        for row, name in enumerate(stacks if columns else ()):
+            gradient = parameters[name].grad
+            assert gradient is not None
+            each = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradient]
+            table[row, columns] = torch.stack(each)
+        for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
+            norms[name] = (torch.linalg.vector_norm(row_E) / scale).float().to(self._device)
+        return norms
+
+    # ------------------------------------------------ ranks without a micro-batch
+
+    def _idle(self, count: int) -> int:
+        """How often this rank accompanies micro-batches of others of its group."""
+        if self._replicas is None:
+            return 0
+        blocks = [
+            len(self._ranks.block(count, rank)) for rank in self._mesh.group(self._ranks.rank)
+        ]
+        return max(blocks) - len(self._ranks.block(count))
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
         rows = self._run.train.micro_batch_sequences
@@ -131,6 +239,8 @@ class RankEngine(ResidentEngine):
             return 0.0
 
         mean_over(own_mean, tokens_BT1, scored_BT, rows)
+        for _ in range(self._idle(len(micro_batches))):
+            self._model.model.without_tokens()
         means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
@@ -191,28 +301,3 @@ class LossesForm:
             pair_P2=pairs_P3[:, :2].long() if found >= 0 else None,
             alike_P=pairs_P3[:, 2].float().to(device) if found >= 0 else None,
         )
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists of `BUCKET` elements at most."""
-    bucket: list[Tensor] = []
-    room = BUCKET
-    for tensor in tensors:
-        rest = tensor.view(-1)
-        while len(rest):
-            bucket.append(rest[:room])
-            rest, room = rest[room:], room - len(bucket[-1])
-            if not room:
-                yield bucket
-                bucket, room = [], BUCKET
-    if bucket:
-        yield bucket
-
-
-def _collective(operation: Callable[[], object]) -> None:
-    try:
-        operation()
-    except (RuntimeError, ValueError) as error:
-        if lacks_memory(error):
-            raise
-        raise Disconnected(str(error).partition("\n")[0]) from error

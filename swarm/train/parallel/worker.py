@@ -27,6 +27,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
+from swarm.train.adam_moments import KINDS
 from swarm.train.engine import EngineState
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.exchange import (
@@ -41,22 +42,28 @@ from swarm.train.parallel.exchange import (
     state_message,
     state_of,
 )
-from swarm.train.parallel.sharding import Disconnected, RankEngine, Ranks
+from swarm.train.parallel.history import Found
+from swarm.train.parallel.moving import Form
+from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks
+from swarm.train.parallel.sharding import RankEngine
 from swarm.train.tensor_file import OpenFile, TensorFile
 
-COLLECTIVE_S = 1800.0
-"""A rank waits for the others so long; the controller ends all of them much sooner."""
 Given = Mapping[str, Tensor]
 """The tensors that came with a command; `TensorFile` or nothing."""
 
 
 class Worker:
-    """Carries out commands; those that only ask are answered by the first rank alone."""
+    """Carries out commands.
+
+    What is asked for is written by the ranks that hold it into one file, where each of them leaves
+    the same room for the others; so the first one can list all of it.
+    """
 
     def __init__(self) -> None:
         self._ranks = Ranks(0, 1, torch.device("cpu"))
         self._made: RankEngine | None = None
         self._state: EngineState | None = None
+        self._forms: dict[str, Form] = {}
         self._commands: dict[str, Callable[[Message, Given], Message]] = {
             "begin": self._begin,
             "make": self._make,
@@ -84,8 +91,7 @@ class Worker:
             if command in self._questions:
                 assert file is not None
                 out = TensorFile(file, {})
-                if self._ranks.rank == 0:
-                    self._questions[command](message, out)
+                self._questions[command](message, out)
                 return {"tensors": listed(out)}
             if command == "state":
                 return self._describe()
@@ -149,8 +155,13 @@ class Worker:
     def _step(self, message: Message, given: Given) -> Message:
         controls = controls_of(message["controls"])
         masks = masks_of(given)
+        self._ranks.traffic.take()  # of what came before
         stats = self._engine.step(given["tokens"], lr=message["lr"], controls=controls, masks=masks)
-        return {"stats": dataclasses.asdict(stats), "skipped": self._engine.skipped}
+        return {
+            "stats": dataclasses.asdict(stats),
+            "skipped": self._engine.skipped,
+            "traffic": self._ranks.traffic.take(),
+        }
 
     def _rehearse(self, _: Message, given: Given) -> Message:
         self._engine.rehearse(given["tokens"])
@@ -158,7 +169,8 @@ class Worker:
 
     def _write(self, _: Message, given: Given) -> Message:
         for name in given:
-            self._engine.write({name: given[name]})
+            # Looked up by those that hold it.
+            self._engine.write(Found({name: given.__getitem__}))
         return {}
 
     def _write_part(self, message: Message, given: Given) -> Message:
@@ -184,30 +196,42 @@ class Worker:
     def _describe(self) -> Message:
         """The private state without its tensors, which are kept to be read one by one."""
         self._state = state = self._engine.state_dict()
-        forms = {
-            name: [dtype_name(tensor.dtype), list(tensor.shape)]
-            for name, tensor in state.tensors.items()
-        }
+        self._forms = self._engine.state_forms()
+        forms = {n: [dtype_name(dtype), list(shape)] for n, (dtype, shape) in self._forms.items()}
         return {"forms": forms, **state_message(state)}
 
     # ------------------------------------------------ questions
 
     def _read(self, message: Message, out: TensorFile) -> None:
         for name in message["names"]:
-            out.append(name, self._engine.read([name])[name])
+            out.leave_room(name, torch.float32, self._engine.shape(name))
+            if self._engine.answers(name):
+                out.put(name, self._engine.read([name])[name])
 
     def _read_part(self, message: Message, out: TensorFile) -> None:
-        out.append("values", self._engine.read_part(Slice(*message["part"])))
+        part = Slice(*message["part"])
+        out.leave_room("values", torch.float32, (part.stop - part.start,))
+        if self._engine.answers(part.name):
+            out.put("values", self._engine.read_part(part))
 
     def _read_moments(self, message: Message, out: TensorFile) -> None:
-        for name, tensor in self._engine.read_moments(message["names"]).items():
-            out.append(name, tensor)
+        for name in message["names"]:
+            if not self._engine.has_moments(name):
+                continue
+            for kind in KINDS:
+                out.leave_room(f"{kind}.{name}", torch.float32, self._engine.shape(name))
+            if self._engine.answers(name):
+                for stored, tensor in self._engine.read_moments([name]).items():
+                    out.put(stored, tensor)
 
     def _read_state(self, message: Message, out: TensorFile) -> None:
         if self._state is None:
             self._describe()
         assert self._state is not None
-        out.append(message["name"], self._state.tensors[message["name"]])
+        name = message["name"]
+        out.leave_room(name, *self._forms[name])
+        if self._engine.answers(name.partition(".")[2]):
+            out.put(name, self._state.tensors[name])
 
 
 class _ToController(logging.Handler):

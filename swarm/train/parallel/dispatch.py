@@ -1,0 +1,277 @@
+"""Expert parallel: tokens travel to the ranks that hold their experts, and outputs come back.
+
+Every rank of a group takes part in every operation, in the same order, with however many rows. In
+a layer and micro-batch these are: counts, tokens and outputs forward; gradients of the outputs
+with the routing weights, and gradients of the tokens with those of the weights, backward; tokens
+and outputs once more where the layer is computed again. Seven at most. Where experts are compared,
+the tokens of the pairs travel likewise: counts, tokens and outputs, and backward one more.
+
+The rows of an expert are sorted by the rank that they come from, then by token, so that sums do
+not depend on who was first.
+
+Shapes: N tokens of this rank, K experts of a token, S rows that this rank sends, sorted by seat and
+expert, R rows that it receives, sorted by seat and expert too, M the same rows sorted by expert, P
+tokens of compared pairs, E experts, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.config import ModelConfig
+from swarm.model.frozen import DENSE_TYPES, FrozenFormat
+from swarm.model.moe import ExpertBank, Recall, Routing
+from swarm.model.rows import Plan, plan_rows, sum_pairs
+from swarm.model.similarity import Pair, similarity
+from swarm.model.swiglu import Setting, rows_back, rows_through
+from swarm.train.parallel.mesh import Dealing, Move, deal
+from swarm.train.parallel.moving import Form, moved
+from swarm.train.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trip(Plan):
+    """Where the rows of a rank go, besides how they are sorted.
+
+    Attributes:
+        sent: rows to each rank of the group.
+        received: rows from each.
+        there: of the received rows, each a token with one expert.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    there: Plan
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way of rows to their experts and back.
+
+    Attributes:
+        group: the ranks that hold the experts.
+        trip: which rows go where.
+        setting: what the received rows are computed with.
+    """
+
+    group: Ranks
+    trip: Trip
+    setting: Setting
+
+    def go(self, rows_SX: Tensor, kind: str) -> Tensor:
+        """Rows to the experts: [R, X]."""
+        return self.group.exchange(rows_SX, self.trip.sent, self.trip.received, kind)
+
+    def come(self, rows_MX: Tensor, kind: str) -> Tensor:
+        """Rows of the experts back to where they came from: [S, X]."""
+        rows_RX = rows_MX.index_select(0, self.trip.there.row_NK[:, 0])
+        return self.group.exchange(rows_RX, self.trip.received, self.trip.sent, kind)
+
+
+class DealtBank(ExpertBank):
+    """The experts of one layer that one rank of a group holds; computes with those of all.
+
+    Attributes:
+        dealing: who holds which.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        form: FrozenFormat,
+        compute: torch.dtype,
+        device: torch.device,
+        *,
+        group: Ranks,
+    ) -> None:
+        """`group`: the ranks among which the experts are dealt out."""
+        self._group = group
+        self._probed: Tensor | None = None
+        dealing = deal((), model.num_experts, group.size)
+        super().__init__(model, form, compute, device, here=dealing.frozen[group.rank])
+        self._deal(dealing)
+
+    def _deal(self, dealing: Dealing) -> None:
+        self.dealing = dealing
+        owned = tuple(sorted(expert for experts in dealing.owned for expert in experts))
+        seat = self._group.rank
+        self._number(owned, (dealing.owned[seat], dealing.frozen[seat]), dealing.order)
+
+    @torch.no_grad()
+    def own(self, owned: tuple[int, ...]) -> None:
+        """See `ExpertBank.own`; experts that change their rank travel, a projection at a time.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if owned == self.owned_experts:
+            return
+        after = self.dealing_for(owned)
+        moves, seat = self.dealing.moves(after), self._group.rank
+        here = (after.owned[seat], after.frozen[seat])
+        self._rearrange(here, lambda projection: self._moved(moves, projection))
+        self._deal(after)
+
+    def dealing_for(self, owned: Sequence[int]) -> Dealing:
+        """Who will hold which when these experts are owned."""
+        return deal(owned, self.num_experts, self._group.size, self.dealing)
+
+    def _moved(self, moves: Sequence[Move], projection: str) -> dict[int, Tensor]:
+        shape = tuple(self.get_parameter(f"owned.{projection}").shape[1:])
+
+        def give(expert: int) -> list[Tensor]:
+            stack, row = self.place(expert, projection)
+            return [stack.get(row)]
+
+        def forms(expert: int) -> list[Form]:
+            owned = expert in self.owned_experts
+            return [(torch.float32 if owned else DENSE_TYPES.get(self.form, torch.float32), shape)]
+
+        return {expert: one for expert, (one,) in moved(self._group, moves, give, forms).items()}
+
+    def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
+        """See `ExpertBank`."""
+        trip = recall.plan if recall else None
+        if not isinstance(trip, Trip):
+            trip = self._trip(x_ND, routing.expert_NK, routing.kept_NK)
+        if recall:
+            recall.expert_NK, recall.plan = routing.expert_NK, trip
+        probed, self._probed = self._probed, None
+        mixed: Tensor = _Mixed.apply(  # type: ignore[no-untyped-call]
+            x_ND, routing.weight_NK, probed, self._way(trip), *self.masters()
+        )
+        return mixed
+
+    def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
+        """See `ExpertBank`; the tokens travel, also where another rank has pairs and this none."""
+        experts = [expert for pair in pairs for expert in pair.experts]
+        tokens = [pair.tokens for pair in pairs for _ in pair.experts]
+        sizes = [len(each) for each in tokens]
+        nothing_P = torch.empty(0, dtype=torch.int64, device=x_ND.device)
+        token_P = torch.cat([*tokens, nothing_P])
+        size_P = torch.tensor(sizes, dtype=torch.int64)
+        expert_P = torch.tensor(experts, dtype=torch.int64).repeat_interleave(size_P)
+        trip = self._trip(x_ND, expert_P[:, None].to(x_ND.device), None)
+        out_PD: Tensor = _Probed.apply(  # type: ignore[no-untyped-call]
+            x_ND, token_P, self._way(trip), *self.masters()
+        )
+        self._probed = out_PD if out_PD.requires_grad else None
+        outputs = iter(out_PD.split(sizes))
+        return similarity(x_ND, pairs, lambda *_: next(outputs))
+
+    def _way(self, trip: Trip) -> Way:
+        return Way(self._group, trip, self.setting(trip.there))
+
+    def _trip(self, x_ND: Tensor, expert_NK: Tensor, kept_NK: Tensor | None) -> Trip:
+        """Sorts pairs by seat and expert, and asks the others what they send.
+
+        Cost: one operation between the ranks, and two waits for the device.
+        """
+        group_NK = self.get_buffer("group_of")[expert_NK]
+        plan = plan_rows(group_NK, self.num_experts, 0, 1, kept_NK)
+        held = self.dealing.counts
+        mine, seats = held[self._group.rank], self._group.size
+        count_E = torch.tensor(plan.starts).diff()
+        count_X = self._group.exchange(count_E[:, None], held, [mine] * seats, "counts")[:, 0]
+        expert_R = torch.arange(mine).repeat(seats).repeat_interleave(count_X).to(x_ND.device)
+        return Trip(
+            **vars(plan),
+            sent=tuple(int(each.sum()) for each in count_E.split(held)),
+            received=tuple(count_X.view(seats, mine).sum(1).tolist()),
+            there=plan_rows(expert_R[:, None], mine, len(self.owned_here), self.multiple(x_ND)),
+        )
+
+
+class _Mixed(torch.autograd.Function):
+    """As `mix_experts`, whose bits it has but for sums over the rows of several ranks.
+
+    `probed` is given so that backward goes through it on every rank, whether that has pairs or not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_NK: Tensor, probed: Tensor | None, way: Way, *owned: Tensor
+    ) -> Tensor:
+        x_SD = x_ND.to(way.setting.compute).index_select(0, way.trip.token_M)
+        x_RD = way.go(x_SD, "tokens")
+        gate_MI, up_MI, out_MD = rows_through(x_RD, owned, way.setting)
+        out_SD = way.come(out_MD, "outputs")
+        ctx.way, ctx.probed = way, None if probed is None else probed.shape
+        ctx.save_for_backward(weight_NK, x_RD, gate_MI, up_MI, *owned)
+        return sum_pairs(out_SD, way.trip.row_NK, weight_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight_NK, x_RD, *kept = ctx.saved_tensors
+        way: Way = ctx.way
+        trip, hidden = way.trip, x_RD.shape[1]
+        dout_SD = gradients[0].to(way.setting.compute).index_select(0, trip.token_M)
+        weight_S = weight_NK.flatten()[trip.pair_M]
+        dout_RX = way.go(_beside(dout_SD, weight_S), "output gradients")
+        dout_RD, weight_R = _apart(dout_RX, hidden)
+        found = rows_back(dout_RD, [x_RD, weight_R[:, None], *kept], way.setting)
+        dx_SX = way.come(_beside(found.x_MD, found.weight_M), "token gradients")
+        dx_SD, dweight_S = _apart(dx_SX, hidden)
+        kept_NK = None if trip.kept_NK is None else trip.kept_NK.float()
+        dx_ND = sum_pairs(dx_SD, trip.row_NK, kept_NK)
+        probed = None if ctx.probed is None else x_RD.new_zeros(ctx.probed)
+        return dx_ND, dweight_S[trip.row_NK], probed, None, *found.matrices
+
+
+class _Probed(torch.autograd.Function):
+    """The outputs of experts for tokens of compared pairs, [P, D] in the compute type.
+
+    The tokens get no gradient; they are an input so that the layers before go back afterwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, way: Way, *owned: Tensor) -> Tensor:
+        x_PD = x_ND.to(way.setting.compute).index_select(0, token_P)
+        x_RD = way.go(x_PD.index_select(0, way.trip.token_M), "compared tokens")
+        gate_MI, up_MI, out_MD = rows_through(x_RD, owned, way.setting)
+        ctx.way = way
+        ctx.save_for_backward(x_RD, gate_MI, up_MI, *owned)
+        out_SD = way.come(out_MD, "compared outputs")
+        return out_SD.index_select(0, way.trip.row_NK[:, 0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, *kept = ctx.saved_tensors
+        way: Way = ctx.way
+        dout_SD = gradients[0].to(way.setting.compute).index_select(0, way.trip.token_M)
+        dout_RD = way.go(dout_SD, "compared gradients")
+        weight_R1 = torch.ones(len(x_RD), 1, device=x_RD.device)
+        found = rows_back(dout_RD, [x_RD, weight_R1, *kept], way.setting)
+        return None, None, None, *found.matrices
+
+
+def _beside(rows_SD: Tensor, number_S: Tensor) -> Tensor:
+    """Rows with an fp32 number at the end of each, in the type of the rows."""
+    return torch.cat([rows_SD, number_S[:, None].float().view(rows_SD.dtype)], 1)
+
+
+def _apart(rows_SX: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rows of so many elements, and the numbers at their ends."""
+    numbers = rows_SX[:, size:].contiguous().view(torch.float32)
+    return rows_SX[:, :size], numbers[:, 0]
+
+
+def crossing_bytes(rows: float, model: ModelConfig, itemsize: int, *, again: bool) -> float:
+    """Bytes that cross between ranks for the experts of one layer and micro-batch.
+
+    Args:
+        rows: (token, expert) pairs whose expert is on another rank.
+        model: its sizes.
+        itemsize: bytes of the compute type.
+        again: whether the layer is computed again for backward.
+
+    Tokens and outputs each way, twice where they are computed again, then the gradients of both,
+    with the routing weight and its gradient in fp32.
+    """
+    row = model.hidden_size * itemsize
+    return rows * ((4 if again else 2) * row + 2 * (row + 4))

@@ -1,0 +1,237 @@
+"""Processes that compute together, the operations between them, and what these move.
+
+Sums are added up in the order of the ranks, so that their bits depend on the number of ranks alone.
+
+Shapes: N micro-batches, X elements of a bucket, M rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swarm.errors import lacks_memory
+from swarm.train.memory import BUCKET
+from swarm.train.parallel.mesh import Mesh
+
+COLLECTIVE_S = 1800.0
+"""A rank waits for the others so long; the controller ends all of them much sooner."""
+
+
+class Disconnected(Exception):
+    """Another rank did not take part in a collective operation."""
+
+
+@dataclass
+class Traffic:
+    """Operations that one rank took part in, by what they were for.
+
+    Attributes:
+        operations: number of each kind.
+        num_bytes: that left this rank for others, of each kind.
+    """
+
+    operations: dict[str, int] = field(default_factory=dict)
+    num_bytes: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Adds one operation."""
+        self.operations[kind] = self.operations.get(kind, 0) + 1
+        self.num_bytes[kind] = self.num_bytes.get(kind, 0) + num_bytes
+
+    def take(self) -> dict[str, tuple[int, int]]:
+        """Operations and bytes of each kind, and begins anew."""
+        found = {kind: (self.operations[kind], self.num_bytes[kind]) for kind in self.operations}
+        self.operations.clear()
+        self.num_bytes.clear()
+        return found
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among those that compute together, all of a peer or some of them.
+
+    Attributes:
+        rank: of this process.
+        size: number of ranks, at least one.
+        device: where the operations between ranks take their tensors from.
+        handle: of these ranks in torch.distributed; None for all.
+        traffic: one record for all the sets of ranks that a process is in.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    handle: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    _cuts: dict[Mesh, tuple[Ranks, Ranks]] = field(default_factory=dict, compare=False, repr=False)
+
+    def block(self, count: int, rank: int | None = None) -> range:
+        """Which of so many micro-batches a rank computes: consecutive ones, or none.
+
+        Args:
+            count: micro-batches.
+            rank: None for this one.
+        """
+        rank = self.rank if rank is None else rank
+        return range(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def cut(self, mesh: Mesh) -> tuple[Ranks, Ranks]:
+        """This rank's group, among which the experts are dealt out, and those of its seat.
+
+        All ranks call it together. The same mesh again gives the same ranks.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if mesh not in self._cuts:
+            self._cuts[mesh] = (self._part(mesh.groups), self._part(mesh.replicas))
+        return self._cuts[mesh]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
+
+        Each element crosses to one rank that adds it up, and from there to all: as many bytes as a
+        ring moves, and one addition after the other on every number of ranks.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            sizes = [len(part) for part in bucket]
+            padding = bucket[0].new_zeros(-sum(sizes) % self.size)
+            sums_X = self._summed(torch.cat([each.to(self.device) for each in (*bucket, padding)]))
+            for part, total in zip(bucket, sums_X[: sum(sizes)].split(sizes), strict=True):
+                part.copy_(total)
+
+    def shared(self, mine: Sequence[Sequence[float]], count: int, width: int) -> Tensor:
+        """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
+
+        Fp32 values and whole numbers below 2^53 come through unchanged.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        rows = torch.zeros(count, width, dtype=torch.float64)
+        for index, row in zip(self.block(count), mine, strict=True):
+            rows[index] = torch.tensor(row, dtype=torch.float64)
+        return self.united(rows)
+
+    def united(self, numbers: Tensor) -> Tensor:
+        """Fp64 numbers on the CPU, each of which one rank alone knows; the others have 0 there.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return numbers
+        numbers = numbers.to(self.device)
+        self.traffic.count("numbers", 8 * numbers.numel())
+        self._all_reduce(numbers)
+        return numbers.cpu()
+
+    def exchange(
+        self, rows_MX: Tensor, sent: Sequence[int], received: Sequence[int], kind: str
+    ) -> Tensor:
+        """Gives rows away and gets others, both in the order of the ranks; of any type.
+
+        Args:
+            rows_MX: what is given, the first rows to the first rank.
+            sent: how many rows to each rank.
+            received: how many from each.
+            kind: what for, in the record.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return rows_MX
+        # As bytes: gloo has not all types.
+        mine = rows_MX.contiguous().view(torch.uint8).to(self.device)
+        row_bytes = mine.shape[1]
+        theirs = mine.new_empty(sum(received), row_bytes)
+        self.traffic.count(kind, row_bytes * (sum(sent) - sent[self.rank]))
+        self._all_to_all(theirs, mine, received, sent)
+        return theirs.to(rows_MX.device).view(rows_MX.dtype)
+
+    def _summed(self, mine_X: Tensor) -> Tensor:
+        received_X = torch.empty_like(mine_X)
+        cut = [len(mine_X) // self.size] * self.size
+        crossing = 4 * cut[0] * (self.size - 1)
+        self.traffic.count("sums", crossing)
+        self._all_to_all(received_X, mine_X, cut, cut)
+        parts = received_X.view(self.size, -1)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        self.traffic.count("sums", crossing)
+        self._all_gather(mine_X, total)
+        return mine_X
+
+    def _part(self, parts: Sequence[Sequence[int]]) -> Ranks:
+        """Those of this rank among several sets of ranks; all ranks name the same ones."""
+        mine: Ranks | None = None
+        for ranks in parts:
+            handle = None
+            if 1 < len(ranks) < self.size:
+                handle = self._group(ranks)
+            if self.rank in ranks:
+                index = list(ranks).index(self.rank)
+                mine = replace(self, rank=index, size=len(ranks), handle=handle, _cuts={})
+        assert mine is not None, "every rank is in one of the parts"
+        return mine
+
+    # ------------------------------------------------ torch.distributed
+
+    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        wait = datetime.timedelta(seconds=COLLECTIVE_S)
+        found: dist.ProcessGroup = _collective(lambda: dist.new_group(list(ranks), timeout=wait))
+        return found
+
+    def _all_to_all(
+        self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        _collective(
+            lambda: dist.all_to_all_single(
+                into, rows, list(received), list(sent), group=self.handle
+            )
+        )
+
+    def _all_gather(self, into: Tensor, part: Tensor) -> None:
+        _collective(lambda: dist.all_gather_single(into, part, group=self.handle))
+
+    def _all_reduce(self, numbers: Tensor) -> None:
+        _collective(lambda: dist.all_reduce(numbers, group=self.handle))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Flat views of all elements, in lists of `BUCKET` elements at most."""
+    bucket: list[Tensor] = []
+    room = BUCKET
+    for tensor in tensors:
+        rest = tensor.view(-1)
+        while len(rest):
+            bucket.append(rest[:room])
+            rest, room = rest[room:], room - len(bucket[-1])
+            if not room:
+                yield bucket
+                bucket, room = [], BUCKET
+    if bucket:
+        yield bucket
+
+
+def _collective(operation: Callable[[], Any]) -> Any:
+    try:
+        return operation()
+    except (RuntimeError, ValueError) as error:
+        if lacks_memory(error):
+            raise
+        raise Disconnected(str(error).partition("\n")[0]) from error

@@ -1,0 +1,218 @@
+"""An engine whose experts are dealt out over its workers: the values of one that holds them all."""
+
+import logging
+import os
+import signal
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm.experts import Slice, expert_shapes
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.mesh import deal
+from tests.train.crews import shared_crews
+from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
+from tests.train.test_engine_routing import EVERYTHING
+from tests.train.test_masks import MASKED
+from tests.train.test_parallel import (
+    BF16,
+    CLIPPED,
+    OWNED,
+    RUN,
+    THEN,
+    WIDE,
+    allow_no_more,
+    is_gone,
+    soon,
+    stopped,
+    train,
+)
+
+LR = 1e-2  # of `train`
+
+
+@pytest.fixture(scope="module")
+def crews():
+    with shared_crews() as crews:
+        yield crews
+
+
+@pytest.fixture
+def dealt(crews):
+    """Makes engines whose experts are dealt out over two workers, and gives these back."""
+    made = []
+
+    def make(run, owned=(), **options):
+        made.append(crews.engine(run, owned, **{"ep": 2, **options}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def tensors(engine):
+    return dict(sorted(engine.state_dict().tensors.items()))
+
+
+def five_steps(engine, run):
+    """Each clipped, with other experts after the third."""
+    stats = train(engine, run, range(3))
+    engine.own(THEN)
+    stats += train(engine, run, range(3, 5))
+    assert all(step.grad_norm > run.optimizer.clip_norm for step in stats)
+    return stats
+
+
+SLOW = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "sections, workers, ep",
+    [
+        pytest.param(CLIPPED, 2, 2, id="two"),
+        pytest.param({**EVERYTHING, **CLIPPED}, 2, 2, id="two, every influence on routing"),
+        pytest.param({**MASKED, **CLIPPED}, 2, 2, id="two, documents and padding", marks=SLOW),
+        pytest.param(CLIPPED, 4, 4, id="four, of which two are idle", marks=SLOW),
+        pytest.param({**EVERYTHING, **CLIPPED}, 4, 2, id="two by two, two idle", marks=SLOW),
+        pytest.param(
+            {**CLIPPED, "train": {"micro_batch_sequences": 1}}, 4, 4, id="four", marks=SLOW
+        ),
+        pytest.param(
+            {**CLIPPED, "train": {"micro_batch_sequences": 1, "batch_tokens": 112}},
+            4,
+            2,
+            id="two by two",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_in_fp32_five_steps_are_those_of_one_process(dealt, sections, workers, ep):
+    """Within 2 % of the learning rate.
+
+    A gradient of an expert is one product over the rows of all ranks of a group, where one process
+    adds up those of its micro-batches: the order of sums in fp32 differs, and AdamW, which divides
+    by the gradient's own size, makes of a relative difference one of that share of its step.
+    """
+    run = tiny_run(**sections)
+    engine, straight = dealt(run, OWNED, workers=workers, ep=ep), new_engine(run, OWNED)
+    found, expected = five_steps(engine, run), five_steps(straight, run)
+    assert engine.traffic["tokens"][0] >= run.model.num_hidden_layers
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.loss == pytest.approx(other.loss, abs=1e-5)
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert (mine.expert_tokens, mine.dropped) == (other.expert_tokens, other.dropped)
+        assert mine.similarity == pytest.approx(other.similarity, abs=1e-4)
+    values, others = engine.read(all_names(run)), straight.read(all_names(run))
+    assert values.keys() == others.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(value, others[name], rtol=0, atol=0.02 * LR)
+    assert tensors(engine).keys() == tensors(straight).keys()
+    assert engine.evaluate(batch(run, 9)) == pytest.approx(straight.evaluate(batch(run, 9)), 1e-5)
+
+
+def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(dealt):
+    run = tiny_run(**BF16)
+    engine, straight = dealt(run, OWNED), new_engine(run, OWNED)
+    for mine, other in zip(five_steps(engine, run), five_steps(straight, run), strict=True):
+        assert mine.loss == pytest.approx(other.loss, abs=1e-3)
+
+
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(dealt, crews, caplog):
+    """Also after a change of ownership, which the new workers repeat."""
+    engine, straight = dealt(RUN, OWNED), dealt(RUN, OWNED)
+    for each in (engine, straight):
+        train(each, RUN, range(2))
+        each.own(THEN)
+    before, victim = engine.pids, engine.pids[1]
+    stopped(engine, 1)
+    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
+    with caplog.at_level(logging.INFO):
+        found = train(engine, RUN, range(2, 4))
+    timer.join()
+    assert found == train(straight, RUN, range(2, 4))
+    assert "worker 1 was killed" in caplog.text
+    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+    assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
+    assert same(tensors(engine), tensors(straight))
+
+
+@pytest.mark.exhaustive
+def test_workers_without_memory_for_all_experts_share_them(dealt, caplog):
+    below = replace(EngineOptions.of(WIDE), ep=2)
+    engine, straight = dealt(WIDE, OWNED, ep=1, below=[below]), new_engine(WIDE, OWNED)
+    assert "dealt out" not in engine.describe()
+    allow_no_more(engine.pids[1])
+    with caplog.at_level(logging.WARNING):
+        found, expected = train(engine, WIDE, range(2)), train(straight, WIDE, range(2))
+    assert "stepping down to resident, experts dealt out over 2" in caplog.text
+    assert engine.describe() == "2 workers, each resident, experts dealt out over 2"
+    assert [step.loss for step in found] == pytest.approx([step.loss for step in expected])
+
+
+def frozen_of(engine, run):
+    others = [e for e in range(run.model.num_experts) if e not in engine.owned]
+    return engine.read([name for e in others for name in expert_shapes(run.model, e)])
+
+
+def handed_on(engine, other, run):
+    """What one engine is saved as is what the other one is, and both train on alike."""
+    other.load_state_dict(engine.state_dict())
+    other.write(frozen_of(engine, run))
+    assert same(other.read(all_names(run)), engine.read(all_names(run)))
+    assert same(tensors(other), tensors(engine))
+    (mine,), (theirs,) = train(engine, run, [7]), train(other, run, [7])
+    assert mine.loss == pytest.approx(theirs.loss, abs=1e-5)
+
+
+def test_bits_do_not_depend_on_who_holds_which_expert(dealt):
+    """A fresh engine deals otherwise: where ownership changed, most experts stayed."""
+    engine, fresh = dealt(RUN, OWNED), dealt(RUN)
+    train(engine, RUN, range(2))
+    engine.own(THEN)
+    former = deal(OWNED, 4, 2, deal([], 4, 2))
+    assert deal(THEN, 4, 2, former).owned != deal(THEN, 4, 2, deal([], 4, 2)).owned
+    fresh.load_state_dict(engine.state_dict())
+    fresh.write(frozen_of(engine, RUN))
+    assert train(engine, RUN, range(2, 4)) == train(fresh, RUN, range(2, 4))
+    assert same(fresh.read(all_names(RUN)), engine.read(all_names(RUN)))
+    assert same(tensors(fresh), tensors(engine))
+
+
+@pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=SLOW)])
+def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
+    engine = dealt(RUN, OWNED, moments=moments)
+    train(engine, RUN, range(2))
+    engine.own(THEN)
+    train(engine, RUN, [2])
+    with closing(crews.engine(RUN, moments=moments)) as whole:
+        handed_on(engine, whole, RUN)
+        handed_on(whole, dealt(RUN, [2], moments=moments), RUN)
+    resident = new_engine(RUN, moments=moments)
+    handed_on(engine, resident, RUN)
+    handed_on(resident, dealt(RUN, moments=moments), RUN)
+    with closing(new_streaming(RUN, moments=moments)) as streaming:
+        handed_on(engine, streaming, RUN)
+        handed_on(streaming, dealt(RUN, [0, 1, 2, 3], moments=moments), RUN)
+
+
+def test_who_holds_an_expert_reads_and_writes_it(dealt):
+    engine = dealt(RUN, OWNED)
+    train(engine, RUN, range(2))
+    for name in ("model.norm.weight", *expert_shapes(RUN.model, 1), *expert_shapes(RUN.model, 3)):
+        before = engine.read([name])[name]
+        part = Slice(name, 3, 9)
+        assert torch.equal(engine.read_part(part), before.flatten()[3:9])
+        engine.write_part(part, torch.arange(6.0))
+        assert torch.equal(engine.read([name])[name].flatten()[3:9], torch.arange(6.0))
+        moments = engine.read_moments([name])
+        assert moments.keys() == {f"exp_avg.{name}", f"exp_avg_sq.{name}"}
+        doubled = {stored: 2 * moment for stored, moment in moments.items()}
+        engine.write_moments(doubled)
+        assert same(engine.read_moments([name]), doubled)
+    frozen = {name: torch.randn(16, 16) for e in (0, 2) for name in expert_shapes(RUN.model, e)}
+    engine.write(frozen)
+    assert same(engine.read(list(frozen)), frozen)
+    assert engine.read_moments(list(frozen)) == {}
