@@ -20,7 +20,7 @@ from tests.emulation.schedules import require_missed, require_sound
 from tests.emulation.test_scenarios import PEERS, best_tip, run, scenario
 from tests.protocol import round_pump, test_rounds_fetching, test_rounds_takeover
 
-SEEDS = dict.fromkeys(EXTENDED, 50) | {"G": 25, "M": 25, "R": 25}
+SEEDS = dict.fromkeys(EXTENDED, 40) | {"G": 25, "M": 25, "R": 25}
 """Schedules of each class; those of many peers are dear."""
 
 

@@ -118,10 +118,14 @@ ALL_AT_ONCE = (True, True, True)
 @pytest.mark.parametrize(
     ("mode", "has_stuck", "restarts", "is_unequal"),
     [
-        *[(seconds, *what) for what in (*ALONE, ALL_AT_ONCE)],
+        (seconds, *ALL_AT_ONCE),
         (local_steps, *ALL_AT_ONCE),
-        # With a fixed number of steps, too, what goes wrong alone goes wrong with all the rest.
-        *[pytest.param(local_steps, *what, marks=pytest.mark.exhaustive) for what in ALONE],
+        # What goes wrong alone goes wrong with all the rest.
+        *[
+            pytest.param(mode, *what, marks=pytest.mark.exhaustive)
+            for mode in (seconds, local_steps)
+            for what in ALONE
+        ],
     ],
 )
 def test_in_rounds_of_an_hour_all_who_said_in_time_are_counted(

@@ -120,6 +120,7 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(dealt):
         assert mine.loss == pytest.approx(other.loss, abs=1e-3)
 
 
+@pytest.mark.exhaustive  # test_parallel.py has it with replicas: the way back is the same
 def test_a_worker_that_is_killed_in_a_step_costs_no_bit(dealt, crews, caplog):
     """Also after a change of ownership, which the new workers repeat."""
     engine, straight = dealt(RUN, OWNED), dealt(RUN, OWNED)
