@@ -172,25 +172,20 @@ class ExpertBank(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        form: FrozenFormat,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        here: Sequence[int] | None = None,
+        self, model: ModelConfig, storage: Storage, *, here: Sequence[int] | None = None
     ) -> None:
         """Holds the experts `here`, all of them frozen; None for every expert."""
         super().__init__()
-        self.num_experts, self.compute, self.form = model.num_experts, compute, form
+        self.num_experts, self.compute = model.num_experts, storage.compute
+        self.form = storage.frozen
         held = tuple(range(self.num_experts) if here is None else here)
         self.owned = nn.ParameterDict()
         self.frozen: dict[str, FrozenStack] = {}
         for projection, (out, into) in matrix_shapes(model).items():
-            empty = torch.empty(0, out, into, device=device)
+            empty = torch.empty(0, out, into, device=storage.device)
             self.owned[projection] = nn.Parameter(empty)
             shape = (len(held), out, into)
-            self.frozen[projection] = empty_stack(form, shape, device)
+            self.frozen[projection] = empty_stack(self.form, shape, storage.device)
         self._number((), ((), held), held)
 
     def _number(self, owned: tuple[int, ...], here: Here, order: Sequence[int]) -> None:
@@ -305,8 +300,25 @@ class ExpertBank(nn.Module):
         return F.linear(F.silu(F.linear(x_nD, gate)) * F.linear(x_nD, up), down)
 
 
-MakeBank = Callable[[ModelConfig, FrozenFormat, torch.dtype, torch.device], ExpertBank]
+MakeBank = Callable[[ModelConfig, "Storage"], ExpertBank]
 """Makes the bank of a layer."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of a model are kept.
+
+    Attributes:
+        frozen: format of the experts that are not owned.
+        compute: type of all matrix products.
+        device: where they lie.
+        bank: makes what holds the experts of a layer.
+    """
+
+    frozen: FrozenFormat
+    compute: torch.dtype
+    device: torch.device
+    bank: MakeBank = ExpertBank
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -318,19 +330,10 @@ def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 class SparseMLP(nn.Module):
     """Router and experts, in the place of a dense transformer's feed-forward net."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        form: FrozenFormat,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        bank: MakeBank = ExpertBank,
-    ) -> None:
-        """`bank` makes what holds the experts."""
+    def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
-        self.gate = Router(model, device)
-        self.experts = bank(model, form, compute, device)
+        self.gate = Router(model, storage.device)
+        self.experts = storage.bank(model, storage)
 
     def forward(
         self,

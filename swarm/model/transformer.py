@@ -21,7 +21,7 @@ from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
 from swarm.model.losses import Losses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
-from swarm.model.moe import ExpertBank, MakeBank, Recall, Router, Routing, SparseMLP
+from swarm.model.moe import ExpertBank, MakeBank, Recall, Router, Routing, SparseMLP, Storage
 from swarm.model.routing import RoutingControls, bias_update
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
@@ -33,21 +33,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DecoderLayer(nn.Module):
     """Attention and experts, each behind a norm and around a residual."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        form: FrozenFormat,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        bank: MakeBank = ExpertBank,
-    ) -> None:
-        """`bank` makes what holds the experts."""
+    def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
+        compute, device = storage.compute, storage.device
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.self_attn = Attention(model, compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.mlp = SparseMLP(model, form, compute, device, bank=bank)
+        self.mlp = SparseMLP(model, storage)
 
     def forward(
         self,
@@ -69,25 +61,16 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        form: FrozenFormat,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        bank: MakeBank = ExpertBank,
-    ) -> None:
-        """`bank` makes what holds the experts of a layer."""
+    def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
+        device = storage.device
         self.embed_tokens = nn.Embedding(
             _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
             num_embeddings=model.vocab_size,
             embedding_dim=model.hidden_size,
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(model, form, compute, device, bank=bank)
-            for _ in range(model.num_hidden_layers)
+            DecoderLayer(model, storage) for _ in range(model.num_hidden_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
@@ -179,7 +162,7 @@ class Transformer(nn.Module):
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
         self._shapes = all_shapes(model)
-        self.model = Decoder(model, frozen, self.compute, device, bank=bank)
+        self.model = Decoder(model, Storage(frozen, self.compute, device, bank))
         self.model.recompute = recompute
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)

@@ -12,9 +12,9 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 
 from swarm.errors import BadMessage, HostileInput, NoRoute, Refused, Unreachable
+from swarm.network.handlers import OnMessage, OnRequest
 from swarm.network.identity import public_key_of
 from swarm.network.ledger import Cost, Ledger
-from swarm.network.lines import OnMessage
 from swarm.network.tasks import Tasks
 from swarm.network.traffic import Traffic
 
@@ -28,7 +28,6 @@ _MESSAGE = "swarm.message"
 _REQUEST = "swarm.request"
 
 Result = TypeVar("Result")
-OnRequest = Callable[[str, bytes], Awaitable[bytes]]
 
 
 @dataclass(frozen=True)

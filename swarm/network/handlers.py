@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from swarm.network.ledger import Ledger
 from swarm.network.streams import Serve
 
+OnMessage = Callable[[str, bytes], Awaitable[None]]
+OnRequest = Callable[[str, bytes], Awaitable[bytes]]
+
 
 @dataclass(frozen=True)
 class Handlers:
@@ -21,7 +24,7 @@ class Handlers:
         ledger: what others may cost; it is told who the members are.
     """
 
-    on_message: Callable[[str, bytes], Awaitable[None]] | None = None
-    on_request: Callable[[str, bytes], Awaitable[bytes]] | None = None
+    on_message: OnMessage | None = None
+    on_request: OnRequest | None = None
     streams: Mapping[str, Serve] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)

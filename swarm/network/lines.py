@@ -10,11 +10,12 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from swarm.errors import NoRoute, Refused, Unreachable
+from swarm.network.handlers import OnMessage
 from swarm.protocol.figures import MAX_UNREACHED, Silence
 
 LOST_IN_A_ROW = 2
@@ -25,8 +26,6 @@ line: an answer on a living one takes less than the 5 s that are left for it."""
 FORGOTTEN_S = 60.0
 """A peer to which nothing was sent for so long is no longer talked to."""
 KEPT = 16
-
-OnMessage = Callable[[str, bytes], Awaitable[None]]
 
 
 @dataclass

@@ -141,13 +141,14 @@ async def open_substrate(
         StateLocked: a living peer of the swarm has this identity.
     """
     entrances = await _answering(opening.identity.peer_id, peers, must_reach)
-    try:
+    if must_reach:
         p2p = await _enter(opening, entrances, port, check_identity=check_identity)
-    except NobodyReachable:
-        if must_reach:
-            raise
-        entrances = []
-        p2p = await _start(opening, entrances, port, check_identity=check_identity)
+    else:
+        try:
+            p2p = await _start(opening, entrances, port, check_identity=check_identity)
+        except NobodyReachable:  # it goes on trying once it is up
+            entrances = []
+            p2p = await _start(opening, entrances, port, check_identity=check_identity)
     try:
         await opening.register(p2p)
         dht = await open_dht(

@@ -23,7 +23,7 @@ Signature = bytes
 UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
 """For peers that trust each other, as in tests of the machine alone."""
 Uplinks = Mapping[PeerId, int]
-"""Mbit/s from each peer, as it says itself; 0 where it does not know."""
+"""Mbit/s from each peer; 0 where it is not known."""
 MAX_ATTEMPT = 2**31
 """Nobody begins a later attempt, sends one or believes one [A5]."""
 
@@ -133,7 +133,8 @@ class Evidence:
     declared: Mapping[PeerId, Declared]
     """Of every member that the convener heard, and of the strangers that it takes in."""
     able: Uplinks
-    """Who was asked to reduce, in peer-id order, with their uplinks as they said themselves."""
+    """Who was asked to reduce, in peer-id order, with the uplinks by which units were dealt; for
+    both there is the convener's word alone."""
     roster_id: Digest
     """Under which the reducers signed."""
     reports: tuple[Report, ...]
@@ -233,7 +234,7 @@ class Roster:
     roster_id: Digest
     offers: Mapping[PeerId, Offer]
     reducers: Uplinks
-    """Who may reduce, in peer-id order, with their uplinks as they said themselves [D3]."""
+    """Who may reduce, in peer-id order, with the uplinks by which units are dealt [D3]."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import LossConfig
-from swarm.model.moe import Router, SparseMLP
+from swarm.model.moe import Router, SparseMLP, Storage
 from swarm.model.routing import RoutingControls, bias_update, expert_capacity, within_capacity
 from swarm.model.transformer import Transformer
 from tests.model.samples import random_tokens, random_weights, tiny_run
@@ -21,7 +21,7 @@ SIGMOID = {"scoring_func": "sigmoid"}
 
 def layer_of(owned: tuple[int, ...] = tuple(range(8)), **settings: Any) -> SparseMLP:
     """Router and experts with weights so large that choices differ and outputs are not small."""
-    layer = SparseMLP(tiny_run(**settings).model, "fp32", torch.float32, CPU)
+    layer = SparseMLP(tiny_run(**settings).model, Storage("fp32", torch.float32, CPU))
     layer.experts.own(tuple(range(8)))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

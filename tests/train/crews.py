@@ -1,6 +1,6 @@
 """Workers that tests share: starting some takes seconds, so that healthy ones are used again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -73,6 +73,22 @@ class Crews:
         engine.write(initial_tensors(run, all_names(run)))
         engine.own(owned)
         return engine
+
+
+@contextmanager
+def lent_engines(crews: Crews, **defaults: Any) -> Iterator[Callable[..., ParallelEngine]]:
+    """Makes engines as `Crews.engine`, and gives their workers back in the end."""
+    made: list[ParallelEngine] = []
+
+    def make(*args: Any, **options: Any) -> ParallelEngine:
+        made.append(crews.engine(*args, **{**defaults, **options}))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for engine in made:
+            engine.close()
 
 
 @contextmanager

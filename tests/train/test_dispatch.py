@@ -1,5 +1,6 @@
 """Tokens that travel to the ranks of their experts: the values of one process; what moves."""
 
+import functools
 import zlib
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from swarm.experts import (
     stacked_tensors,
 )
 from swarm.model.initialise import initial_tensors
-from swarm.model.moe import Recall, SparseMLP
+from swarm.model.moe import Recall, SparseMLP, Storage
 from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import KINDS
 from swarm.train.options import EngineOptions
@@ -31,16 +32,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def whole_layer(owned=OWNED, compute="fp32", frozen="fp32"):
-    layer = SparseMLP(RUN.model, frozen, DTYPES[compute], torch.device("cpu"))
+    layer = SparseMLP(RUN.model, Storage(frozen, DTYPES[compute], torch.device("cpu")))
     return filled(layer, owned)
 
 
 def dealt_layer(ranks, owned=OWNED, compute="fp32", frozen="fp32"):
-    def bank(*given):
-        return DealtBank(*given, group=ranks)
-
-    layer = SparseMLP(RUN.model, frozen, DTYPES[compute], torch.device("cpu"), bank=bank)
-    return filled(layer, owned)
+    bank = functools.partial(DealtBank, group=ranks)
+    storage = Storage(frozen, DTYPES[compute], torch.device("cpu"), bank)
+    return filled(SparseMLP(RUN.model, storage), owned)
 
 
 def filled(layer, owned):

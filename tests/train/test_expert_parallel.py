@@ -12,7 +12,7 @@ import torch
 from swarm.experts import Slice, expert_shapes
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.mesh import deal
-from tests.train.crews import shared_crews
+from tests.train.crews import lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_masks import MASKED
@@ -41,16 +41,9 @@ def crews():
 
 @pytest.fixture
 def dealt(crews):
-    """Makes engines whose experts are dealt out over two workers, and gives these back."""
-    made = []
-
-    def make(run, owned=(), **options):
-        made.append(crews.engine(run, owned, **{"ep": 2, **options}))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    """Makes engines whose experts are dealt out over two workers."""
+    with lent_engines(crews, ep=2) as make:
+        yield make
 
 
 def tensors(engine):

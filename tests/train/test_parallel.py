@@ -26,7 +26,7 @@ from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import routing_controls_at
-from tests.train.crews import shared_crews
+from tests.train.crews import lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_masks import END, MASKED, text
@@ -65,16 +65,8 @@ def crews():
 
 @pytest.fixture
 def parallel(crews):
-    """Makes parallel engines and gives their workers back."""
-    made = []
-
-    def make(*args, **options):
-        made.append(crews.engine(*args, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    with lent_engines(crews) as make:
+        yield make
 
 
 def in_blocks(run, size):

@@ -105,7 +105,6 @@ class Trainer(TrainingShell):
         self._read: Stretches = ()
         """Samples that the model has seen, as far as this is known, one after the other."""
         self._ends_s = 0.0
-        self._is_offered = False
         """Whether the round under way has this peer's offer while it trains."""
 
     def start(self) -> None:
@@ -182,7 +181,6 @@ class Trainer(TrainingShell):
             self._ends_s = self.shell.now_s() + seconds
         self.model.begin(tip)
         self._looks_out = True
-        self._is_offered = task.is_offered
         await self._take_steps(tip)
         self._looks_out = False
         self.model.advance()

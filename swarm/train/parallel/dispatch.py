@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from swarm.config import ModelConfig
-from swarm.model.frozen import DENSE_TYPES, FrozenFormat
-from swarm.model.moe import ExpertBank, Recall, Routing
+from swarm.model.frozen import DENSE_TYPES
+from swarm.model.moe import ExpertBank, Recall, Routing, Storage
 from swarm.model.rows import Plan, plan_rows, sum_pairs
 from swarm.model.similarity import Pair, similarity
 from swarm.model.swiglu import Setting, rows_back, rows_through
@@ -80,20 +80,12 @@ class DealtBank(ExpertBank):
         dealing: who holds which.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        form: FrozenFormat,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        group: Ranks,
-    ) -> None:
+    def __init__(self, model: ModelConfig, storage: Storage, *, group: Ranks) -> None:
         """`group`: the ranks among which the experts are dealt out."""
         self._group = group
         self._probed: Tensor | None = None
         dealing = deal((), model.num_experts, group.size)
-        super().__init__(model, form, compute, device, here=dealing.frozen[group.rank])
+        super().__init__(model, storage, here=dealing.frozen[group.rank])
         self._deal(dealing)
 
     def _deal(self, dealing: Dealing) -> None:

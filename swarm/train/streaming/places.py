@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from swarm.config import RunConfig
 from swarm.model.frozen import FrozenFormat
+from swarm.model.moe import Storage
 from swarm.model.transformer import DecoderLayer
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Bus, Mark
@@ -80,7 +81,7 @@ def layer_place(
     """
     frozen = frozen_packing(run, form, run.model.num_experts - len(owned))
     place = Place(packing, frozen, device)
-    layer = DecoderLayer(run.model, form, compute, torch.device("meta"))
+    layer = DecoderLayer(run.model, Storage(form, compute, torch.device("meta")))
     place.parameters = {name: nn.Parameter(view) for name, view in place.views.items()}
     for name, parameter in place.parameters.items():
         where, _, leaf = name.rpartition(".")

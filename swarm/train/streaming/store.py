@@ -10,7 +10,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
 from swarm.experts import Shape, Slice, all_shapes, expert_tensor, selection_biases
-from swarm.model.moe import PROJECTIONS
+from swarm.model.moe import PROJECTIONS, Storage
 from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
 from swarm.train.guard import unit_of
@@ -201,7 +201,7 @@ class HostStore:
 
 def layer_shapes(run: RunConfig) -> dict[str, Shape]:
     """Shared tensors of a layer that have gradients, named within it, as its parameters come."""
-    layer = DecoderLayer(run.model, "fp32", torch.float32, torch.device("meta"))
+    layer = DecoderLayer(run.model, Storage("fp32", torch.float32, torch.device("meta")))
     return {
         name: tuple(parameter.shape)
         for name, parameter in layer.named_parameters()
