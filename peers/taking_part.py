@@ -16,7 +16,7 @@ from swarm.errors import ConfigError
 from swarm.network.invitations import read_invitation
 from swarm.peer.entering import Stopped
 from swarm.peer.leaving import Stop
-from swarm.peer.local_faults import raise_file_limit
+from swarm.peer.local_faults import raise_file_limit, watch_for_unborn_threads
 from swarm.peer.observing import PeerObserver
 from swarm.peer.peer import Peer
 from swarm.peer.wanted import Wanted
@@ -80,6 +80,7 @@ def take_part(
     # The network's thread must not wait long for the trainer's (measured: x1.0-1.3 on a step).
     sys.setswitchinterval(0.0002)
     raise_file_limit()
+    watch_for_unborn_threads()
     stop = Stop(config.peer.leave_timeout_s)
     leave_on_signals(stop)
     watching = observer_of(options, observer)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
+import threading
+import time
+from collections.abc import Callable
 
 from swarm.errors import OutOfMemory, StateError, SwarmError
 from swarm.network.patience import MENDED_BY, is_memory
 
+logger = logging.getLogger(__name__)
+
+UNBORN_LOOKS = 5
+LOOK_S = 1.0
 _REMEDY = "start it again with less beside it, a smaller --capacity, or a smaller micro batch"
 
 
@@ -25,3 +34,37 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class UnbornThreads:
+    """Which threads were started and never began to run.
+
+    CPython's `Thread.start` waits for ever for a thread that found no memory for its first call
+    ("Exception ignored in thread started by"), and holds locks meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[threading.Thread, int] = {}
+
+    def look(self) -> list[str]:
+        """Names of those seen in so many looks running; looks, since a process may be paused."""
+        unborn = [thread for thread in threading.enumerate() if thread.ident is None]
+        self._looks = {thread: self._looks.get(thread, 0) + 1 for thread in unborn}
+        return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]
+
+
+def watch_for_unborn_threads(end: Callable[[int], object] = os._exit) -> None:
+    """Ends this process, as out of memory, when somebody waits for a thread that never begins.
+
+    Nothing is lost with it that was not lost by a kill -9.
+    """
+    unborn = UnbornThreads()
+
+    def watch() -> None:
+        while not (names := unborn.look()):
+            time.sleep(LOOK_S)
+        fault = OutOfMemory(f"no memory for the thread {', '.join(names)}", hint=_REMEDY)
+        logger.error("%s", fault)
+        end(fault.exit_code)
+
+    threading.Thread(target=watch, name="unborn-threads", daemon=True).start()

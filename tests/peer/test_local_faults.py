@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import threading
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 
 from peers.options import program
 from swarm.errors import OutOfMemory, StateError, SwarmError
-from swarm.peer.local_faults import named_fault
+from swarm.peer.local_faults import UNBORN_LOOKS, UnbornThreads, named_fault
 from swarm.peer.state_directory import RunDirectory, StateDirectory
 from swarm.peer.status import PeerStatus
 
@@ -83,3 +84,28 @@ def test_a_state_directory_that_cannot_be_made_is_a_state_error(tmp_path: Path) 
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StateError, match="--state-dir"):
         StateDirectory(tmp_path / "file" / "state")
+
+
+class Unborn(threading.Thread):
+    """A thread that is never let run, as one that finds no memory for its first call."""
+
+    ident = None
+
+    def run(self) -> None:
+        self.ended.wait()
+
+    def __init__(self) -> None:
+        super().__init__(name="unborn", daemon=True)
+        self.ended = threading.Event()
+
+
+def test_a_thread_that_never_begins_is_told_after_some_looks_and_a_running_one_never() -> None:
+    unborn, looks = Unborn(), UnbornThreads()
+    unborn.start()
+    try:
+        seen = [looks.look() for _ in range(UNBORN_LOOKS)]
+    finally:
+        unborn.ended.set()
+        unborn.join()
+    assert seen == [[]] * (UNBORN_LOOKS - 1) + [["unborn"]]
+    assert looks.look() == []

@@ -109,9 +109,9 @@ def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
     )
 
 
-def contributes(peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
-    """Whether a round that ends after this call counts the peer's work."""
-    known = max((event["round"] for event in rounds(peer)), default=0)
+def contributes(swarm: LocalSwarm, peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
+    """Whether a round that nobody has ended when this is called counts the peer's work."""
+    known = max((event["round"] for each in swarm.peers for event in rounds(each)), default=0)
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 

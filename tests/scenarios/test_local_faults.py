@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from tests.scenarios.swarms import (
     ROUND_S,
     contributes,
     has_rounds,
-    rounds,
     run_folder,
     write_run,
 )
@@ -60,7 +60,7 @@ def daemon_of(peer: LocalPeer) -> int:
 
 def is_back(swarm: LocalSwarm, peer: LocalPeer) -> None:
     """It contributes again, in the life it had."""
-    swarm.wait_until(contributes(peer), what="its return", timeout_s=2 * ROUND_S)
+    swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=2 * ROUND_S)
 
 
 def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int, says: str = "") -> None:
@@ -89,12 +89,10 @@ def test_a_daemon_that_is_killed_runs_again_under_the_same_identity(swarm: Local
 def test_a_disk_that_takes_nothing_is_waited_for(swarm: LocalSwarm) -> None:
     """A limit on the size of files stands for a full disk; the log is to fit, a blob is not."""
     victim = swarm.peers[2]
-    known = rounds(swarm.peers[0])[-1]["round"]
     fits = victim.log_path.stat().st_size + LOG_BYTES
     limited(swarm, victim, resource.RLIMIT_FSIZE, fits, says="raise the limit of file sizes")
     assert victim.alive, victim.output()[-2000:]
     is_back(swarm, victim)
-    assert rounds(swarm.peers[0])[-1]["round"] > known
 
 
 @pytest.mark.exhaustive
@@ -104,16 +102,18 @@ def test_a_process_that_gets_no_more_memory_works_on_or_ends_with_the_remedy(
     """What it has may suffice; if not, the others go on, and it is back when it is started."""
     victim = swarm.peers[2]
     assert victim.process is not None
-    known = rounds(swarm.peers[0])[-1]["round"]
     status = Path(f"/proc/{victim.process.pid}/status").read_text()
     (kilobytes,) = re.findall(r"VmSize:\s+(\d+) kB", status)
+    back = contributes(swarm, victim)
     limited(swarm, victim, resource.RLIMIT_AS, int(kilobytes) * 1024)
+    swarm.wait_until(
+        lambda _: back(swarm) or not victim.alive, what="its return or end", timeout_s=2 * ROUND_S
+    )
     if not victim.alive:
         assert victim.wait(ROUND_S) == OutOfMemory.exit_code
         assert "start it again with less beside it" in victim.output()
         swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
     is_back(swarm, victim)
-    assert rounds(swarm.peers[0])[-1]["round"] > known
 
 
 @pytest.mark.exhaustive
@@ -126,17 +126,32 @@ def test_a_process_out_of_file_descriptors_is_back_when_there_are_some(swarm: Lo
     is_back(swarm, victim)
 
 
-@pytest.mark.exhaustive
-def test_a_damaged_configuration_and_list_of_peers_are_made_whole_by_the_others(
-    swarm: LocalSwarm,
-) -> None:
-    victim = swarm.peers[1]
-    victim.kill()
+def damage_records(victim: LocalPeer) -> None:
+    """Leaves nothing readable of what a peer's run was founded with, of its port and its peers."""
     run = run_folder(victim)
     for path in (run / "config.json", run / "founding", victim.folder / "port"):
         path.write_bytes(b"\xff garbage")
     with (victim.folder / "known_peers").open("ab") as file:
         file.write(b"\xff\xfe garbage 7 8 9")
+
+
+@pytest.mark.exhaustive
+def test_damaged_records_of_a_run_are_written_anew_from_its_store(swarm: LocalSwarm) -> None:
+    victim = swarm.peers[1]
+    victim.kill()
+    damage_records(victim)
+    swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
+    is_back(swarm, victim)
+    for name in ("config.json", "founding"):
+        assert re.search(rf"{name} is damaged: .*; written anew from the store", victim.output())
+
+
+@pytest.mark.exhaustive
+def test_damaged_records_and_a_lost_store_are_made_whole_by_the_others(swarm: LocalSwarm) -> None:
+    victim = swarm.peers[1]
+    victim.kill()
+    damage_records(victim)
+    shutil.rmtree(run_folder(victim) / "packs")
     swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
     is_back(swarm, victim)
     assert "joining the run anew" in victim.output()
