@@ -18,7 +18,12 @@ other programs and other guests of the machine do not blur it.
                   negative: faster with it
   cpu_ms          processor milliseconds per 1,000 tokens, without and with it
   cpu_cost        of these likewise: 1 - without / with
-  pairs           all tokens/s; cpu_pairs all cpu_ms
+  besides         share of the processor time that is not of the peers' main threads, which train:
+                  serving, averaging, the daemons; without and with it
+  besides_cost    of these likewise: with - without. It is what is taken from the trainers of a
+                  processor that has nothing idle, and the least noisy of the three: how fast the
+                  training itself happens to be cancels out
+  pairs           all tokens/s; cpu_pairs all cpu_ms; besides_pairs all besides
 """
 
 from __future__ import annotations
@@ -91,18 +96,32 @@ def tokens_per_s(swarm: LocalSwarm, began: float, ended: float) -> float:
     return total
 
 
-def processor_s(swarm: LocalSwarm) -> float:
-    """What the peers and all that they have started took of the processor so far."""
-    ticks, parents = dict[int, int](), dict[int, int]()
+class Spent(NamedTuple):
+    """Processor seconds of the peers and of all that they have started."""
+
+    all: float
+    besides: float
+    """Of all threads but the peers' main ones, which train."""
+
+
+def processor_s(swarm: LocalSwarm) -> Spent:
+    """Since the processes began."""
+    parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            pid = int(path.parent.name)
-            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-    ours = {peer.process.pid for peer in swarm.peers if peer.process}
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    peers = {peer.process.pid for peer in swarm.peers if peer.process}
+    ours = set(peers)
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
-    return sum(ticks.get(pid, 0) for pid in ours) / os.sysconf("SC_CLK_TCK")
+    threads = dict[int, float]()
+    for pid in ours:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                threads[int(path.parent.name)] = int(path.read_text().split()[0]) / 1e9
+    return Spent(
+        sum(threads.values()), sum(s for thread, s in threads.items() if thread not in peers)
+    )
 
 
 def tokens(swarm: LocalSwarm) -> int:
@@ -117,16 +136,20 @@ class Phase(NamedTuple):
     tokens_per_s: float
     cpu_ms: float
     """Per 1,000 tokens."""
+    besides: float
+    """Share of the processor time that is not the trainers' own."""
 
 
 def phase(swarm: LocalSwarm, seconds: float, watcher: str | None) -> Phase:
     """One phase; the round in which it begins does not count for its tokens/s."""
     with watched_by(watcher, swarm) if watcher else contextlib.nullcontext():
         time.sleep(seconds / 4)
-        began, done, spent_s = time.time(), tokens(swarm), processor_s(swarm)
+        began, done, before = time.time(), tokens(swarm), processor_s(swarm)
         time.sleep(seconds)
-        done, spent_s = tokens(swarm) - done, processor_s(swarm) - spent_s
-        return Phase(tokens_per_s(swarm, began, time.time()), 1e6 * spent_s / max(done, 1))
+        done, until = tokens(swarm) - done, processor_s(swarm)
+        spent_s, besides_s = until.all - before.all, until.besides - before.besides
+    rate = tokens_per_s(swarm, began, time.time())
+    return Phase(rate, 1e6 * spent_s / max(done, 1), besides_s / spent_s)
 
 
 def spread(costs: list[float]) -> dict[str, Any]:
@@ -164,13 +187,17 @@ def main() -> None:
             swarm.kill()
     rates = [(alone.tokens_per_s, watched.tokens_per_s) for alone, watched in pairs]
     spent = [(alone.cpu_ms, watched.cpu_ms) for alone, watched in pairs]
+    besides = [(alone.besides, watched.besides) for alone, watched in pairs]
     verdict = {
         "tokens_per_s": [round(statistics.median(each)) for each in zip(*rates, strict=True)],
         "cost": spread([1 - watched / alone for alone, watched in rates]),
         "cpu_ms": [round(statistics.median(each), 1) for each in zip(*spent, strict=True)],
         "cpu_cost": spread([1 - alone / watched for alone, watched in spent]),
+        "besides": [round(statistics.median(each), 4) for each in zip(*besides, strict=True)],
+        "besides_cost": spread([watched - alone for alone, watched in besides]),
         "pairs": [[round(one) for one in pair] for pair in rates],
         "cpu_pairs": [[round(one, 1) for one in pair] for pair in spent],
+        "besides_pairs": [[round(one, 4) for one in pair] for pair in besides],
         "load": [round(load, 1) for load in os.getloadavg()],
     }
     sys.stdout.write(json.dumps(verdict) + "\n")
