@@ -78,10 +78,11 @@ def require_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
     """
     if run.model.vocab_size < tokenizer.num_ids:
         padded = -(-tokenizer.num_ids // 64) * 64
+        exact = f"{tokenizer.num_ids}, or " if padded > tokenizer.num_ids else ""
         raise ConfigError(
             f"model.vocab_size = {run.model.vocab_size}: the tokenizer {tokenizer.name} has ids "
             f"up to {tokenizer.num_ids - 1}",
-            hint=f"--set model.vocab_size={tokenizer.num_ids}, or {padded}, a multiple of 64",
+            hint=f"--set model.vocab_size={exact}{padded}, a multiple of 64",
         )
 
 
