@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from swarm.emulation.local_swarm import LocalSwarm, applied
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "configs/runs/demo.toml"
-SETTINGS = ("--set", "run.rounds=100000", "--set", "round.local_steps=10")
+SETTINGS = ("--set", "run.rounds=100000", "--set")
 START_S = 300.0
 READ_BYTES = 65_536
 
@@ -167,15 +167,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("watcher", choices=["monitor", "export"])
     parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("--local-steps", type=int, default=10, help="of a round; the demo has 50")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="that a phase counts")
     arguments = parser.parse_args()
     if len(CORES) < 2:
         parser.error("needs two processor cores: the watcher has one to itself")
     os.sched_setaffinity(0, CORES[:-1])
+    settings = (*SETTINGS, f"round.local_steps={arguments.local_steps}")
     with tempfile.TemporaryDirectory(prefix="bench-watching-") as folder:
         path = Path(folder) / "swarm"
-        with LocalSwarm(path, RUN_FILE, arguments.peers, founder_options=SETTINGS) as swarm:
+        with LocalSwarm(path, RUN_FILE, arguments.peers, founder_options=settings) as swarm:
             swarm.start()
             swarm.wait_until(_has_rounds, what="two rounds", timeout_s=START_S)
             pairs = []
