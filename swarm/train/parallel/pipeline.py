@@ -76,18 +76,19 @@ class TermsForm:
     def terms(self, row: Tensor) -> LayerTerms:
         """The terms of such a row."""
         mean_E, z, tokens_E, dropped, number, alike, *pair = row.split(self._sizes)
-        size = int(number) if self.pairs else 0
-        pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
-        return LayerTerms(
+        terms = LayerTerms(
             mean_E,
             z[0],
             tokens_E.detach().long(),
             dropped[0].detach().long(),
             self.num_tokens,
             self.top_k,
-            alike[:size] if self.pairs else None,
-            pair_P2 if self.pairs else None,
         )
+        if not self.pairs:
+            return terms  # and nothing waits for the device
+        size = int(number)
+        pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
+        return terms._replace(similarity=alike[:size], pair_P2=pair_P2)
 
 
 class _Form(NamedTuple):
