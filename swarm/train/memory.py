@@ -37,7 +37,8 @@ class Need:
     """Bytes that an engine needs at its peak.
 
     Attributes:
-        device_state: weights, gradients and, in the resident engine, moments, on the device.
+        device_state: weights, gradients and, in the resident engine, moments and buffers between
+            stages, on the device.
         activations: the most that exists beside them on the device.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in mapped files of the engine's own.
@@ -181,7 +182,7 @@ class _Held:
         return shared + len(self.stage.layers) * sizes.layer_owned
 
     def buffers(self, micro: _Micro) -> float:
-        """Bytes of what comes from the stages beside it, forward and backward."""
+        """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
         sides = (not self.stage.is_first) + (not self.stage.is_last)
         return self.received * sides * micro.checkpoint()
 
@@ -203,18 +204,21 @@ def _resident(
         kept, again = held.kept * layers * (micro.checkpoint() + micro.routing()), one_layer
     gradients = GRADIENT * trained
     # The gradients of the first micro-batch come into being while backward goes down; from the
-    # second on all are there already.
+    # second on all are there already, but where all go forward first.
     several = run.train.batch_tokens > options.ep * micro.tokens
-    head = gradients if several else 0.0
-    if held.stage.is_last:
-        # Formed with the loss, so kept for each micro-batch whose backward is yet to come.
-        head += micro.head(sizes.table) + (held.kept - 1) * GRADIENT * sizes.table
+    all_first = 1 < held.kept == held.received
+    head = gradients if several and not all_first else 0.0
     layer = again + micro.backward(sizes, frozen / layers) + gradients
+    if all_first:
+        layer -= min(gradients, kept / held.kept)  # gone when the gradients are all there
+    if held.stage.is_last:
+        # The head's is formed with the loss, so that others wait for their backward.
+        waiting = (held.kept - 1) * GRADIENT * sizes.table
+        head, layer = head + micro.head(sizes.table) + waiting, layer + waiting
     # A bucket of gradients, what other workers send of it, and its sums.
     bucket = min(BUCKET, trained - layers * sizes.layer_owned)
     adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if options.ep > 1 else 0
-    activations = max(kept + max(head, layer), adding) + held.buffers(micro)
-    return Need(state, activations, 0.0, 0.0)
+    return Need(state + held.buffers(micro), max(kept + max(head, layer), adding), 0.0, 0.0)
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:

@@ -244,8 +244,8 @@ def test_a_pipeline_of_eight_holds_an_eighth_and_waits_for_its_slowest_stage():
     alone = EngineOptions.of(run, device="cuda")
     cut = replace(alone, pp=8)
     need = need_of(run, 16, cut)
-    # Some stages have five of the 36 layers, and the first one the embedding.
-    assert need_of(run, 16, alone).device_state / need.device_state == pytest.approx(6.6, rel=0.02)
+    # Some stages have five of the 36 layers, and buffers for all micro-batches.
+    assert need_of(run, 16, alone).device_state / need.device_state == pytest.approx(5.5, rel=0.02)
     # 1F1B keeps as many micro-batches as there are stages behind, GPipe all.
     assert need_of(run, 16, replace(cut, schedule="gpipe")).activations > 1.5 * need.activations
     micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)

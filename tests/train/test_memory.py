@@ -187,6 +187,8 @@ def test_the_state_of_each_stage_of_a_pipeline_is_the_formula(tied):
             engine.own(OWNED)
             gc.collect()
             state = live.now
+        micro_batches, ends = 2, stage.is_first + stage.is_last
+        state += micro_batches * (2 - ends) * 4 * 2 * 128 * 64  # what comes from other stages
         # Int8 codes are padded to whole blocks; and each layer has its group numbers.
         assert state == pytest.approx(need.device_state, rel=0.01)
     assert need_of(run, len(OWNED), options) in needs
@@ -221,8 +223,7 @@ def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, train):
     torch.multiprocessing.spawn(in_a_stage, (run, options, tmp_path), nprocs=2)
     for rank, need in enumerate(stage_needs(run, len(OWNED), options)):
         state, peak = torch.load(tmp_path / f"{rank}.pt")
-        # Buffers of the schedule, which are counted with the activations, stay.
-        assert need.device_state <= state <= need.device
+        assert state == pytest.approx(need.device_state, rel=0.01)
         assert need.device == pytest.approx(peak, rel=0.15)
 
 
