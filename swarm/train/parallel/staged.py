@@ -106,9 +106,8 @@ class StageEngine(RankEngine):
         names = self._trained_names()
         # What is fp32 comes through as it is.
         table = torch.zeros(len(names), dtype=torch.float64)
-        for index, name in enumerate(names):
-            if self._speaks_for(name):
-                table[index] = mine[name].double().cpu()
+        own = [index for index, name in enumerate(names) if self._speaks_for(name)]
+        table[own] = torch.stack([mine[names[index]] for index in own]).double().cpu()
         values = self._group.united(table).float().to(self._device)
         return dict(zip(names, values.unbind(), strict=True))
 
