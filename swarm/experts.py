@@ -16,9 +16,11 @@ from swarm.config import Codec, Coding, ModelConfig
 
 _EXPERT = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _STACK = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.owned\.(gate|up|down)_proj$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
 _ROUTER_NOISE = "mlp.gate.noise_weight"
 _MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
+EMBEDDING = "model.embed_tokens.weight"
 PROJECTIONS = ("down", "gate", "up")
 """The three matrices of an expert, in the order of their names."""
 
@@ -77,6 +79,12 @@ def expert_of(name: str) -> int | None:
     """The expert index in a tensor's name, or None for a shared tensor."""
     match = _EXPERT.match(name)
     return int(match[2]) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """The layer in the name of a tensor or stack, or None for embedding, last norm and head."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def place_of(name: str) -> tuple[int, int, str] | None:
@@ -159,7 +167,7 @@ def all_shapes(model: ModelConfig) -> dict[str, Shape]:
 def _shared(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     hidden, head = model.hidden_size, model.dim_per_head
     queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
-    yield "model.embed_tokens.weight", (model.vocab_size, hidden)
+    yield EMBEDDING, (model.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
     if not model.tie_word_embeddings:
         yield "lm_head.weight", (model.vocab_size, hidden)

@@ -108,6 +108,12 @@ class ComputeSection(Section):
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
     tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
+    pipeline: Annotated[int, Field(ge=0, le=64)] = 0
+    """The layers are cut over so many of these processes, which divides their number, as stages of
+    a pipeline through which micro-batches flow: for GPUs without NVLink. 0 and 1: no pipeline."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
+    all forward, then all backward; a step with fewer micro-batches than stages is always so."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
     """Type of products on this machine, such as fp16 on a GPU without bf16."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"

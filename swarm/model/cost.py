@@ -194,6 +194,17 @@ def step_flops_with(run: RunConfig, num_owned: int) -> float:
     return 2 * forward + attention + weights
 
 
+def head_step_flops(model: ModelConfig) -> float:
+    """Of these the ones of the head: three products of a matrix that is trained in any case."""
+    return 3 * 2 * model.vocab_size * model.hidden_size
+
+
+def layer_step_flops(run: RunConfig, num_owned: int) -> float:
+    """Of these the ones of one layer; the embedding has none."""
+    layers = step_flops_with(run, num_owned) - head_step_flops(run.model)
+    return layers / run.model.num_hidden_layers
+
+
 def _met_shared(model: ModelConfig) -> int:
     embedding = model.vocab_size * model.hidden_size
     matrices = [shape for shape in shared_shapes(model).values() if len(shape) == 2]

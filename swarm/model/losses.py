@@ -168,24 +168,47 @@ def _add_product(into_RD: Tensor, left_nR: Tensor, right_nD: Tensor) -> None:
         into_RD.add_(torch.mm(left_nR.t(), right_nD).float())
 
 
-def expert_tokens(routings: Sequence[Routing]) -> Tensor:
-    """Tokens that chose each of a layer's experts, int64 [L, E], dropped ones included."""
-    num_experts = routings[0].logits_NE.shape[1]
-    return torch.stack(
-        [torch.bincount(r.expert_NK.flatten(), minlength=num_experts) for r in routings]
-    )
+class LayerTerms(NamedTuple):
+    """What the losses take from the router of one layer, in one micro-batch.
+
+    Attributes:
+        mean_E: mean probability of each expert.
+        z: mean over tokens of the squared log-sum-exp of the logits.
+        tokens_E: int64, tokens that chose each expert, dropped ones included.
+        dropped: int64 scalar, choices that exceeded an expert's capacity.
+        num_tokens: of the micro-batch.
+        top_k: experts of a token.
+        similarity: CKA of P pairs of experts [P]; None where it was not measured.
+        pair_P2: int64 [P, 2], these pairs; likewise.
+    """
+
+    mean_E: Tensor
+    z: Tensor
+    tokens_E: Tensor
+    dropped: Tensor
+    num_tokens: int
+    top_k: int
+    similarity: Tensor | None = None
+    pair_P2: Tensor | None = None
+
+    @classmethod
+    def of(cls, routing: Routing) -> LayerTerms:
+        """Those of a router's decision."""
+        (num_tokens, num_experts), kept_NK = routing.logits_NE.shape, routing.kept_NK
+        dropped = torch.zeros((), dtype=torch.int64, device=routing.logits_NE.device)
+        return cls(
+            routing.probabilities_NE.mean(0),
+            routing.logits_NE.logsumexp(-1).square().mean(),
+            torch.bincount(routing.expert_NK.flatten(), minlength=num_experts),
+            dropped if kept_NK is None else (~kept_NK).sum(),
+            num_tokens,
+            routing.expert_NK.shape[1],
+            routing.similarity,
+            routing.pair_P2,
+        )
 
 
-def dropped_choices(routings: Sequence[Routing]) -> Tensor:
-    """Choices in all layers that exceeded an expert's capacity, int64 scalar."""
-    total = torch.zeros((), dtype=torch.int64, device=routings[0].logits_NE.device)
-    for routing in routings:
-        if routing.kept_NK is not None:
-            total = total + (~routing.kept_NK).sum()
-    return total
-
-
-def balance_loss(routings: Sequence[Routing], tokens_LE: Tensor, kind: str) -> Tensor:
+def balance_loss(terms: Sequence[LayerTerms], tokens_LE: Tensor, kind: str) -> Tensor:
     """Load-balancing loss of one micro-batch; `tokens_LE` may be weighted (SPES).
 
     per_layer: E / (L * K * N) * sum over layers and experts of (tokens * mean probability):
@@ -196,24 +219,23 @@ def balance_loss(routings: Sequence[Routing], tokens_LE: Tensor, kind: str) -> T
         layers and tokens): K when even, so K times the scale of per_layer.
         Source: Transformers 5.23 `load_balancing_loss_func`.
     """
-    num_tokens, num_experts = routings[0].logits_NE.shape
-    top_k = routings[0].expert_NK.shape[1]
-    mean_LE = torch.stack([routing.probabilities_NE.mean(0) for routing in routings])
-    share_LE = tokens_LE / num_tokens
+    num_experts = tokens_LE.shape[1]
+    mean_LE = torch.stack([each.mean_E for each in terms])
+    share_LE = tokens_LE / terms[0].num_tokens
     if kind == "global":
         return num_experts * (share_LE.mean(0) * mean_LE.mean(0)).sum()
-    return num_experts / top_k * (share_LE * mean_LE).sum(-1).mean()
+    return num_experts / terms[0].top_k * (share_LE * mean_LE).sum(-1).mean()
 
 
-def router_z_loss(routings: Sequence[Routing]) -> Tensor:
+def router_z_loss(terms: Sequence[LayerTerms]) -> Tensor:
     """Mean over layers and tokens of the squared log-sum-exp of the router's logits.
 
     Source: ST-MoE (arXiv 2202.08906, eq. 5), mean over layers as in OLMoE and SPES.
     """
-    return torch.stack([r.logits_NE.logsumexp(-1).square().mean() for r in routings]).mean()
+    return torch.stack([each.z for each in terms]).mean()
 
 
-def similarity_loss(routings: Sequence[Routing], threshold: float) -> tuple[Tensor, Tensor] | None:
+def similarity_loss(terms: Sequence[LayerTerms], threshold: float) -> tuple[Tensor, Tensor] | None:
     """Similarity of experts that get the same tokens, over the compared pairs of all layers.
 
     Returns:
@@ -223,18 +245,18 @@ def similarity_loss(routings: Sequence[Routing], threshold: float) -> tuple[Tens
     Source: SimSMoE (arXiv 2406.15883), released code, without its projection and with a mean
     over pairs where it has a sum; see `similarity.cka`.
     """
-    found = [r.similarity for r in routings if r.similarity is not None and len(r.similarity)]
+    found = [r.similarity for r in terms if r.similarity is not None and len(r.similarity)]
     if not found:
         return None
     pairs = torch.cat(found)
     return pairs.detach().mean(), (pairs * (pairs > threshold)).mean()
 
 
-def _pairs(routings: Sequence[Routing]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _pairs(terms: Sequence[LayerTerms]) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """The compared pairs of all layers [P, 2] and their similarity [P], detached."""
     found = [
         (r.pair_P2, r.similarity.detach())
-        for r in routings
+        for r in terms
         if r.similarity is not None and r.pair_P2 is not None and len(r.pair_P2)
     ]
     if not found:
@@ -244,7 +266,7 @@ def _pairs(routings: Sequence[Routing]) -> tuple[Tensor, Tensor] | tuple[None, N
 
 def combine(
     output: tuple[Tensor, Tensor, Tensor],
-    routings: Sequence[Routing],
+    terms: Sequence[LayerTerms],
     loss: LossConfig,
     count_weight_E: Tensor | None = None,
 ) -> Losses:
@@ -252,17 +274,17 @@ def combine(
 
     Args:
         output: of `output_losses`.
-        routings: of all layers.
+        terms: of all layers.
         loss: weights of the terms.
         count_weight_E: weight of an expert's tokens in the balancing loss; None for 1.
     """
-    tokens_LE = expert_tokens(routings)
+    tokens_LE = torch.stack([each.tokens_E for each in terms])
     counted_LE = tokens_LE if count_weight_E is None else tokens_LE * count_weight_E
-    balance = balance_loss(routings, counted_LE, loss.balance)
-    router_z = router_z_loss(routings)
+    balance = balance_loss(terms, counted_LE, loss.balance)
+    router_z = router_z_loss(terms)
     total, cross_entropy, output_z = output
     total = total + loss.balance_weight * balance + loss.router_z_weight * router_z
-    alike = similarity_loss(routings, loss.similarity_threshold)
+    alike = similarity_loss(terms, loss.similarity_threshold)
     if alike and loss.similarity_weight:
         total = total + loss.similarity_weight * alike[1]
     return Losses(
@@ -272,7 +294,7 @@ def combine(
         router_z.detach(),
         output_z,
         tokens_LE,
-        dropped_choices(routings),
+        torch.stack([each.dropped for each in terms]).sum(),
         alike[0] if alike else None,
-        *_pairs(routings),
+        *_pairs(terms),
     )

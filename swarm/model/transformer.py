@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
-from swarm.experts import all_shapes, place_of
+from swarm.experts import EMBEDDING, all_shapes, place_of
 from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
-from swarm.model.losses import Losses, combine, output_losses
+from swarm.model.losses import LayerTerms, Losses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
 from swarm.model.moe import ExpertBank, MakeBank, Recall, Router, Routing, SparseMLP, Storage
 from swarm.model.routing import RoutingControls, bias_update
+from swarm.model.stage import Stage
 
 ComputeType = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "layer", "routing"]
@@ -59,20 +60,27 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the last norm, or what belongs to one stage of a pipeline.
 
-    def __init__(self, model: ModelConfig, storage: Storage) -> None:
+    Attributes:
+        stage: its part of the model; in the place of other layers is nothing.
+    """
+
+    def __init__(self, model: ModelConfig, storage: Storage, stage: Stage) -> None:
         super().__init__()
-        device = storage.device
-        self.embed_tokens = nn.Embedding(
-            _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
-            num_embeddings=model.vocab_size,
-            embedding_dim=model.hidden_size,
-        )
+        device, self.stage = storage.device, stage
+        if stage.holds(EMBEDDING, tied=model.tie_word_embeddings):
+            self.embed_tokens = nn.Embedding(
+                _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
+                num_embeddings=model.vocab_size,
+                embedding_dim=model.hidden_size,
+            )
         self.layers = nn.ModuleList(
-            DecoderLayer(model, storage) for _ in range(model.num_hidden_layers)
+            DecoderLayer(model, storage) if layer in stage.layers else nn.Identity()
+            for layer in range(model.num_hidden_layers)
         )
-        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
+        if stage.is_last:
+            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.dim_per_head, self.rope_theta = model.dim_per_head, model.rope_theta
         self.recompute: Recompute = "none"
 
@@ -83,16 +91,25 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
-        num_tokens, device = input_ids_BT.shape[1], input_ids_BT.device
+        x_BTD, routings = self.through(self.embed_tokens(input_ids_BT), controls, documents)
+        return self.norm(x_BTD), routings
+
+    def through(
+        self,
+        x_BTD: Tensor,
+        controls: RoutingControls | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, list[Routing]]:
+        """Takes the residual stream, fp32 [B, T, D], through the layers of the stage."""
+        num_tokens, device = x_BTD.shape[1], x_BTD.device
         positions = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
         positions = positions._replace(documents=documents)
-        x_BTD = self.embed_tokens(input_ids_BT)
         routings = []
-        for index, layer in enumerate(self.layers):
-            placed = functools.partial(layer, positions=positions)
+        for index in self.stage.layers:
+            placed = functools.partial(self.layers[index], positions=positions)
             x_BTD, routing = self._run(placed, x_BTD, controls and controls.part(index))
             routings.append(routing)
-        return self.norm(x_BTD), routings
+        return x_BTD, routings
 
     def without_tokens(self, controls: RoutingControls | None = None) -> Tensor:
         """Goes through the experts of all layers, where other processes may have tokens for them.
@@ -142,9 +159,11 @@ class Transformer(nn.Module):
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
         bank: makes what holds the experts of a layer.
+        stage: the layers, and with them the ends, that it has; None for all.
 
     Attributes:
-        banks: what holds the experts, layer by layer.
+        stage: these.
+        banks: what holds the experts, by layer.
     """
 
     def __init__(
@@ -157,27 +176,30 @@ class Transformer(nn.Module):
         recompute: Recompute = "none",
         device: torch.device | str = "cpu",
         bank: MakeBank = ExpertBank,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
+        self.stage = stage or Stage.whole(model)
         self._shapes = all_shapes(model)
-        self.model = Decoder(model, Storage(frozen, self.compute, device, bank))
+        self.model = Decoder(model, Storage(frozen, self.compute, device, bank), self.stage)
         self.model.recompute = recompute
-        if not model.tie_word_embeddings:
+        if self.stage.is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
-        self.banks = tuple(module for module in self.modules() if isinstance(module, ExpertBank))
+        found = (module for module in self.modules() if isinstance(module, ExpertBank))
+        self.banks = dict(zip(self.stage.layers, found, strict=True))
         self.own(owned)
 
     @property
     def owned(self) -> tuple[int, ...]:
         """The experts that this peer trains, sorted."""
-        return self.banks[0].owned_experts
+        return self._bank.owned_experts
 
     @property
     def owned_here(self) -> tuple[int, ...]:
         """Of these the ones whose masters are in this model; all, unless processes share them."""
-        return self.banks[0].owned_here
+        return self._bank.owned_here
 
     def own(self, experts: Sequence[int]) -> None:
         """Makes exactly these experts owned; see `ExpertBank.own` for what happens to the rows.
@@ -186,7 +208,7 @@ class Transformer(nn.Module):
         """
         owned = tuple(sorted(set(experts)))
         assert all(0 <= expert < self.config.num_experts for expert in owned), owned
-        for bank in self.banks:
+        for bank in self.banks.values():
             bank.own(owned)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -259,19 +281,39 @@ class Transformer(nn.Module):
                 all tokens in any case, since it has sent all of them somewhere.
         """
         hidden_BTD, routings = self.model(tokens_BT1[:, :-1], controls, masked.documents)
+        terms = [LayerTerms.of(routing) for routing in routings]
+        return self.losses_of(hidden_BTD, terms, tokens_BT1, loss, controls=controls, masked=masked)
+
+    def losses_of(
+        self,
+        hidden_BTD: Tensor,
+        terms: Sequence[LayerTerms],
+        tokens_BT1: Tensor,
+        loss: LossConfig,
+        *,
+        controls: RoutingControls | None = None,
+        masked: Masked = UNMASKED,
+    ) -> Losses:
+        """The same from the normalised last residual stream and the terms of all routers."""
         hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
         hidden_ND = hidden_ND.to(self.compute)
         output = output_losses(
             hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
         )
-        weight_E = controls.count_weights(self.owned, routings[0].logits_NE) if controls else None
-        return combine(output, routings, loss, weight_E)
+        weight_E = controls.count_weights(self.owned, terms[0].mean_E[None]) if controls else None
+        return combine(output, terms, loss, weight_E)
 
     def balance(self, tokens_LE: Tensor, rate: float) -> None:
-        """Moves the routers' selection biases; see `bias_update`."""
+        """Moves the routers' selection biases by the loads of all layers; see `bias_update`."""
         routers = [module for module in self.modules() if isinstance(module, Router)]
-        for router, update_E in zip(routers, bias_update(tokens_LE, rate), strict=True):
+        updates_lE = bias_update(tokens_LE, rate)[list(self.stage.layers)]
+        for router, update_E in zip(routers, updates_lE, strict=True):
             router.shift(update_E)
+
+    @property
+    def _bank(self) -> ExpertBank:
+        """Any of them: all own the same experts."""
+        return self.banks[self.stage.layers.start]
 
     def _head(self) -> Tensor:
         tied = self.config.tie_word_embeddings

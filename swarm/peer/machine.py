@@ -17,7 +17,14 @@ from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
-from swarm.peer.workers import dealings, num_workers, parallel_engine, place_of, share_of
+from swarm.peer.workers import (
+    dealings,
+    num_stages,
+    num_workers,
+    parallel_engine,
+    place_of,
+    share_of,
+)
 from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
@@ -147,8 +154,10 @@ def engine_for(
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
     workers = num_workers(compute, machine.device)
+    pp = num_stages(compute, workers, run.model.num_hidden_layers)
     ep = dealings(compute, workers, run.model.num_experts)
     if workers:
+        wishes = replace(wishes, pp=pp, schedule=compute.pipeline_schedule)
         machine, wishes = share_of(machine, workers), replace(wishes, engine="resident", ep=ep)
     owned = owned_per_peer(run, run.run.peers)
     plan = plan_engine(run, owned, machine, wishes)

@@ -68,7 +68,7 @@ def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[i
     Raises:
         ConfigError: the workers cannot be split so.
     """
-    asked = compute.expert_parallel
+    asked = 1 if compute.pipeline > 1 else compute.expert_parallel
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(
             f"compute.expert_parallel = {asked}: it has to divide the {workers or 'missing'} "
@@ -79,6 +79,35 @@ def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[i
         return (asked,)
     most = min(max(workers, 1), num_experts)
     return tuple(ep for ep in range(1, most + 1) if max(workers, 1) % ep == 0)
+
+
+def num_stages(compute: ComputeSection, workers: int, num_layers: int) -> int:
+    """Over how many of a peer's workers its layers are cut; 1 for no pipeline.
+
+    Args:
+        compute: what the person decided.
+        workers: processes that compute; 0 for none beside the peer's own.
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: the workers or the layers cannot be cut so.
+    """
+    asked = max(compute.pipeline, 1)
+    if asked == 1:
+        return 1
+    if workers == 0 or workers % asked or asked > num_layers:
+        raise ConfigError(
+            f"compute.pipeline = {asked}: it has to divide the {workers or 'missing'} workers "
+            f"(--gpus), and not to exceed the {num_layers} layers",
+            hint="leave it out: then each worker takes its share of the micro-batches",
+        )
+    if compute.expert_parallel > 1:
+        raise ConfigError(
+            f"compute.pipeline = {asked} and compute.expert_parallel = {compute.expert_parallel}: "
+            "a pipeline whose experts are dealt out is not built",
+            hint="leave out one of both",
+        )
+    return asked
 
 
 def share_of(machine: Machine, workers: int) -> Machine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
+from swarm.experts import EMBEDDING, layer_of
 
 SKIPS_UNTIL_DIVERGED = 3
 """So many steps in a row without a finite loss and gradient end the training of a peer."""
@@ -21,16 +21,15 @@ SPIKE = 4.0
 MEMORY = 0.98
 """Of the running mean of gradient norms: it looks back some 50 steps."""
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-
 logger = logging.getLogger(__name__)
 
 
 def unit_of(name: str) -> str:
     """The unit that a parameter belongs to: "embedding", "layer.N" or "head"."""
-    if match := _LAYER.match(name):
-        return f"layer.{match[1]}"
-    return "embedding" if name == "model.embed_tokens.weight" else "head"
+    layer = layer_of(name)
+    if layer is not None:
+        return f"layer.{layer}"
+    return "embedding" if name == EMBEDDING else "head"
 
 
 def total_norm(norms: Mapping[str, Tensor]) -> Tensor:

@@ -13,8 +13,8 @@ from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import DTYPES, ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
-from swarm.train.memory import Need, frozen_layer_bytes, need_of, sizes_of
-from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.memory import Need, frozen_layer_bytes, need_of, pipeline_cut, sizes_of
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions, ScheduleName
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.round_memory import HostPeaks, host_peaks
 
@@ -67,6 +67,8 @@ class Wishes:
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
         ep: over how many workers the resident engine's experts may be dealt out, the fastest first.
+        pp: over how many workers its layers are cut, as the stages of a pipeline.
+        schedule: of the pipeline.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -77,6 +79,8 @@ class Wishes:
     activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
     folder: Path | None = None
     ep: tuple[int, ...] = (1,)
+    pp: int = 1
+    schedule: ScheduleName = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def _rungs(
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
         for ep, way in itertools.product(wishes.ep, ways):
-            yield replace(base, ep=ep, recompute=way)
+            yield replace(base, ep=ep, pp=wishes.pp, schedule=wishes.schedule, recompute=way)
     if wishes.engine == "resident":
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
@@ -209,12 +213,19 @@ def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None)
 def step_seconds(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Predicted seconds of a step, from the machine's assumed speeds.
 
-    Products, and once more the forward ones where layers are computed again; where experts are
-    dealt out, the way of the tokens over the bus, one way after the other; in the streaming
-    engine copies and updates run beside them and only the slowest counts.
+    Products, of a pipeline those of its slowest stage and the bubble, and once more the forward
+    ones where layers are computed again; where experts are dealt out, the way of the tokens over
+    the bus, one way after the other; in the streaming engine copies and updates run beside them
+    and only the slowest counts.
     """
     sizes = sizes_of(run.model, -(-num_owned // options.ep))
     flops = run.train.batch_tokens * step_flops_with(run, num_owned)
+    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    micro_batches = run.train.batch_tokens // micro_tokens
+    if options.pp > 1:
+        # While the first micro-batch flows in and the last one out, other stages wait.
+        share = max(pipeline_cut(run, options).shares)
+        flops *= share * (micro_batches + options.pp - 1) / micro_batches
     again = options.kind is EngineKind.STREAMING or options.recompute != "none"
     products_s = flops * (4 / 3 if again else 1) / (machine.tflops * 1e12)
     updates_s = sizes.trained / (machine.updates_g_s * 1e9)
@@ -230,8 +241,6 @@ def step_seconds(run: RunConfig, num_owned: int, options: EngineOptions, machine
     stay = layers if options.resident_layers is None else options.resident_layers
     frozen = frozen_layer_bytes(run, num_owned, options)
     weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
-    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
-    micro_batches = run.train.batch_tokens // micro_tokens
     passes = -(-micro_batches // (options.pass_micro_batches or micro_batches))
     # Sums of gradients go to the host after each pass, and come back for the next one.
     inward = passes * weights + (passes - 1) * 4 * sizes.trained
@@ -248,6 +257,9 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
             words += ", layers computed again for backward"
         if options.ep > 1:
             words += f", experts dealt out over {options.ep}"
+        if options.pp > 1:
+            why = pipeline_cut(run, options).reason
+            words += f", a pipeline of {options.pp} stages ({options.schedule}; {why})"
     else:
         stay = layers if options.resident_layers is None else options.resident_layers
         words = "streaming, " + (

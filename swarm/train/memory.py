@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Shape, shared_shapes
 from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
-from swarm.model.cost import parameters
+from swarm.model.cost import owned_per_peer, parameters
 from swarm.model.frozen import frozen_bytes
 from swarm.model.losses import slice_tokens
 from swarm.model.masking import WASTE
 from swarm.model.moe import matrix_shapes
 from swarm.model.rows import GROUPED_ROWS
+from swarm.model.stage import Stage
 from swarm.model.swiglu import PAD_ROWS_BF16
 from swarm.model.transformer import DTYPES
 from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.parallel.stages import Cut, cut_of
 from swarm.train.streaming.units import is_cast
 
 BUCKET = 2**22
@@ -35,7 +37,8 @@ class Need:
     """Bytes that an engine needs at its peak.
 
     Attributes:
-        device_state: weights, gradients and, in the resident engine, moments, on the device.
+        device_state: weights, gradients and, in the resident engine, moments and buffers between
+            stages, on the device.
         activations: the most that exists beside them on the device.
         host: masters, moments, gradients and activation checkpoints in host memory.
         disk: frozen experts in mapped files of the engine's own.
@@ -94,8 +97,11 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     """The peak of one step for a peer that owns so many experts.
 
     Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
-    within 15 % of the peak of allocations, see `scripts/bench_memory.py`.
+    within 15 % of the peak of allocations, see `scripts/bench_memory.py`. Of a pipeline it is the
+    stage that needs most.
     """
+    if options.pp > 1:
+        return max(stage_needs(run, num_owned, options), key=lambda need: need.device)
     if options.kind is EngineKind.RESIDENT:
         return _resident(run, num_owned, options)
     return _streaming(run, num_owned, options)
@@ -133,28 +139,86 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
     return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
 
 
-def _resident(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+def stage_needs(run: RunConfig, num_owned: int, options: EngineOptions) -> tuple[Need, ...]:
+    """The peak of one step on each worker of a pipeline, in the order of the stages.
+
+    As if one pipeline had all micro-batches: where there are several, each has fewer.
+    """
+    stages = pipeline_cut(run, options).stages
+    micro_batches = run.train.batch_tokens // _Micro(run, options).tokens
+    needs = []
+    for index, stage in enumerate(stages):
+        kept = micro_batches
+        if options.schedule == "1f1b":
+            kept = min(kept, len(stages) - index)
+        needs.append(_resident(run, num_owned, options, _Held(stage, kept, micro_batches)))
+    return tuple(needs)
+
+
+def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
+    """The stages of a pipeline: by what a peer owns in the beginning, so that layers never move."""
+    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a worker holds of a model, and for how many micro-batches.
+
+    Attributes:
+        stage: its layers and ends.
+        kept: micro-batches whose backward is yet to come, at most.
+        received: micro-batches for which there are buffers between stages.
+    """
+
+    stage: Stage
+    kept: int = 1
+    received: int = 0
+
+    def trained(self, model: ModelConfig, sizes: Sizes) -> int:
+        """Trained parameters."""
+        tied = model.tie_word_embeddings
+        shapes = shared_shapes(model).items()
+        shared = _count({name: s for name, s in shapes if self.stage.holds(name, tied=tied)})
+        return shared + len(self.stage.layers) * sizes.layer_owned
+
+    def buffers(self, micro: _Micro) -> float:
+        """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
+        sides = (not self.stage.is_first) + (not self.stage.is_last)
+        return self.received * sides * micro.checkpoint()
+
+
+def _resident(
+    run: RunConfig, num_owned: int, options: EngineOptions, held: _Held | None = None
+) -> Need:
+    held = held or _Held(Stage.whole(run.model))
     # Dealt out evenly; of what is left over one worker has one more.
     sizes = sizes_of(run.model, -(-num_owned // options.ep))
-    layers = run.model.num_hidden_layers
+    layers, trained = len(held.stage.layers), held.trained(run.model, sizes)
     frozen = layers * frozen_layer_bytes(run, num_owned, options)
-    state = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained + frozen
+    state = (MASTER + MOMENT_BYTES[options.moments]) * trained + frozen
     micro = _Micro(run, options)
     one_layer = micro.kept() + micro.cast_matrices(sizes)
     if options.recompute == "none":
-        kept, again = layers * one_layer, 0.0
+        kept, again = held.kept * layers * one_layer, 0.0
     else:
-        kept, again = layers * (micro.checkpoint() + micro.routing()), one_layer
-    gradients = GRADIENT * sizes.trained
+        kept, again = held.kept * layers * (micro.checkpoint() + micro.routing()), one_layer
+    gradients = GRADIENT * trained
     # The gradients of the first micro-batch come into being while backward goes down; from the
-    # second on all are there already.
+    # second on all are there already, but where all go forward first.
     several = run.train.batch_tokens > options.ep * micro.tokens
-    head = micro.head(sizes.table) + (gradients if several else 0)
+    all_first = 1 < held.kept == held.received
+    head = gradients if several and not all_first else 0.0
     layer = again + micro.backward(sizes, frozen / layers) + gradients
+    if all_first:
+        layer -= min(gradients, kept / held.kept)  # gone when the gradients are all there
+    if held.stage.is_last:
+        # The head's is formed with the loss, so that others wait for their backward.
+        waiting = (held.kept - 1) * GRADIENT * sizes.table
+        head, layer = head + micro.head(sizes.table) + waiting, layer + waiting
     # A bucket of gradients, what other workers send of it, and its sums.
-    bucket = min(BUCKET, sizes.trained - layers * sizes.layer_owned)
+    bucket = min(BUCKET, trained - layers * sizes.layer_owned)
     adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if options.ep > 1 else 0
-    return Need(state, max(kept + max(head, layer), adding), 0.0, 0.0)
+    return Need(state + held.buffers(micro), max(kept + max(head, layer), adding), 0.0, 0.0)
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:

@@ -12,6 +12,10 @@ from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
 
+ScheduleName = Literal["1f1b", "gpipe"]
+"""1f1b: backward of a micro-batch begins as soon as it can. gpipe: all forward, then all backward.
+"""
+
 
 class EngineKind(Enum):
     """Which engine holds the model."""
@@ -39,6 +43,8 @@ class EngineOptions:
         moments: storage of AdamW's moments.
         ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
             with each.
+        pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
+        schedule: of a pipeline; both take as long, 1f1b keeps fewer micro-batches for backward.
         recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.
         kind: which engine.
@@ -61,6 +67,8 @@ class EngineOptions:
     moments: MomentsFormat = "fp32"
     recompute: Recompute = "none"
     ep: int = 1
+    pp: int = 1
+    schedule: ScheduleName = "1f1b"
     kind: EngineKind = EngineKind.RESIDENT
     resident_layers: int | None = 0
     activation_checkpoints: ActivationCheckpoints = ActivationCheckpoints.DEVICE

@@ -25,6 +25,7 @@ from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.moe import ExpertBank, MakeBank
 from swarm.model.routing import RoutingControls
+from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm
@@ -43,6 +44,7 @@ class ResidentEngine:
         options: EngineOptions | None = None,
         *,
         bank: MakeBank = ExpertBank,
+        stage: Stage | None = None,
     ) -> None:
         """Builds a model that owns nothing; its tensors hold nothing until they are written.
 
@@ -50,6 +52,7 @@ class ResidentEngine:
             run: the model.
             options: None for the run's settings.
             bank: makes what holds the experts of a layer.
+            stage: the part of the model that it holds; None for all.
         """
         options = options or EngineOptions.of(run)
         self._run = run
@@ -61,6 +64,7 @@ class ResidentEngine:
             recompute=options.recompute,
             device=self._device,
             bank=bank,
+            stage=stage,
         )
         self._optimizer = OwnedAdamW(run.optimizer, options.moments)
         self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
@@ -221,7 +225,7 @@ class ResidentEngine:
                 self._model.write({name: give(name)})
 
         hooks = []
-        for index, experts in enumerate(self._model.banks if agreed else ()):
+        for index, experts in self._model.banks.items() if agreed else ():
             assert agreed is not None
             before = functools.partial(put_in, index, agreed)
             hooks.append(experts.register_forward_pre_hook(lambda *_, before=before: before()))
@@ -235,7 +239,7 @@ class ResidentEngine:
 
     def state_dict(self) -> EngineState:
         """See `Engine`."""
-        biases = self._model.read(selection_biases(self._run.model))
+        biases = self._model.read(self._biases())
         return EngineState(
             tensors=self._optimizer.state() | {f"master.{n}": each for n, each in biases.items()},
             owned=self.owned,
@@ -251,13 +255,17 @@ class ResidentEngine:
         state.require(self._run)
         self.own(state.owned)
         self._optimizer.load(state.tensors)
-        biases = selection_biases(self._run.model)
+        biases = self._biases()
         self._model.write({name: state.tensors[f"master.{name}"] for name in biases})
         self._optimizer.count_from(state.updates)
         self._guard.resume(state.skipped, state.skipped_in_a_row, state.scale)
 
     def close(self) -> None:
         """See `Engine`; there is nothing beside."""
+
+    def _biases(self) -> Sequence[str]:
+        """The selection biases that it holds."""
+        return selection_biases(self._run.model)
 
     def _accumulate(
         self, tokens_BT1: Tensor, controls: RoutingControls, masks: Masks | None = None

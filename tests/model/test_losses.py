@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from swarm.model.losses import (
+    LayerTerms,
     balance_loss,
-    expert_tokens,
     output_losses,
     router_z_loss,
     slice_tokens,
@@ -40,7 +40,8 @@ def collapsed_routing(num_experts: int) -> Routing:
 
 
 def balance(routings: list[Routing], kind: str) -> float:
-    return balance_loss(routings, expert_tokens(routings), kind).item()
+    terms = [LayerTerms.of(routing) for routing in routings]
+    return balance_loss(terms, torch.stack([each.tokens_E for each in terms]), kind).item()
 
 
 @pytest.mark.parametrize("kind", ["per_layer", "global"])
@@ -89,7 +90,8 @@ def test_router_z_is_the_mean_square_of_the_log_sum_exp() -> None:
     squares = [
         row.exp().sum().log().item() ** 2 for routing in routings for row in routing.logits_NE
     ]
-    assert router_z_loss(routings).item() == pytest.approx(sum(squares) / len(squares), rel=1e-5)
+    found = router_z_loss([LayerTerms.of(routing) for routing in routings])
+    assert found.item() == pytest.approx(sum(squares) / len(squares), rel=1e-5)
 
 
 def output_case(num_tokens: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:

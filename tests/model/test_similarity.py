@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import LossConfig
-from swarm.model.losses import similarity_loss
+from swarm.model.losses import LayerTerms, similarity_loss
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MIN_TOKENS, cka, shared_tokens
 from tests.model.test_routing import layer_of, tokens
@@ -67,7 +67,7 @@ def test_the_loss_counts_pairs_above_the_threshold_and_reaches_own_experts_alone
     _, routing = layer(x_ND[None], controls=RoutingControls(draw_apart=True))
     values = sorted(routing.similarity.tolist())
     threshold = (values[1] + values[2]) / 2
-    found = similarity_loss([routing], threshold)
+    found = similarity_loss([LayerTerms.of(routing)], threshold)
     assert found is not None
     assert found[0].item() == pytest.approx(sum(values) / 4)
     assert found[1].item() == pytest.approx(sum(values[2:]) / 4)
@@ -86,7 +86,7 @@ def test_descending_the_loss_draws_copied_experts_apart() -> None:
     seen = []
     for _ in range(40):
         found = similarity_loss(
-            [layer(x_BTD, controls=RoutingControls(draw_apart=True))[1]],
+            [LayerTerms.of(layer(x_BTD, controls=RoutingControls(draw_apart=True))[1])],
             LossConfig().similarity_threshold,
         )
         assert found is not None

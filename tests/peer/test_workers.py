@@ -10,7 +10,7 @@ import torch
 from swarm.config import ComputeSection
 from swarm.errors import ConfigError
 from swarm.peer.machine import engine_for
-from swarm.peer.workers import dealings, num_workers, place_of, share_of
+from swarm.peer.workers import dealings, num_stages, num_workers, place_of, share_of
 from swarm.train.ladder import Machine
 from swarm.train.parallel.crew import Crew, Place
 from tests.train.runs import tiny_run
@@ -89,3 +89,28 @@ def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(
     with pytest.raises(ConfigError, match="no process is started here"):
         engine_for(RUN, compute, tmp_path)
     assert places == [Place(2, "cpu", 1, "gloo")]
+
+
+def test_layers_may_be_cut_over_a_divisor_of_the_workers() -> None:
+    assert num_stages(ComputeSection(parallel=8), 8, 32) == 1
+    assert num_stages(ComputeSection(pipeline=1), 0, 32) == 1
+    assert num_stages(ComputeSection(pipeline=4), 8, 32) == 4
+    assert dealings(ComputeSection(pipeline=4), 8, 128) == (1,)
+    for asked, workers, layers in ((3, 8, 32), (8, 8, 4), (2, 0, 32)):
+        with pytest.raises(ConfigError, match=f"compute.pipeline = {asked}: it has to divide"):
+            num_stages(ComputeSection(pipeline=asked), workers, layers)
+    with pytest.raises(ConfigError, match="a pipeline whose experts are dealt out is not built"):
+        num_stages(ComputeSection(pipeline=2, expert_parallel=2), 4, 32)
+
+
+def test_a_peers_engine_is_a_pipeline_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.peer.workers.ParallelEngine", lambda run, options, *_, **__: options)
+    compute = ComputeSection(
+        device="cpu", parallel=2, pipeline=2, pipeline_schedule="gpipe", recompute="none"
+    )
+    with caplog.at_level(logging.INFO):
+        options: Any = engine_for(RUN, compute, tmp_path)
+    assert {(each.pp, each.ep, each.schedule) for each in options} == {(2, 1, "gpipe")}
+    assert "a pipeline of 2 stages (gpipe; layers 0-0 | 1-1, with the head" in caplog.messages[0]

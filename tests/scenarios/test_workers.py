@@ -22,6 +22,8 @@ SMALL = [
     "train.micro_batch_sequences=4",
 ]
 
+UNLIKE = ("experts dealt out over 2", "a pipeline of 2 stages")
+
 
 class Training:
     """A peer that writes what it says to a file beside its state directory."""
@@ -46,11 +48,18 @@ class Training:
         return match[1]
 
 
-@pytest.mark.parametrize("ep", [1, 2], ids=["whole", "experts dealt out"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        pytest.param("expert_parallel=1", None, id="whole"),
+        pytest.param("expert_parallel=2", "experts dealt out over 2", id="experts dealt out"),
+        pytest.param("pipeline=2", "a pipeline of 2 stages", id="pipeline"),
+    ],
+)
 def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
-    tmp_path: Path, ep: int
+    tmp_path: Path, setting: str, said: str | None
 ) -> None:
-    chosen = [*SMALL, f"compute.expert_parallel={ep}"]
+    chosen = [*SMALL, f"compute.{setting}"]
     settings = [word for setting in chosen for word in ("--set", setting)]
     text = shutil.copytree(Path(__file__).parents[2] / "swarm" / "protocol", tmp_path / "text")
     corpus = ["--corpus", str(text)]
@@ -68,7 +77,7 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
             peer.process.wait()
     logs = [peer.log for peer in peers]
     assert "worker 1 was killed" in logs[0]
-    assert ("experts dealt out over 2" in logs[0]) == (ep == 2)
+    assert [words in logs[0] for words in UNLIKE] == [words == said for words in UNLIKE]
     # A member throughout, with the other's digests, and counted again before the end.
     rounds = [
         re.findall(r"height=(\d+) digest=(\w+) members=2 contributors=(\d)", log) for log in logs

@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from swarm.config import RunConfig, parse_config
-from swarm.train.ladder import Machine, Wishes, describe, most_experts, plan_engine, rungs
-from swarm.train.memory import need_of
-from swarm.train.options import ActivationCheckpoints, EngineKind
+from swarm.train.ladder import (
+    Machine,
+    Wishes,
+    describe,
+    most_experts,
+    plan_engine,
+    rungs,
+    step_seconds,
+)
+from swarm.train.memory import need_of, pipeline_cut
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from tests.train.runs import tiny_run
 
 GB = 10**9
@@ -229,3 +237,19 @@ def test_a_slow_bus_makes_dealt_experts_slow():
     )
     assert slow.options == fast.options
     assert slow.step_s > 2 * fast.step_s
+
+
+def test_a_pipeline_of_eight_holds_an_eighth_and_waits_for_its_slowest_stage():
+    run = model_of_120b()
+    alone = EngineOptions.of(run, device="cuda")
+    cut = replace(alone, pp=8)
+    need = need_of(run, 16, cut)
+    # Some stages have five of the 36 layers, and buffers for all micro-batches.
+    assert need_of(run, 16, alone).device_state / need.device_state == pytest.approx(5.5, rel=0.02)
+    # 1F1B keeps as many micro-batches as there are stages behind, GPipe all.
+    assert need_of(run, 16, replace(cut, schedule="gpipe")).activations > 1.5 * need.activations
+    micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
+    machine = gpu(141, 200)
+    ratio = step_seconds(run, 16, cut, machine) / step_seconds(run, 16, alone, machine)
+    share = max(pipeline_cut(run, cut).shares)
+    assert ratio == pytest.approx(share * (micro + 7) / micro, rel=0.02)

@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.masks import masks_of
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
 from swarm.model.initialise import initial_tensors
 from swarm.train.allocations import LiveBytes
-from swarm.train.memory import need_of, sizes_of
+from swarm.train.memory import need_of, pipeline_cut, sizes_of, stage_needs
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.sharding import RankEngine
+from swarm.train.parallel.staged import StageEngine
+from swarm.train.resident import ResidentEngine
 from tests.train.runs import all_names, new_engine, new_streaming, tiny_run
 from tests.train.team import together
 
@@ -170,6 +174,57 @@ def test_state_and_peak_of_a_rank_that_holds_a_share_of_the_experts(ep, options,
         # Beside it only each layer's group numbers.
         assert state == pytest.approx(need.device_state, rel=2e-4)
         assert need.device == pytest.approx(peak, rel=within)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_state_of_each_stage_of_a_pipeline_is_the_formula(tied):
+    run = sized(BF16, layers=4, tie_word_embeddings=tied)
+    options = replace(EngineOptions.of(run), pp=3, moments="int8")
+    stages, needs = pipeline_cut(run, options).stages, stage_needs(run, len(OWNED), options)
+    for stage, need in zip(stages, needs, strict=True):
+        with LiveBytes() as live:
+            engine = ResidentEngine(run, options, stage=stage)
+            engine.own(OWNED)
+            gc.collect()
+            state = live.now
+        micro_batches, ends = 2, stage.is_first + stage.is_last
+        state += micro_batches * (2 - ends) * 4 * 2 * 128 * 64  # what comes from other stages
+        # Int8 codes are padded to whole blocks; and each layer has its group numbers.
+        assert state == pytest.approx(need.device_state, rel=0.01)
+    assert need_of(run, len(OWNED), options) in needs
+
+
+def in_a_stage(rank, run, options, folder):
+    """State and peak of one rank, into a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.pp
+    )
+    with LiveBytes() as live:
+        engine = StageEngine(run, options, Ranks(rank, options.pp, torch.device("cpu")))
+        engine.write(initial_tensors(run, all_names(run)))
+        engine.own(OWNED)
+        engine.step(tokens_of(run), lr=1e-3)
+        gc.collect()
+        state = live.now
+        live.reset()
+        engine.step(tokens_of(run), lr=1e-3)
+        torch.save([state, live.peak], folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@slow
+@pytest.mark.parametrize(
+    ("schedule", "train"), [("1f1b", {}), ("gpipe", {}), ("1f1b", BF16)], ids=str
+)
+def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, train):
+    run = sized({**train, "batch_tokens": 4 * 2 * 128}, layers=4)
+    options = replace(EngineOptions.of(run), pp=2, schedule=schedule)
+    torch.multiprocessing.spawn(in_a_stage, (run, options, tmp_path), nprocs=2)
+    for rank, need in enumerate(stage_needs(run, len(OWNED), options)):
+        state, peak = torch.load(tmp_path / f"{rank}.pt")
+        assert state == pytest.approx(need.device_state, rel=0.01)
+        assert need.device == pytest.approx(peak, rel=0.15)
 
 
 def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routing():

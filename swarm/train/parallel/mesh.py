@@ -5,6 +5,9 @@ holds whole experts, the same ones in every layer, and all shared tensors. Whole
 peers own, offer and adopt, so that nothing of it has to be cut or put together. Consecutive ranks
 are those with the shortest way to each other. Rank r has the seat r % ep of the group r // ep; the
 ranks of one seat, one in each group, hold the same experts and add up their gradients.
+
+With `pp` > 1 the layers are cut over such groups instead: the seats of a group are the stages of a
+pipeline.
 """
 
 from __future__ import annotations
@@ -20,32 +23,47 @@ class Mesh:
     Attributes:
         size: number of ranks.
         ep: ranks of a group, over which the experts are dealt out; divides `size`.
+        pp: ranks of a group, over which the layers are cut; likewise. One of both is 1.
     """
 
     size: int
     ep: int
+    pp: int = 1
 
     def __post_init__(self) -> None:
         """Holds the rule."""
-        assert self.ep > 0 and self.size % self.ep == 0, self
+        assert 1 in {self.ep, self.pp} and self.width > 0 and self.size % self.width == 0, self
+
+    @property
+    def width(self) -> int:
+        """Ranks of a group."""
+        return self.ep * self.pp
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The ranks of each group: together they hold every expert once."""
-        return tuple(range(first, first + self.ep) for first in range(0, self.size, self.ep))
+        """The ranks of each group: together they hold every expert and layer once."""
+        width = self.width
+        return tuple(range(first, first + width) for first in range(0, self.size, width))
 
     @property
     def replicas(self) -> tuple[range, ...]:
-        """The ranks of each seat: they hold the same experts."""
-        return tuple(range(seat, self.size, self.ep) for seat in range(self.ep))
+        """The ranks of each seat: they hold the same."""
+        return tuple(range(seat, self.size, self.width) for seat in range(self.width))
+
+    @property
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        """First and last rank of each group together, all others alone."""
+        both = [(group[0], group[-1]) for group in self.groups if self.width > 1]
+        inner = [(rank,) for group in self.groups for rank in group[1:-1]]
+        return (*both, *inner)
 
     def group(self, rank: int) -> range:
         """The group of a rank."""
-        return self.groups[rank // self.ep]
+        return self.groups[rank // self.width]
 
     def seat(self, rank: int) -> int:
         """The place of a rank in its group."""
-        return rank % self.ep
+        return rank % self.width
 
 
 @dataclass(frozen=True)

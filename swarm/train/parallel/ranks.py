@@ -70,7 +70,9 @@ class Ranks:
     device: torch.device
     handle: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic, compare=False)
-    _cuts: dict[Mesh, tuple[Ranks, Ranks]] = field(default_factory=dict, compare=False, repr=False)
+    _parts: dict[Sequence[Sequence[int]], Ranks] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def block(self, count: int, rank: int | None = None) -> range:
         """Which of so many micro-batches a rank computes: consecutive ones, or none.
@@ -83,16 +85,27 @@ class Ranks:
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def cut(self, mesh: Mesh) -> tuple[Ranks, Ranks]:
-        """This rank's group, among which the experts are dealt out, and those of its seat.
-
-        All ranks call it together. The same mesh again gives the same ranks.
+        """This rank's group, over which experts or layers are cut, and the ranks of its seat.
 
         Raises:
             Disconnected: another rank is gone.
         """
-        if mesh not in self._cuts:
-            self._cuts[mesh] = (self._part(mesh.groups), self._part(mesh.replicas))
-        return self._cuts[mesh]
+        return self.part(mesh.groups), self.part(mesh.replicas)
+
+    def part(self, parts: Sequence[Sequence[int]]) -> Ranks:
+        """Those of this rank among several sets of ranks, each rank being in one of them.
+
+        All ranks call it together. The same sets again give the same ranks.
+
+        Args:
+            parts: the sets, which all ranks name alike; tuples or ranges.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if parts not in self._parts:
+            self._parts[parts] = self._part(parts)
+        return self._parts[parts]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replaces contiguous fp32 tensors by their sums over the ranks, in the ranks' order.
@@ -177,7 +190,6 @@ class Ranks:
         return mine_X
 
     def _part(self, parts: Sequence[Sequence[int]]) -> Ranks:
-        """Those of this rank among several sets of ranks; all ranks name the same ones."""
         mine: Ranks | None = None
         for ranks in parts:
             handle = None
@@ -185,7 +197,7 @@ class Ranks:
                 handle = self._group(ranks)
             if self.rank in ranks:
                 index = list(ranks).index(self.rank)
-                mine = replace(self, rank=index, size=len(ranks), handle=handle, _cuts={})
+                mine = replace(self, rank=index, size=len(ranks), handle=handle, _parts={})
         assert mine is not None, "every rank is in one of the parts"
         return mine
 

@@ -35,6 +35,7 @@ from swarm.experts import (
 from swarm.model.losses import Losses
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
+from swarm.model.stage import Stage
 from swarm.train.adam_moments import SCALE, Moments
 from swarm.train.engine import TERMS, is_trained, mean_over
 from swarm.train.micro_batches import MicroBatch
@@ -52,17 +53,19 @@ class RankEngine(ResidentEngine):
     Where it holds a share of the experts, it can be asked for, and keeps, only that share of them.
     """
 
-    def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
+    def __init__(
+        self, run: RunConfig, options: EngineOptions, ranks: Ranks, *, stage: Stage | None = None
+    ) -> None:
         """As `ResidentEngine`.
 
         Raises:
             Disconnected: another rank is gone.
         """
         self._ranks, self._form = ranks, options.moments
-        self._mesh = Mesh(ranks.size, options.ep)
+        self._mesh = Mesh(ranks.size, options.ep, options.pp)
         if options.ep == 1:
             self._replicas: Ranks | None = None
-            super().__init__(run, options)
+            super().__init__(run, options, stage=stage)
             return
         self._group, self._replicas = ranks.cut(self._mesh)
         if options.recompute == "layer":
@@ -116,7 +119,7 @@ class RankEngine(ResidentEngine):
     @property
     def _bank(self) -> DealtBank | None:
         """The experts of the first layer, as those of each; None where nothing is dealt out."""
-        bank = self._model.banks[0]
+        bank = next(iter(self._model.banks.values()))
         return bank if isinstance(bank, DealtBank) else None
 
     # ------------------------------------------------ as `Engine`

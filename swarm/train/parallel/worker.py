@@ -134,7 +134,7 @@ class Worker:
     def _make(self, message: Message, _: Given) -> Message:
         self._made = None  # before the next one takes memory
         run = RunConfig.model_validate_json(message["run"])
-        self._made = RankEngine(run, EngineOptions(**message["options"]), self._ranks)
+        self._made = rank_engine(run, EngineOptions(**message["options"]), self._ranks)
         return {}
 
     @property
@@ -232,6 +232,19 @@ class Worker:
         out.leave_room(name, *self._forms[name])
         if self._engine.answers(name.partition(".")[2]):
             out.put(name, self._state.tensors[name])
+
+
+def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEngine:
+    """The engine of one rank.
+
+    Raises:
+        Disconnected: another rank is gone.
+    """
+    if options.pp == 1:
+        return RankEngine(run, options, ranks)
+    from swarm.train.parallel.staged import StageEngine  # torch's schedules take 1 s and 75 MB
+
+    return StageEngine(run, options, ranks)
 
 
 class _ToController(logging.Handler):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.model.attention import Positions
-from swarm.model.losses import Losses, combine, output_losses
+from swarm.model.losses import LayerTerms, Losses, combine, output_losses
 from swarm.model.moe import Recall, Routing
 from swarm.model.routing import RoutingControls
 from swarm.train.micro_batches import MicroBatch
@@ -111,7 +111,8 @@ class Pass:
         output = output_losses(hidden_ND, head_VD, labels_N, z_weight, masked.mean_over)
         routings = [layer[index] for layer in self._routings]
         weight_E = self._controls[index].count_weights(device.owned, routings[0].logits_NE)
-        losses = combine(output, routings, self._run.loss, weight_E)
+        terms = [LayerTerms.of(routing) for routing in routings]
+        losses = combine(output, terms, self._run.loss, weight_E)
         total = losses.total / self._divisor * self._scale
         leaves = [leaf for routing in routings for leaf in _floats(routing)]
         sources = [x_BTD, head_VD, norm.weight, *leaves]

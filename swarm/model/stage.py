@@ -1,0 +1,57 @@
+"""A run of consecutive layers, with the ends of the model that belong to it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.config import ModelConfig
+from swarm.experts import EMBEDDING, layer_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one process of a pipeline holds of a model: layers, and the ends that they touch.
+
+    The first layer comes with the embedding, the last one with the last norm and the head. A tied
+    embedding is held at both ends.
+
+    Attributes:
+        layers: consecutive ones, at least one.
+        num_layers: of the model.
+    """
+
+    layers: range
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        """Holds the rule."""
+        assert 0 <= self.layers.start < self.layers.stop <= self.num_layers, self
+
+    @classmethod
+    def whole(cls, model: ModelConfig) -> Stage:
+        """All of a model."""
+        return cls(range(model.num_hidden_layers), model.num_hidden_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens come in here."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is formed here."""
+        return self.layers.stop == self.num_layers
+
+    def holds(self, name: str, *, tied: bool) -> bool:
+        """Whether a tensor of the model belongs to it.
+
+        Args:
+            name: its Hugging Face name, or that of a stack of owned experts.
+            tied: whether the embedding is the head.
+        """
+        layer = layer_of(name)
+        if layer is not None:
+            return layer in self.layers
+        if name == EMBEDDING:
+            return self.is_first or (tied and self.is_last)
+        return self.is_last

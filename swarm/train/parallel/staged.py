@@ -1,0 +1,139 @@
+"""Pipeline parallel: the engine of one rank, which holds one stage of the model.
+
+Micro-batches are dealt in blocks to the pipelines of a peer; within one they flow through all of
+its stages (`pipeline.py`), and gradients are added up in their order. So one pipeline has the bits
+of one process, but for a tied embedding: its gradient is the sum of those at both ends, each added
+up over the micro-batches, where one process adds both for each micro-batch.
+
+Of the norms each stage forms its own, and tells them to the others: all clip by the same factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.experts import (
+    EMBEDDING,
+    PROJECTIONS,
+    owned_stack,
+    selection_biases,
+    shared_shapes,
+)
+from swarm.model.losses import Losses
+from swarm.model.masking import Masked
+from swarm.model.routing import RoutingControls
+from swarm.train.engine import mean_over
+from swarm.train.memory import pipeline_cut
+from swarm.train.micro_batches import MicroBatch
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.mesh import Mesh
+from swarm.train.parallel.pipeline import Flow, Pipeline
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.sharding import LossesForm, RankEngine
+
+
+class StageEngine(RankEngine):
+    """The engine of a rank that holds one stage; all ranks are called alike.
+
+    It can be asked for, and keeps, only what belongs to its stage.
+    """
+
+    def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
+        """As `RankEngine`, with `pp` stages."""
+        mesh = Mesh(ranks.size, options.ep, options.pp)
+        cut = pipeline_cut(run, options)
+        super().__init__(run, options, ranks, stage=cut.stages[mesh.seat(ranks.rank)])
+        self._group, self._same = ranks.cut(mesh)
+        self._ends: Ranks | None = None
+        if run.model.tie_word_embeddings:
+            self._ends = ranks.part(mesh.ends)
+        self._pipeline = Pipeline(self._model, self._group, run.loss)
+        self._schedule = options.schedule
+
+    # ------------------------------------------------ who holds what
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor belongs to this rank's stage."""
+        tied = self._run.model.tie_word_embeddings
+        return self._model.stage.holds(name, tied=tied)
+
+    def answers(self, name: str) -> bool:
+        """Whether this rank, and no other one, tells the controller a tensor's value."""
+        return self._same.rank == 0 and self._speaks_for(name)
+
+    def _speaks_for(self, name: str) -> bool:
+        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
+        return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
+
+    def _biases(self) -> Sequence[str]:
+        return [name for name in super()._biases() if self.holds(name)]
+
+    # ------------------------------------------------ a step
+
+    def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
+        mine = self._same.block(len(parts))
+        flow = Flow(
+            parts=[parts[k] for k in mine],
+            controls=[controls.part(k) for k in mine],
+            divisor=len(parts),
+            scale=self._guard.scale.value,
+        )
+        found = self._pipeline.train(flow, self._schedule)
+        for parameter in self._optimizer.parameters:
+            if parameter.grad is None:
+                # Without a micro-batch; a negative zero changes no bit of any sum.
+                parameter.grad = torch.full_like(parameter, -0.0)
+        self._add_up()
+        form = LossesForm.of(self._run, controls)
+        rows = torch.zeros(len(parts), form.width, dtype=torch.float64)
+        for k, losses in zip(mine, found, strict=False):
+            rows[k] = torch.tensor(form.row(losses), dtype=torch.float64)
+        return [form.losses(row, self._device) for row in self._ranks.united(rows)]
+
+    def _add_up(self) -> None:
+        """Over the pipelines, then of a tied embedding over both ends of each."""
+        gradients = self._gradients_by_name()
+        self._same.add_up(list(gradients.values()))
+        if self._ends is not None and self._ends.size > 1:
+            self._ends.add_up([gradients[EMBEDDING]])
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        mine = super()._norms(scale)
+        names = self._trained_names()
+        # What is fp32 comes through as it is.
+        table = torch.zeros(len(names), dtype=torch.float64)
+        own = [index for index, name in enumerate(names) if self._speaks_for(name)]
+        table[own] = torch.stack([mine[names[index]] for index in own]).double().cpu()
+        values = self._group.united(table).float().to(self._device)
+        return dict(zip(names, values.unbind(), strict=True))
+
+    def _trained_names(self) -> list[str]:
+        """The parameters of all stages that get gradients, as `trained_parameters` names them."""
+        model = self._run.model
+        names = [name for name in shared_shapes(model) if name not in selection_biases(model)]
+        layers = range(model.num_hidden_layers) if self.owned else ()
+        return names + [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
+
+    # ------------------------------------------------ evaluation
+
+    def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
+        rows = self._run.train.micro_batch_sequences
+        parts: list[MicroBatch] = []
+
+        def collected(micro_BT1: Tensor, scored_BT: Tensor) -> float:
+            masked = Masked(scored_BT=scored_BT.to(self._device))
+            parts.append(MicroBatch(micro_BT1, masked))
+            return 0.0
+
+        mean_over(collected, tokens_BT1, scored_BT, rows)
+        mine = self._same.block(len(parts))
+        found = self._pipeline.evaluate([parts[k] for k in mine])
+        table = torch.zeros(len(parts), dtype=torch.float64)
+        for k, losses in zip(mine, found, strict=False):
+            table[k] = losses.cross_entropy.double().cpu()
+        means = iter(self._ranks.united(table).tolist())
+        return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)

@@ -1,0 +1,96 @@
+"""Pipeline parallel: which layers each stage of a pipeline holds, and why. Pure.
+
+A pipeline is as fast as its slowest stage. The head is a product with the whole vocabulary, which
+can cost as much as several layers; the embedding looks rows up and costs none.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+
+from swarm.config import RunConfig
+from swarm.model.cost import head_step_flops, layer_step_flops
+from swarm.model.stage import Stage
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a pipeline.
+
+    Attributes:
+        stages: consecutive, every layer in one of them.
+        shares: of each stage, its part of the operations of a step; they sum to 1.
+        reason: in a sentence.
+    """
+
+    stages: tuple[Stage, ...]
+    shares: tuple[float, ...]
+    reason: str
+
+
+def cut_of(run: RunConfig, num_owned: int, stages: int) -> Cut:
+    """Cuts the layers of a model evenly by the operations of a step.
+
+    Args:
+        run: the model.
+        num_owned: experts that the peer trains.
+        stages: at least one, and at most one for each layer.
+    """
+    layers = run.model.num_hidden_layers
+    layer, head = layer_step_flops(run, num_owned), head_step_flops(run.model)
+    costs = [layer] * (layers - 1) + [layer + head]
+    parts = cut_evenly(costs, stages)
+    sums = [sum(costs[part.start : part.stop]) for part in parts]
+    shares = tuple(each / sum(costs) for each in sums)
+    names = " | ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+    reason = (
+        f"layers {names}, with the head, which counts as {head / layer:.1f} layers, in the last "
+        f"stage; the slowest one computes {max(shares):.1%} of a step"
+    )
+    return Cut(tuple(Stage(part, layers) for part in parts), shares, reason)
+
+
+def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
+    """Cuts a row of costs into consecutive parts so that the largest sum is as small as possible.
+
+    Among such cuts it is the one with the least sum of squares, so the other parts are even too.
+
+    Args:
+        costs: of each item, above 0.
+        stages: number of parts, of one item at least; at most the number of items.
+    """
+    assert 0 < stages <= len(costs), (stages, len(costs))
+    sums = [0.0, *accumulate(costs)]
+    possible = sorted(sums[stop] - sums[start] for start, stop in combinations(range(len(sums)), 2))
+    limit = possible[
+        bisect.bisect_left(possible, x=True, key=lambda limit: _parts(sums, limit) <= stages)
+    ]
+    # Of the first so many items: the least sum of squares, and where the parts end.
+    least: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for _ in range(stages):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, stop in combinations(range(len(sums)), 2):
+            part = sums[stop] - sums[start]
+            if start in least and part <= limit:
+                squares, ends = least[start]
+                with_it = (squares + part**2, (*ends, stop))
+                found[stop] = min(found.get(stop, with_it), with_it)
+        least = found
+    _, ends = least[len(costs)]
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+
+def _parts(sums: Sequence[float], limit: float) -> float:
+    """The least number of consecutive parts, none of which exceeds a limit."""
+    number, start = 0, 0
+    while start < len(sums) - 1:
+        stop = start
+        while stop + 1 < len(sums) and sums[stop + 1] - sums[start] <= limit:
+            stop += 1
+        if stop == start:
+            return float("inf")
+        number, start = number + 1, stop
+    return number
