@@ -108,6 +108,16 @@ class ComputeSection(Section):
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
     tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
+    remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """So many more processes compute for this peer on other machines, where `swarm-worker` runs."""
+    workers_from: str = ""
+    """HOST:PORT of this machine where those machines dial in, in a private network."""
+    workers_key: str = ""
+    """File with the key that they must hold; made if it is missing. Empty: `workers.key` in the
+    state directory."""
+    workers_wait_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """They are waited for so long, at the start and when some are gone; then those that are there
+    have to do, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
     """Type of products on this machine, such as fp16 on a GPU without bf16."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"

@@ -17,7 +17,15 @@ from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
-from swarm.peer.workers import dealings, num_workers, parallel_engine, place_of, share_of
+from swarm.peer.workers import (
+    dealings,
+    nodes_of,
+    num_elsewhere,
+    num_workers,
+    parallel_engine,
+    place_of,
+    share_of,
+)
 from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
@@ -147,7 +155,7 @@ def engine_for(
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
     workers = num_workers(compute, machine.device)
-    ep = dealings(compute, workers, run.model.num_experts)
+    ep = dealings(compute, workers + num_elsewhere(compute), run.model.num_experts)
     if workers:
         machine, wishes = share_of(machine, workers), replace(wishes, engine="resident", ep=ep)
     owned = owned_per_peer(run, run.run.peers)
@@ -161,7 +169,9 @@ def engine_for(
         plan.need.disk / 1e9,
     )
     if workers:
-        return parallel_engine(run, plan, folder, place_of(run, compute, machine, workers))
+        place = place_of(run, compute, machine, workers)
+        nodes = nodes_of(compute, plan, folder, place)
+        return parallel_engine(run, plan, folder, place, nodes)
     return _with_threads(run, plan, compute, folder)
 
 

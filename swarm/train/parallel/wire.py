@@ -62,9 +62,8 @@ class Wire:
         Raises:
             Closed: nobody is there, or takes it; or the file is too short.
         """
-        line = json.dumps(message | {"segments": segments}).encode()
         try:
-            self.socket.sendall(_HEAD.pack(MAGIC, len(line), _total(segments)) + line)
+            self.socket.sendall(encoded(message, segments))
             if file is not None:
                 for offset, count in segments:
                     self._send_part(file, offset, count)
@@ -100,21 +99,11 @@ class Wire:
         Raises:
             BadMessage: it is none, or too large.
         """
-        if len(self._received) < _HEAD.size:
-            if not MAGIC.startswith(bytes(self._received[: len(MAGIC)])):
-                raise BadMessage("worker_wire", "this is no message of a worker or its controller")
+        found = first_message(self._received, self.limit)
+        if found is None:
             return None
-        magic, length, num_bytes = _HEAD.unpack_from(self._received)
-        if magic != MAGIC or length > self.limit:
-            raise BadMessage("worker_wire", "this is no message of a worker or its controller")
-        if len(self._received) < _HEAD.size + length:
-            return None
-        line = bytes(self._received[_HEAD.size : _HEAD.size + length])
-        del self._received[: _HEAD.size + length]
-        message = _parsed(line)
-        segments = _segments(message.pop("segments", None))
-        if _total(segments) != num_bytes:
-            raise BadMessage("worker_wire", "a message announces other bytes than it lists")
+        message, segments, length = found
+        del self._received[:length]
         return message, segments
 
     def wait(self, within_s: float) -> Message:
@@ -185,6 +174,44 @@ class Wire:
     def close(self) -> None:
         """Gives the socket back."""
         self.socket.close()
+
+
+def encoded(message: Message, segments: Segments = ()) -> bytes:
+    """What is sent before the raw bytes of these places; `first_message` reads it."""
+    line = json.dumps(message | {"segments": segments}).encode()
+    return _HEAD.pack(MAGIC, len(line), _total(segments)) + line
+
+
+def first_message(
+    received: bytes | bytearray, limit: int
+) -> tuple[Message, list[tuple[int, int]], int] | None:
+    """The message with which some bytes begin.
+
+    Args:
+        received: what came.
+        limit: bytes that its JSON may have.
+
+    Returns:
+        It, the places of the raw bytes after it, and where these begin; None if it is not whole.
+
+    Raises:
+        BadMessage: there is none, or it is too large.
+    """
+    if not MAGIC.startswith(bytes(received[: len(MAGIC)])):
+        raise BadMessage("worker_wire", "this is no message of a worker or its controller")
+    if len(received) < _HEAD.size:
+        return None
+    _, length, num_bytes = _HEAD.unpack_from(received)
+    if length > limit:
+        raise BadMessage("worker_wire", f"a message of {length} bytes, {limit} are allowed")
+    end = _HEAD.size + length
+    if len(received) < end:
+        return None
+    message = _parsed(bytes(received[_HEAD.size : end]))
+    segments = _segments(message.pop("segments", None))
+    if _total(segments) != num_bytes:
+        raise BadMessage("worker_wire", "a message announces other bytes than it lists")
+    return message, segments, end
 
 
 def segments_of(file: TensorFile) -> list[tuple[int, int]]:
