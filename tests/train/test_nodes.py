@@ -16,9 +16,10 @@ import pytest
 from swarm.errors import ConfigError, WorkersFailed
 from swarm.train.parallel.agent import Agent
 from swarm.train.parallel.crew import Lost, Place
-from swarm.train.parallel.handshake import key_at
+from swarm.train.parallel.handshake import admit, key_at
 from swarm.train.parallel.nodes import Nodes, versions
 from swarm.train.parallel.roster import Node, Wanted
+from swarm.train.parallel.wire import Wire, encoded
 from tests.train.crews import Crews, SharedCrew, lent_engines
 from tests.train.runs import all_names, new_engine
 from tests.train.test_expert_parallel import LR, five_steps
@@ -75,14 +76,14 @@ class Agents:
     """Two nodes of a worker each, which are started again if they were killed."""
 
     def __init__(self, port, key_file):
-        self._start = lambda: agent_process(port, key_file)
-        self.processes = [self._start(), self._start()]
+        self.start = lambda: agent_process(port, key_file)
+        self.processes = [self.start(), self.start()]
 
     def kill(self, pid):
         """Kills the agent with this worker, and starts another one in its place."""
         (index,) = (i for i, each in enumerate(self.processes) if pid in children(each.pid))
         self.end(self.processes[index])
-        self.processes[index] = self._start()
+        self.processes[index] = self.start()
 
     def end(self, process):
         with process:
@@ -184,6 +185,28 @@ def test_a_worker_of_a_node_that_is_killed_is_named(parallel, caplog):
     assert is_same(RUN, engine, straight)
 
 
+@pytest.mark.exhaustive
+def test_the_workers_that_are_left_go_on_when_a_node_stays_away(parallel, nodes, agents, caplog):
+    engine, straight = parallel(RUN, OWNED), new_engine(RUN, OWNED)
+    assert train(engine, RUN, range(2)) == train(straight, RUN, range(2))
+    nodes._wait_s = 20.0
+    agents.end(agents.processes[0])
+    try:
+        with caplog.at_level(logging.INFO):
+            # Two micro-batches: with two workers, too, the sums are those of one process.
+            assert train(engine, RUN, range(2, 4)) == train(straight, RUN, range(2, 4))
+    finally:
+        nodes._wait_s = LIMIT_S
+        agents.processes[0] = agents.start()
+    assert "after 20 s only 1 of 2 workers of other machines are used" in caplog.text
+    assert len(engine.pids) == 2 and engine.describe().startswith("2 workers")
+    assert is_same(RUN, engine, straight)
+    engine._force._crew.is_broken = True  # so that it is not used again
+    engine._force.close()
+    assert train(engine, RUN, [4]) == train(straight, RUN, [4])
+    assert len(engine.pids) == 3
+
+
 CONTROLLER = """
 import sys
 from pathlib import Path
@@ -194,12 +217,14 @@ from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.handshake import key_at
 from swarm.train.parallel.nodes import Nodes
 from swarm.train.parallel.roster import Wanted
-from tests.train.runs import batch, tiny_run
+from swarm.model.initialise import initial_tensors
+from tests.train.runs import all_names, batch, tiny_run
 torch.set_num_threads(1)
 run, key = tiny_run(), key_at(Path(sys.argv[1]), may_make=False)
 nodes = Nodes(("127.0.0.1", 0), key, Wanted(1, 1), device="cpu", wait_s=300)
 print(nodes.port, flush=True)
 engine = ParallelEngine(run, [EngineOptions.of(run)], lambda: Crew(Place(1), nodes))
+engine.write(initial_tensors(run, all_names(run)))
 print(*engine.pids, flush=True)
 while True:
     engine.step(batch(run, 0), lr=1e-3)
@@ -311,6 +336,43 @@ def test_an_agent_reports_its_workers_fate_and_dials_again(key_file, monkeypatch
         member.kill()
         (member,) = nodes.called().members
         member.kill()
+
+
+def test_a_first_command_that_comes_with_the_welcome_is_heard(key_file):
+    key = key_at(key_file, may_make=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        agent = Agent(listener.getsockname(), key, MINE)
+        threading.Thread(target=agent.serve, kwargs={"once": True}, daemon=True).start()
+        end, _ = listener.accept()
+        wire = Wire(end)
+        assert admit(wire, key) == MINE.message()
+        begin = {"do": "begin", "count": 2, "rank": 1}
+        end.sendall(encoded({"welcome": True}) + encoded(begin))
+        assert "2 workers are asked for" in wire.wait(5)["lost"]
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"rank": 2, "answer": {}},
+        {"rank": True, "answer": {}},
+        {"rank": 1, "answer": None},
+        {"rank": 1, "answer": {}, "segments": [[0, 1]]},
+        {},
+    ],
+)
+def test_a_node_that_answers_for_others_or_without_being_asked_is_lost(key_file, answer):
+    key = key_at(key_file, may_make=False)
+    with listening(key_file, Wanted(1, 1)) as nodes:
+        wire = dialled(nodes, key)
+        (member,) = nodes.called().members
+        segments = answer.pop("segments", [])
+        wire.socket.sendall(encoded(answer, segments))
+        with pytest.raises(Lost, match=r"127\.0\.0\.1:.* \(workers 1 to 1\): "):
+            member.receive()
+        member.kill()
+        wire.close()
 
 
 def test_a_port_that_is_taken_is_a_wrong_setting(key_file):

@@ -128,14 +128,14 @@ class _Session:
     def run(self) -> None:
         """Passes messages on; raises Closed, Lost, StateError, BadMessage or OSError in the end."""
         self._selector.register(self._wire.socket, selectors.EVENT_READ, None)
+        self._obey_all()  # the first command may have come with the welcome
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
                     self._pass_back(key.data)
-                    continue
-                self._wire.receive()
-                while (found := self._wire.take()) is not None:
-                    self._obey(*found)
+                else:
+                    self._wire.receive()
+                    self._obey_all()
 
     def end(self) -> None:
         """Kills the workers and waits until they have ended."""
@@ -144,6 +144,10 @@ class _Session:
             worker.kill()
         for worker in self._workers:
             worker.end()
+
+    def _obey_all(self) -> None:
+        while (found := self._wire.take()) is not None:
+            self._obey(*found)
 
     def _obey(self, message: Message, segments: Segments) -> None:
         if message["do"] == "begin":

@@ -56,6 +56,7 @@ class Crew:
         self.place = place
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-workers-")
         self._members: list[Member] = []
+        self._store: object = None  # is where they meet, for as long as it is held
         try:
             called = nodes.called() if nodes else None
             self._members += called.members if called else []
@@ -72,7 +73,7 @@ class Crew:
                 "threads": place.threads,
                 "meeting": called.meeting if called else {"file": f"{self._folder.name}/meeting"},
             }
-            self._store = called.store if called else None  # is where they meet, while it is held
+            self._store = called.store if called else None
             answers = self._answers([common | _own(each) for each in self._members], None, START_S)
             self.pids = tuple(answer["pid"] for answer in answers)
         except OSError as error:
@@ -106,6 +107,7 @@ class Crew:
             member.kill()
         for member in self._members:
             member.end()
+        self._store = None
         self._folder.cleanup()
 
     def _answers(

@@ -6,6 +6,7 @@ serves one `Crew`: when it is closed, from either side or by a fault, the node's
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -143,8 +144,9 @@ class Nodes:
 
     def close(self) -> None:
         """Stops listening and lets the nodes go."""
-        # A thread in accept() holds the socket open until it is shut down.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it is closed already
+            # A thread in accept() holds the socket open until it is shut down.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
             for each in self._waiting:
