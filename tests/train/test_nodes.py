@@ -201,10 +201,14 @@ def test_the_workers_that_are_left_go_on_when_a_node_stays_away(parallel, nodes,
     assert "after 20 s only 1 of 2 workers of other machines are used" in caplog.text
     assert len(engine.pids) == 2 and engine.describe().startswith("2 workers")
     assert is_same(RUN, engine, straight)
-    engine._force._crew.is_broken = True  # so that it is not used again
-    engine._force.close()
+    wait_until(lambda: nodes.has_more(2, LIMIT_S))
     assert train(engine, RUN, [4]) == train(straight, RUN, [4])
+    assert len(engine.pids) == 2  # not at once
+    engine._force._crew._began_s -= LIMIT_S
+    engine._force._crew.is_broken = True  # so that no other test gets it
+    assert train(engine, RUN, [5]) == train(straight, RUN, [5])
     assert len(engine.pids) == 3
+    assert is_same(RUN, engine, straight)
 
 
 CONTROLLER = """
@@ -320,6 +324,18 @@ def test_when_a_node_stays_away_the_others_go_on_and_a_spare_takes_its_place(key
         assert called_ranks(nodes) == [[1], [2]]
         for each in (first, *more):
             each.close()
+
+
+def test_nodes_that_come_back_are_worth_a_new_start_if_they_make_a_larger_crew(key_file):
+    key = key_at(key_file, may_make=False)
+    with listening(key_file, Wanted(2, 4, unit=2), wait_s=50) as nodes:
+        assert not nodes.has_more(4, 50)
+        wires = [dialled(nodes, key)]
+        wait_until(lambda: nodes.has_more(5, 50))  # six are what is wanted
+        assert not nodes.has_more(4, 50)  # five are no multiple of two
+        assert not nodes.has_more(5, 49) and not nodes.has_more(6, 50)
+        wires[0].close()
+        wait_until(lambda: not nodes.has_more(5, 50))
 
 
 def test_an_agent_reports_its_workers_fate_and_dials_again(key_file, monkeypatch):

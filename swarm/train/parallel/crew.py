@@ -53,7 +53,7 @@ class Crew:
             Lost: they do not come up.
             WorkersFailed: too few nodes come.
         """
-        self.place = place
+        self.place, self._nodes = place, nodes
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-workers-")
         self._members: list[Member] = []
         self._store: object = None  # is where they meet, for as long as it is held
@@ -76,6 +76,7 @@ class Crew:
             self._store = called.store if called else None
             answers = self._answers([common | _own(each) for each in self._members], None, START_S)
             self.pids = tuple(answer["pid"] for answer in answers)
+            self._began_s = time.monotonic()
         except OSError as error:
             self.end()
             raise Lost(f"no process can be started: {error}") from error
@@ -100,6 +101,12 @@ class Crew:
             RuntimeError: they failed by a bug of ours.
         """
         return self._answers([message] * len(self._members), file, within_s)[0]
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether nodes wait to be called that would make it larger, were it started anew."""
+        age_s = time.monotonic() - self._began_s
+        return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 
     def end(self) -> None:
         """Ends all processes at once; nothing may follow."""

@@ -21,7 +21,7 @@ from swarm.train.parallel.exchange import Closed, Message, opened
 from swarm.train.parallel.handshake import Refused, admit
 from swarm.train.parallel.members import Lost, Member
 from swarm.train.parallel.ranks import meeting_at
-from swarm.train.parallel.roster import Node, Wanted, node_of, objection, seats
+from swarm.train.parallel.roster import Node, Wanted, node_of, objection, seats, size_of
 from swarm.train.parallel.wire import Segments, Wire, interface_of, segments_of
 from swarm.train.tensor_file import TensorFile
 from swarm.version import __version__
@@ -141,6 +141,20 @@ class Nodes:
                 each for each, ranks in zip(self._waiting, found, strict=True) if not ranks
             ]
         return self._begun(chosen)
+
+    def has_more(self, size: int, age_s: float) -> bool:
+        """Whether a crew of fewer workers than wanted is worth being started anew, with more.
+
+        Args:
+            size: of the crew.
+            age_s: how long it has computed. Nodes that come and go change nothing for `wait_s`.
+        """
+        if age_s < self._wait_s or size == self._wanted.here + self._wanted.elsewhere:
+            return False
+        with self._changed:
+            self._forget_closed()
+            there = size + sum(node.workers for node in self._nodes())
+        return size_of(there, self._wanted, is_late=True) > size
 
     def close(self) -> None:
         """Stops listening and lets the nodes go."""

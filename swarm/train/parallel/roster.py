@@ -100,6 +100,21 @@ class Wanted:
     unit: int = 1
 
 
+def size_of(there: int, wanted: Wanted, *, is_late: bool) -> int:
+    """With how many workers a peer begins; 0 if it waits, or cannot.
+
+    Args:
+        there: how many there are, its own among them.
+        wanted: how many it asks for.
+        is_late: whether nobody is waited for any more, so that fewer have to do.
+    """
+    most = wanted.here + wanted.elsewhere
+    if there >= most:
+        return most
+    size = there // wanted.unit * wanted.unit
+    return size if is_late and size >= wanted.here else 0
+
+
 def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range] | None:
     """The ranks of each node.
 
@@ -111,10 +126,9 @@ def seats(nodes: Sequence[Node], wanted: Wanted, *, is_late: bool) -> list[range
     Returns:
         A range for each node, empty where it is not needed; None if there are too few workers.
     """
-    most = wanted.here + wanted.elsewhere
-    there = min(most, wanted.here + sum(node.workers for node in nodes))
-    size = there if there == most else there // wanted.unit * wanted.unit if is_late else 0
-    if size < wanted.here:
+    there = wanted.here + sum(node.workers for node in nodes)
+    size = size_of(there, wanted, is_late=is_late)
+    if not size:
         return None
     found = [range(0)] * len(nodes)
     first = wanted.here
