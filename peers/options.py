@@ -214,6 +214,25 @@ class Options:
         metavar="N|all",
         callback=number_or_all,
     )
+    workers_from: str | None = _flag(
+        "--workers-from",
+        "Takes workers of other machines, which run swarm-worker, at this address of ours.",
+        sets="compute.workers_from",
+        metavar="HOST:PORT",
+    )
+    remote_workers: int | None = _flag(
+        "--remote-workers",
+        "Waits for so many of these workers, beside those of --gpus.",
+        sets="compute.remote_workers",
+        type=_POSITIVE,
+    )
+    key: str | None = _flag(
+        "--key",
+        "File with the key that swarm-worker and its peer share; by default workers.key in the "
+        "peer's state folder, which it makes.",
+        sets="compute.workers_key",
+        metavar="FILE",
+    )
     gpu: str | None = _flag("--gpu", "Plans for such a GPU: 24GB; 0 for none.", metavar="SIZE")
     host: str | None = _flag("--host", "Plans for so much memory: 64GB.", metavar="SIZE")
     disk: str | None = _flag("--disk", "Plans for so much free disk: 500GB.", metavar="SIZE")

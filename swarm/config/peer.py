@@ -114,6 +114,16 @@ class ComputeSection(Section):
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
     all forward, then all backward; a step with fewer micro-batches than stages is always so."""
+    remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """So many more processes compute for this peer on other machines, where `swarm-worker` runs."""
+    workers_from: str = ""
+    """HOST:PORT of this machine where those machines dial in, in a private network."""
+    workers_key: str = ""
+    """File with the key that they must hold; made if it is missing. Empty: `workers.key` in the
+    state directory."""
+    workers_wait_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """They are waited for so long, at the start and when some are gone; then those that are there
+    have to do, if the experts can be dealt out over them."""
     precision: Literal["run", "fp32", "bf16", "fp16"] = "run"
     """Type of products on this machine, such as fp16 on a GPU without bf16."""
     frozen: Literal["run", "fp32", "bf16", "int8"] = "run"

@@ -19,6 +19,8 @@ from swarm.model.cost import owned_per_peer
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.peer.workers import (
     dealings,
+    nodes_of,
+    num_elsewhere,
     num_stages,
     num_workers,
     parallel_engine,
@@ -154,8 +156,8 @@ def engine_for(
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
     workers = num_workers(compute, machine.device)
-    pp = num_stages(compute, workers, run.model.num_hidden_layers)
-    ep = dealings(compute, workers, run.model.num_experts)
+    pp = num_stages(compute, workers + num_elsewhere(compute), run.model.num_hidden_layers)
+    ep = dealings(compute, workers + num_elsewhere(compute), run.model.num_experts)
     if workers:
         wishes = replace(wishes, pp=pp, schedule=compute.pipeline_schedule)
         machine, wishes = share_of(machine, workers), replace(wishes, engine="resident", ep=ep)
@@ -170,7 +172,9 @@ def engine_for(
         plan.need.disk / 1e9,
     )
     if workers:
-        return parallel_engine(run, plan, folder, place_of(run, compute, machine, workers))
+        place = place_of(run, compute, machine, workers)
+        nodes = nodes_of(compute, plan, folder, place)
+        return parallel_engine(run, plan, folder, place, nodes)
     return _with_threads(run, plan, compute, folder)
 
 

@@ -7,6 +7,7 @@ STATE_DIR/
 ├── known_peers         addresses of peers, and when they last answered, freshest first
 ├── current_run         id of the run this peer is in
 ├── settings            its name and addresses, kept for later starts
+├── workers.key         what machines with workers for this peer must hold (0600)
 ├── data_used           bytes moved this month, with --data-quota
 ├── data/               tokenised corpus
 └── runs/RUN_ID/

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +17,26 @@ from swarm.peer.threads import is_exact
 from swarm.train.ladder import EnginePlan, Machine
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
+from swarm.train.parallel.handshake import key_at
 from swarm.train.parallel.history import Saved
+from swarm.train.parallel.nodes import Nodes
+from swarm.train.parallel.roster import Wanted, address_of
 
 logger = logging.getLogger(__name__)
 
 
 def num_workers(compute: ComputeSection, device: str) -> int:
-    """Worker processes that a person asks for; 0 for none beside the peer's own.
+    """Worker processes that a person asks for on this machine; 0 for none beside the peer's own.
 
     Args:
         compute: what the person decided.
         device: "cuda" or "cpu", on which this peer computes.
 
     Raises:
-        ConfigError: there are not so many GPUs, or their engine cannot be had.
+        ConfigError: there are not so many GPUs, or their engine cannot be had; or workers of other
+            machines are asked for in a wrong way.
     """
+    num_elsewhere(compute)  # says what is wrong with those
     asked = compute.parallel
     if asked == "off":
         return 0
@@ -55,6 +62,28 @@ def num_workers(compute: ComputeSection, device: str) -> int:
     return number
 
 
+def num_elsewhere(compute: ComputeSection) -> int:
+    """Workers that other machines are to bring; 0 for none.
+
+    Raises:
+        ConfigError: it is not said where they come from, or this machine has none itself.
+    """
+    asked = compute.remote_workers
+    if bool(asked) != bool(compute.workers_from):
+        given, missing = ("compute.remote_workers (--remote-workers)", "--workers-from HOST:PORT")
+        if compute.workers_from:
+            given, missing = ("compute.workers_from (--workers-from)", "--remote-workers N")
+        raise ConfigError(f"{given} is given alone", hint=f"give {missing} too, or neither")
+    if asked and compute.parallel == "off":
+        raise ConfigError(
+            f"compute.remote_workers (--remote-workers) = {asked}: this machine has no workers",
+            hint="give --gpus too: at least one worker is the peer's own",
+        )
+    if asked:
+        address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+    return asked
+
+
 def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
     """Over how many of a peer's workers its experts may be dealt out, the fastest first.
 
@@ -62,7 +91,7 @@ def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[i
 
     Args:
         compute: what the person decided.
-        workers: processes that compute; 0 for none beside the peer's own.
+        workers: processes that compute, on all machines; 0 for none beside the peer's own.
         num_experts: of a layer.
 
     Raises:
@@ -127,20 +156,60 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
     return Place(workers, share.device, threads, backend)
 
 
-def parallel_engine(run: RunConfig, plan: EnginePlan, folder: Path, place: Place) -> ParallelEngine:
+def nodes_of(compute: ComputeSection, plan: EnginePlan, folder: Path, place: Place) -> Nodes | None:
+    """Listens for the machines that bring workers; None if this peer wants none.
+
+    Args:
+        compute: what the person decided.
+        plan: of the engine of each worker.
+        folder: the run's, in the state directory.
+        place: where the workers of this machine compute.
+
+    Raises:
+        ConfigError: nobody can listen there.
+        StateError: the key cannot be read or made.
+    """
+    elsewhere = num_elsewhere(compute)
+    if not elsewhere:
+        return None
+    path = Path(compute.workers_key or folder.parents[1] / "workers.key").expanduser().absolute()
+    key = key_at(path, may_make=True)
+    address = address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+    unit = math.lcm(*(each.ep * each.pp for each in (plan.options, *plan.below)))
+    wanted = Wanted(place.size, elsewhere, unit)
+    nodes = Nodes(address, key, wanted, device=place.device, wait_s=compute.workers_wait_s)
+    logger.info(
+        "workers of other machines: swarm-worker --controller %s:%d --key COPY_OF_THIS (%s)",
+        address[0],
+        nodes.port,
+        path,
+    )
+    return nodes
+
+
+def parallel_engine(
+    run: RunConfig, plan: EnginePlan, folder: Path, place: Place, nodes: Nodes | None
+) -> ParallelEngine:
     """Starts workers for a plan that is made for each of them.
 
     Args:
         run: what is trained.
         plan: of the engine of each worker.
         folder: the run's; the private state lies there.
-        place: where they compute.
+        place: where those of this machine compute.
+        nodes: where other machines bring some; None for none. Closed with the engine.
     """
     logger.info("workers: %d, %d threads each, over %s", place.size, place.threads, place.backend)
-    return ParallelEngine(
-        run,
-        [plan.options, *plan.below],
-        lambda: Crew(place),
-        folder=folder,
-        saved=Saved.at(RunDirectory(folder).private_path),
-    )
+    with ExitStack() as undo:
+        if nodes:
+            undo.callback(nodes.close)
+        engine = ParallelEngine(
+            run,
+            [plan.options, *plan.below],
+            lambda: Crew(place, nodes),
+            folder=folder,
+            saved=Saved.at(RunDirectory(folder).private_path),
+            ending=nodes.close if nodes else lambda: None,
+        )
+        undo.pop_all()
+    return engine

@@ -82,6 +82,10 @@ from swarm.protocol.wire import (
     encode,
     holders_of,
 )
+from swarm.train.parallel.handshake import MAX_STRANGER_BYTES
+from swarm.train.parallel.roster import Node, node_of
+from swarm.train.parallel.wire import encoded as encoded_message
+from swarm.train.parallel.wire import first_message
 from tests.deltas.units import CODINGS, base_of, delta_of, gaussian, reading, unit
 from tests.deltas.units import encoded as encoded_delta
 from tests.hostile.fuzzing import Decoder, spoilt
@@ -223,6 +227,12 @@ def judge_subkey(encoded: bytes) -> None:
     assert not validator.validate(record)
 
 
+def judge_node(encoded: bytes) -> None:
+    found = first_message(encoded, MAX_STRANGER_BYTES)
+    if found is not None:
+        node_of(found[0])
+
+
 def judge_msgpack(encoded: bytes) -> None:
     is_bytes(encoded)
     value = BoundedSerializer(lambda _: None).loads(encoded)
@@ -276,6 +286,7 @@ HEADS = Chain(tuple(long_chain(9)))
 GAPPED = without(HEADS.links, {3, 4, 5})
 (GAP,) = gaps(GAPPED)
 HOSTILE = (HostileInput,)
+NODE = encoded_message(Node(8, 8, 3, ("1.0", "2.13.0")).message())
 DECODERS: dict[str, Decoder] = {
     "message": Decoder(hear_message, HOSTILE, tuple(encode(HEADER, m)[0] for m in MESSAGES)),
     "beside": Decoder(hear_content, (), (*BLOBS.values(),)),
@@ -316,6 +327,7 @@ DECODERS: dict[str, Decoder] = {
     "subkey": Decoder(
         judge_subkey, (), (MSGPackSerializer.dumps(identity().public_key), b"\xc4\x20" + bytes(32))
     ),
+    "worker": Decoder(judge_node, HOSTILE, (NODE,)),
     "delta": Decoder(judge_delta, HOSTILE, DELTAS),
     "msgpack": Decoder(
         judge_msgpack,

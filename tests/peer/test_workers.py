@@ -1,21 +1,33 @@
 """How many workers a peer gets, and what of the machine each."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from swarm.config import ComputeSection
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, WorkersFailed
 from swarm.peer.machine import engine_for
-from swarm.peer.workers import dealings, num_stages, num_workers, place_of, share_of
+from swarm.peer.workers import (
+    dealings,
+    nodes_of,
+    num_elsewhere,
+    num_stages,
+    num_workers,
+    place_of,
+    share_of,
+)
 from swarm.train.ladder import Machine
+from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Place
 from tests.train.runs import tiny_run
 
 RUN, IN_BF16 = tiny_run(), tiny_run(train={"compute": "bf16"})
+OPTIONS = EngineOptions.of(RUN)
 NODE = Machine("cuda", 80e9, 800e9, 1e12, cores=64)
 
 
@@ -33,6 +45,36 @@ def test_processes_on_the_cpu_are_for_those_that_ask_for_the_cpu() -> None:
     for compute in (ComputeSection(parallel=2), ComputeSection(device="cpu", parallel="all")):
         with pytest.raises(ConfigError, match="there is no GPU here to compute on"):
             num_workers(compute, "cpu")
+
+
+def test_workers_of_other_machines_need_an_address_and_one_of_the_peers_own() -> None:
+    both = {"remote_workers": 8, "workers_from": "10.0.0.1:31340"}
+    assert num_elsewhere(ComputeSection(parallel=2, **both)) == 8
+    assert num_elsewhere(ComputeSection()) == 0
+    for given, why in (
+        ({"remote_workers": 8}, "give --workers-from HOST:PORT too"),
+        ({"workers_from": "10.0.0.1:31340"}, "give --remote-workers N too"),
+        ({**both, "parallel": "off"}, "give --gpus too"),
+        ({**both, "workers_from": "10.0.0.1:x"}, "is no HOST:PORT"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            num_workers(ComputeSection(**{"parallel": 2, "device": "cpu", **given}), "cpu")
+
+
+def test_nodes_are_waited_for_with_a_key_in_the_state_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo-1"
+    compute = ComputeSection(
+        device="cpu", parallel=2, remote_workers=4, workers_from="127.0.0.1:0", workers_wait_s=0.1
+    )
+    place = Place(2, "cpu", 1, "gloo")
+    plan: Any = SimpleNamespace(options=replace(OPTIONS, ep=3), below=[replace(OPTIONS, ep=2)])
+    nodes = nodes_of(compute, plan, folder, place)
+    assert nodes is not None
+    assert (tmp_path / "workers.key").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(WorkersFailed, match=r"within 0 s 0 of 4 workers .* a multiple of 6"):
+        Crew(place, nodes)
+    nodes.close()
+    assert nodes_of(ComputeSection(device="cpu", parallel=2), plan, folder, place) is None
 
 
 def test_the_streaming_engine_has_no_workers() -> None:
@@ -80,7 +122,7 @@ def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(
 ) -> None:
     places = []
 
-    def start(place: Place) -> Crew:
+    def start(place: Place, nodes: object) -> Crew:
         places.append(place)
         raise ConfigError("no process is started here")
 

@@ -117,7 +117,7 @@ def test_the_line_for_joiners_names_the_run(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "name", ["peer", "local", "plan", "monitor", "export", "invite", "doctor", "upcycle"]
+    "name", ["peer", "local", "plan", "monitor", "export", "invite", "doctor", "upcycle", "worker"]
 )
 def test_help_does_not_wait_for_torch_and_hivemind(name: str) -> None:
     """They take seconds to load, twenty on a busy machine."""

@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 LIMIT_S = 120
-FOUND = ["--run", "demo", "--rounds", "6", "--peers", "2", "--wait-for-peers", "2", "--gpus", "2"]
+FOUND = ["--run", "demo", "--rounds", "6", "--peers", "2", "--wait-for-peers", "2"]
 SMALL = [
     "round.local_steps=5",
     "merging.alpha=0.0",
@@ -59,11 +59,9 @@ class Training:
 def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
     tmp_path: Path, setting: str, said: str | None
 ) -> None:
-    chosen = [*SMALL, f"compute.{setting}"]
-    settings = [word for setting in chosen for word in ("--set", setting)]
-    text = shutil.copytree(Path(__file__).parents[2] / "swarm" / "protocol", tmp_path / "text")
-    corpus = ["--corpus", str(text)]
-    peers = [Training(tmp_path / "two", *FOUND, *settings, *corpus)]
+    chosen = (*settings(f"compute.{setting}"), "--gpus", "2")
+    corpus = corpus_in(tmp_path)
+    peers = [Training(tmp_path / "two", *FOUND, *chosen, *corpus)]
     try:
         address = peers[0].says(r"--initial-peers (/ip4/\S+)")
         peers.append(Training(tmp_path / "one", "--initial-peers", address, *corpus))
@@ -75,10 +73,49 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
         for peer in peers:
             peer.process.kill()
             peer.process.wait()
+    assert "worker 1 was killed" in peers[0].log
+    assert [words in peers[0].log for words in UNLIKE] == [words == said for words in UNLIKE]
+    assert_members_throughout(peers)
+
+
+def test_a_node_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_path: Path) -> None:
+    """A peer has one worker here and one through swarm-worker, which is started again."""
+    corpus, agents = corpus_in(tmp_path), []
+    elsewhere = ("--gpus", "1", "--workers-from", "127.0.0.1:0", "--remote-workers", "1")
+    peers = [Training(tmp_path / "two", *FOUND, *settings(), *elsewhere, *corpus)]
+    try:
+        address = peers[0].says(r"--initial-peers (/ip4/\S+)")
+        peers.append(Training(tmp_path / "one", "--initial-peers", address, *corpus))
+        controller = peers[0].says(r"swarm-worker --controller (\S+) --key")
+        key = tmp_path / "two" / "workers.key"
+        command = [sys.executable, "-m", "peers.worker", "--controller", controller, "--once"]
+        command += ["--key", str(key), "--workers", "1"]
+        agents.append(subprocess.Popen(command))
+        peers[1].says(r"(round=1/6)")
+        agents[0].kill()
+        agents.append(subprocess.Popen(command))
+        assert [peer.process.wait(LIMIT_S) for peer in peers] == [0, 0]
+        assert agents[1].wait(LIMIT_S) == 0
+    finally:
+        for process in (*agents, *(peer.process for peer in peers)):
+            process.kill()
+            process.wait()
+    assert "(workers 1 to 1) is gone" in peers[0].log
+    assert_members_throughout(peers)
+
+
+def settings(*more: str) -> list[str]:
+    return [word for setting in (*SMALL, *more) for word in ("--set", setting)]
+
+
+def corpus_in(folder: Path) -> list[str]:
+    text = shutil.copytree(Path(__file__).parents[2] / "swarm" / "protocol", folder / "text")
+    return ["--corpus", str(text)]
+
+
+def assert_members_throughout(peers: list[Training]) -> None:
+    """With the same digests, and both counted again before the end."""
     logs = [peer.log for peer in peers]
-    assert "worker 1 was killed" in logs[0]
-    assert [words in logs[0] for words in UNLIKE] == [words == said for words in UNLIKE]
-    # A member throughout, with the other's digests, and counted again before the end.
     rounds = [
         re.findall(r"height=(\d+) digest=(\w+) members=2 contributors=(\d)", log) for log in logs
     ]

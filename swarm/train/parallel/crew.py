@@ -1,45 +1,20 @@
-"""The worker processes of one `ParallelEngine`: started, asked, watched and ended together."""
+"""The workers of one `ParallelEngine`: started or called together, asked, watched and ended."""
 
 from __future__ import annotations
 
-import logging
-import os
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from swarm import errors
 from swarm.errors import HostileInput, SwarmError
-from swarm.train.parallel.exchange import Channel, Closed, Message
+from swarm.train.parallel.exchange import Message
+from swarm.train.parallel.members import START_S, SYMPTOM_S, Member, WorkerProcess
+from swarm.train.parallel.members import Lost as Lost
+from swarm.train.parallel.nodes import Nodes
 from swarm.train.tensor_file import TensorFile
-
-logger = logging.getLogger(__name__)
-
-START_S = 300.0
-"""Loading torch from a slow disk, and meeting the others, may take so long."""
-END_S = 30.0
-"""The system takes a killed process away at once, unless a driver holds it."""
-SYMPTOM_S = 10.0
-"""When one rank has failed the others wait for it in vain; what was the cause shows soon."""
-
-
-class Lost(Exception):
-    """Workers cannot go on: one has ended, is silent, or has no memory left.
-
-    Attributes:
-        is_memory: whether memory was short.
-    """
-
-    def __init__(self, message: str, *, is_memory: bool = False) -> None:
-        super().__init__(message)
-        self.is_memory = is_memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +22,7 @@ class Place:
     """Where workers compute.
 
     Attributes:
-        size: number of workers.
+        size: number of workers on this machine.
         device: "cpu", or "cuda" for a GPU of its own for each.
         threads: CPU threads of each.
         backend: of torch.distributed; gloo also where several share a GPU.
@@ -63,32 +38,45 @@ class Crew:
     """Processes that compute together; to be used by one thread at a time.
 
     Attributes:
-        place: where they compute.
-        pids: of the processes, by rank.
+        place: where those of this machine compute.
+        pids: of the processes, by rank; those of a node are its own.
     """
 
-    def __init__(self, place: Place) -> None:
-        """Starts them.
+    def __init__(self, place: Place, nodes: Nodes | None = None) -> None:
+        """Starts them, as soon as the nodes are there.
+
+        Args:
+            place: where those of this machine compute.
+            nodes: where other machines say that they have workers for this peer.
 
         Raises:
             Lost: they do not come up.
+            WorkersFailed: too few nodes come.
         """
-        self.place = place
+        self.place, self._nodes = place, nodes
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-workers-")
-        self._workers: list[_Process] = []
+        self._members: list[Member] = []
+        self._store: object = None  # is where they meet, for as long as it is held
         try:
-            for _ in range(place.size):
-                self._workers.append(_Process(place.threads))
+            called = nodes.called() if nodes else None
+            self._members += called.members if called else []
+            interface = called.interface if called else "lo"
+            for rank in range(place.size):
+                self._members.append(WorkerProcess(rank, place.threads, interface))
+            self._members.sort(key=lambda member: member.ranks.start)
+            self._size = sum(len(member.ranks) for member in self._members)
             common = {
                 "do": "begin",
-                "size": place.size,
+                "size": self._size,
                 "device": place.device,
                 "backend": place.backend,
                 "threads": place.threads,
-                "rendezvous": str(Path(self._folder.name) / "rendezvous"),
+                "meeting": called.meeting if called else {"file": f"{self._folder.name}/meeting"},
             }
-            messages = [common | {"rank": rank} for rank in range(place.size)]
-            self._answers(messages, None, START_S)
+            self._store = called.store if called else None
+            answers = self._answers([common | _own(each) for each in self._members], None, START_S)
+            self.pids = tuple(answer["pid"] for answer in answers)
+            self._began_s = time.monotonic()
         except OSError as error:
             self.end()
             raise Lost(f"no process can be started: {error}") from error
@@ -96,17 +84,12 @@ class Crew:
             self.end()
             raise
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """See the class."""
-        return tuple(worker.process.pid for worker in self._workers)
-
     def ask(self, message: Message, file: TensorFile | None, within_s: float) -> Message:
         """Has all workers do the same.
 
         Args:
             message: what.
-            file: tensors for all, or an empty one for those of the first one's answer.
+            file: tensors for all, which the message lists, or an empty one for those of the answer.
             within_s: deadline.
 
         Returns:
@@ -117,106 +100,59 @@ class Crew:
             SwarmError: as the workers raised it.
             RuntimeError: they failed by a bug of ours.
         """
-        return self._answers([message] * len(self._workers), file, within_s)[0]
+        return self._answers([message] * len(self._members), file, within_s)[0]
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether nodes wait to be called that would make it larger, were it started anew."""
+        age_s = time.monotonic() - self._began_s
+        return self._nodes is not None and self._nodes.has_more(self._size, age_s)
 
     def end(self) -> None:
         """Ends all processes at once; nothing may follow."""
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.channel.close()
-            try:
-                worker.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                logger.error("worker process %d does not end", worker.process.pid)
+        for member in self._members:
+            member.kill()
+        for member in self._members:
+            member.end()
+        self._store = None
         self._folder.cleanup()
 
     def _answers(
         self, messages: Sequence[Message], file: TensorFile | None, within_s: float
     ) -> list[Message]:
+        """The answers by rank, from messages by member."""
         end_s = time.monotonic() + within_s
         answers: dict[int, Message] = {}
         with selectors.DefaultSelector() as selector:
-            for rank, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
-                worker.send(message, file, rank)
-                selector.register(worker.channel.socket, selectors.EVENT_READ, rank)
-            while len(answers) < len(messages):
+            for member, message in zip(self._members, messages, strict=True):
+                member.send(message, file)
+                selector.register(member.socket, selectors.EVENT_READ, member)
+            while len(answers) < self._size:
                 if any("failed" in answer for answer in answers.values()):
                     end_s = min(end_s, time.monotonic() + SYMPTOM_S)
                 ready = selector.select(max(0.0, end_s - time.monotonic()))
-                answers |= self._received([key.data for key, _ in ready])
+                answers |= _received([key.data for key, _ in ready])
                 if not ready and time.monotonic() >= end_s:
-                    raise Lost(_why_late(answers, len(messages), messages[0]["do"], within_s))
+                    raise Lost(_why_late(answers, self._size, messages[0]["do"], within_s))
         for rank in sorted(answers):
             _raise_other(rank, answers[rank])
         return [answers[rank] for rank in sorted(answers)]
 
-    def _received(self, ranks: Sequence[int]) -> dict[int, Message]:
-        """The answers of those of these ranks that are whole by now."""
-        answers = {}
-        for rank in ranks:
-            answer = self._workers[rank].receive(rank)
-            if answer is not None:
-                answers[rank] = answer
-                _raise_memory(rank, answer)
-        return answers
+
+def _own(member: Member) -> Message:
+    """How many ranks a member has; the first of them, and which of this machine's it is."""
+    first = member.ranks.start
+    return {"rank": first, "local": first, "count": len(member.ranks)}
 
 
-class _Process:
-    """One worker and the socket to it."""
-
-    def __init__(self, threads: int) -> None:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(START_S)
-        root = str(Path(__file__).parents[3])  # where `swarm` lies
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        self.channel = Channel(ours)
-        command = [sys.executable, "-P", "-m", "swarm.train.parallel.worker", str(theirs.fileno())]
-        # Nothing but this machine is part of the exchange.
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-        own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        try:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **own},
-                process_group=0,  # Ctrl+C is for the controller
-            )
-        except OSError:
-            self.channel.close()
-            raise
-        finally:
-            theirs.close()
-
-    def send(self, message: Message, file: TensorFile | None, rank: int) -> None:
-        try:
-            self.channel.send(dict(message), file)
-        except Closed as error:
-            raise Lost(self._fate(rank)) from error
-
-    def receive(self, rank: int) -> Message | None:
-        """The answer, if it is whole by now; what the worker logs is logged here."""
-        try:
-            self.channel.receive()
-        except Closed as error:
-            raise Lost(self._fate(rank)) from error
-        while (found := self.channel.take()) is not None:
-            message, _ = found
-            if "log" not in message:
-                return message
-            level, name, text = message["log"]
-            logging.getLogger(name).log(level, "%s", text)
-        return None
-
-    def _fate(self, rank: int) -> str:
-        try:
-            code = self.process.wait(SYMPTOM_S)
-        except subprocess.TimeoutExpired:
-            return f"worker {rank} takes no commands"
-        if code == -signal.SIGKILL:
-            return f"worker {rank} was killed, perhaps by the system for lack of memory"
-        return f"worker {rank} ended with status {code}"
+def _received(members: Sequence[Member]) -> dict[int, Message]:
+    """The answers of these members that are whole by now."""
+    answers: dict[int, Message] = {}
+    for member in members:
+        answers |= member.receive()
+    for rank, answer in answers.items():
+        _raise_memory(rank, answer)
+    return answers
 
 
 def _why_late(answers: Mapping[int, Message], size: int, what: str, within_s: float) -> str:

@@ -55,6 +55,7 @@ class ParallelEngine:
         folder: Path | None = None,
         saved: Saved | None = None,
         patience: Patience | None = None,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the workers.
 
@@ -66,12 +67,14 @@ class ParallelEngine:
                 folder for temporary files.
             saved: where the private state is saved; None where it is not.
             patience: how long a command may take.
+            ending: called when this engine is closed, after the workers have ended.
 
         Raises:
             OutOfMemory: no options fit.
             WorkersFailed: no workers come up.
         """
         self._run = run
+        self._ending = ending
         self._history = History(folder, saved or Saved.at(None))
         self._force = Workforce(run, options, start, self._history, patience or Patience())
         self._owned: tuple[int, ...] = ()
@@ -208,6 +211,7 @@ class ParallelEngine:
     def close(self) -> None:
         """See `Engine`."""
         self._force.close()
+        self._ending()
 
     def _write(self, named: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
         self._force.tell(Command({"do": "write"}, kept))

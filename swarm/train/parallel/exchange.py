@@ -2,7 +2,7 @@
 
 A line may come with one open file, passed as a descriptor: tensors that the worker shall read,
 which the line lists by name, or an empty file for its answer. Nothing is pickled, and nothing needs
-a shared-memory file system.
+a shared-memory file system. Between machines `wire.py` carries the same.
 """
 
 from __future__ import annotations
@@ -87,6 +87,23 @@ class Channel:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
+
+
+class Answer(TensorFile):
+    """A file for an answer, which other ranks write to as well.
+
+    Attributes:
+        mine: names of the tensors that this rank has put there.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        super().__init__(file, {})
+        self.mine: list[str] = []
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """See `TensorFile`."""
+        super().put(name, tensor)
+        self.mine.append(name)
 
 
 def listed(file: TensorFile) -> dict[str, Any]:

@@ -28,6 +28,29 @@ class Disconnected(Exception):
     """Another rank did not take part in a collective operation."""
 
 
+def meeting_at(host: str, port: int, *, listening: int | None = None) -> object:
+    """A store of torch.distributed, where ranks of several machines find each other.
+
+    Args:
+        host: address of the machine that listens.
+        port: that it listens on.
+        listening: descriptor of its socket, which is taken over; None on who goes there.
+    """
+    own: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": listening,
+    }
+    # torch documents the name and exports it, but its types do not.
+    store: object = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+        **({} if listening is None else own),
+    )
+    return store
+
+
 @dataclass
 class Traffic:
     """Operations that one rank took part in, by what they were for.

@@ -31,6 +31,7 @@ from swarm.train.adam_moments import KINDS
 from swarm.train.engine import EngineState
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.exchange import (
+    Answer,
     Channel,
     Closed,
     Message,
@@ -44,7 +45,7 @@ from swarm.train.parallel.exchange import (
 )
 from swarm.train.parallel.history import Found
 from swarm.train.parallel.moving import Form
-from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks
+from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
 from swarm.train.parallel.sharding import RankEngine
 from swarm.train.tensor_file import OpenFile, TensorFile
 
@@ -90,9 +91,9 @@ class Worker:
         try:
             if command in self._questions:
                 assert file is not None
-                out = TensorFile(file, {})
+                out = Answer(file)
                 self._questions[command](message, out)
-                return {"tensors": listed(out)}
+                return {"tensors": listed(out), "mine": out.mine}
             if command == "state":
                 return self._describe()
             if command != "rehearse":
@@ -119,17 +120,17 @@ class Worker:
         backend, on_gpu = message["backend"], message["device"] == "cuda"
         torch.set_num_threads(message["threads"])
         if on_gpu:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            torch.cuda.set_device(message["local"] % torch.cuda.device_count())
         self._ranks = Ranks(rank, size, torch.device("cuda" if backend == "nccl" else "cpu"))
         if size > 1:
             dist.init_process_group(
                 backend,
-                init_method=f"file://{message['rendezvous']}",
+                **_meeting(message["meeting"]),
                 rank=rank,
                 world_size=size,
                 timeout=datetime.timedelta(seconds=COLLECTIVE_S),
             )
-        return {}
+        return {"pid": os.getpid()}
 
     def _make(self, message: Message, _: Given) -> Message:
         self._made = None  # before the next one takes memory
@@ -245,6 +246,13 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
     from swarm.train.parallel.staged import StageEngine  # torch's schedules take 1 s and 75 MB
 
     return StageEngine(run, options, ranks)
+
+
+def _meeting(found: Message) -> dict[str, Any]:
+    """Where ranks find each other: by a file, or by the controller if some are elsewhere."""
+    if "file" in found:
+        return {"init_method": f"file://{found['file']}"}
+    return {"store": meeting_at(found["host"], found["port"])}
 
 
 class _ToController(logging.Handler):

@@ -91,6 +91,9 @@ class Workforce:
             WorkersFailed: workers ended again and again.
         """
         with self._lock:
+            if command.message["do"] == "step" and self._crew is not None and self._crew.may_grow:
+                logger.info("workers of other machines are back; all workers are started again")
+                self.close()
             answer = self.ask(command.message, command.tensors)
             self._history.add(command)
             return answer

@@ -1,0 +1,85 @@
+"""swarm-worker: brings the GPUs of this machine to a peer that runs on another one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from peers.launch import PASSIVE
+from peers.options import Options, option, options, program
+from swarm.errors import ConfigError
+from swarm.train.parallel.roster import Node, address_of, launched_by
+
+
+@program("swarm-worker")
+@options("key", "log_format", "log_level")
+@option(
+    "--controller",
+    metavar="HOST:PORT",
+    help="The peer's --workers-from; by default the host that torchrun names, and port 31340.",
+)
+@option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="How many; by default one for each GPU. Without GPUs it must be given.",
+)
+@option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="On a disk with room for what the peer sends; by default the system's for such files.",
+)
+@option("--once", is_flag=True, help="Ends when the peer has ended, and waits for no next one.")
+def main(
+    given: Options, controller: str | None, workers: int | None, folder: Path | None, once: bool
+) -> None:
+    """Lets this machine's GPUs compute for a peer that was started elsewhere.
+
+    \b
+    Beside the peer:  swarm-peer ... --gpus all --workers-from 10.0.0.1:31340 --remote-workers 8
+    On this machine:  swarm-worker --controller 10.0.0.1:31340 --key workers.key
+
+    The peer makes the key, and its log says where. Its workers here begin when all machines are
+    there, and end with it, within 10 s; then this program waits for it again. Nothing is
+    encrypted: all machines belong into one private network. Under torchrun, or srun with several
+    tasks a machine, each process is one worker.
+    """  # noqa: D301 - click reads the backspace
+    for name, value in PASSIVE.items():
+        os.environ.setdefault(name, value)  # before OpenMP comes with torch
+    import torch  # takes seconds: not for --help
+
+    from swarm.train.parallel.agent import Agent  # loads torch: not for --help
+    from swarm.train.parallel.handshake import key_at  # loads torch: not for --help
+    from swarm.train.parallel.nodes import versions  # loads torch: not for --help
+
+    launch = launched_by(os.environ)
+    gpus = torch.cuda.device_count()
+    number = workers or (gpus if launch.local is None else 1)
+    if not number:
+        hint = "give --workers N for a peer that computes on the CPU"
+        raise ConfigError("PyTorch finds no GPU on this machine", hint=hint)
+    if not (address := controller or launch.controller):
+        raise ConfigError("--controller is missing", hint="for example 10.0.0.1:31340")
+    if not given.key:
+        raise ConfigError("--key is missing", hint="a copy of the peer's workers.key")
+    agent = Agent(
+        address_of(address, "--controller"),
+        key_at(Path(given.key).expanduser(), may_make=False),
+        Node(number, gpus, launch.rank, versions()),
+        launch.local,
+        folder,
+    )
+    signal.signal(signal.SIGTERM, _end)
+    agent.serve(once=once)
+
+
+def _end(*_: object) -> NoReturn:
+    """Ends as Ctrl+C does: the workers first."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""The controller's side of workers on other machines: who is there, and what they are told.
+
+Each node has an agent (`agent.py`), which dials the controller and waits to be called. A connection
+serves one `Crew`: when it is closed, from either side or by a fault, the node's workers end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import BadMessage, ConfigError, WorkersFailed
+from swarm.train.parallel.exchange import Closed, Message, opened
+from swarm.train.parallel.handshake import Refused, admit
+from swarm.train.parallel.members import Lost, Member
+from swarm.train.parallel.ranks import meeting_at
+from swarm.train.parallel.roster import Node, Wanted, node_of, objection, seats, size_of
+from swarm.train.parallel.wire import Segments, Wire, interface_of, segments_of
+from swarm.train.tensor_file import TensorFile
+from swarm.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 16
+"""So many connections are asked for the key at once; others are closed."""
+MAX_WAITING = 256
+"""Nodes that wait to be called; the oldest is let go for one more."""
+LOOK_S = 1.0
+SAY_EVERY_S = 15.0
+COMPLAIN_EVERY_S = 60.0
+
+
+def versions() -> tuple[str, str]:
+    """What has to be the same on all machines of a peer: swarm and torch."""
+    return __version__, torch.__version__
+
+
+@dataclass(frozen=True)
+class Called:
+    """The part of a crew that is on other machines.
+
+    Attributes:
+        members: nodes and their ranks.
+        interface: by which this machine reaches them; None leaves it to torch.
+        meeting: where workers of this machine find the others.
+        store: of torch.distributed, through which they do.
+    """
+
+    members: list[Member]
+    interface: str | None
+    meeting: Message
+    store: object
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A node that holds the key and waits."""
+
+    name: str
+    wire: Wire
+    node: Node
+
+
+class Nodes:
+    """Listens for nodes; threads of its own let them in.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], key: bytes, wanted: Wanted, *, device: str, wait_s: float
+    ) -> None:
+        """Begins to listen.
+
+        Args:
+            address: host and port; port 0 takes a free one.
+            key: which nodes must hold.
+            wanted: how many workers.
+            device: on which they compute.
+            wait_s: how long `called` waits for all of them.
+
+        Raises:
+            ConfigError: nobody can listen there.
+        """
+        self._key, self._wanted, self._device, self._wait_s = key, wanted, device, wait_s
+        try:
+            self._listener = socket.create_server(address, backlog=MAX_STRANGERS)
+        except OSError as error:
+            raise ConfigError(
+                f"compute.workers_from: cannot listen on {address[0]}:{address[1]}: {error}",
+                hint="it is an address of this machine, with a port that is free",
+            ) from error
+        self._host, self.port = self._listener.getsockname()[:2]
+        self._changed = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._refusals, self._complained_s = 0, float("-inf")
+        threading.Thread(target=self._listen, name="nodes", daemon=True).start()
+
+    def called(self) -> Called:
+        """Waits until enough nodes are there, and takes them out of the waiting ones.
+
+        Raises:
+            WorkersFailed: there are too few at the end.
+        """
+        began_s = said_s = time.monotonic()
+        with self._changed:
+            while True:
+                self._forget_closed()
+                now_s = time.monotonic()
+                left_s = began_s + self._wait_s - now_s
+                found = seats(self._nodes(), self._wanted, is_late=left_s <= 0)
+                if found is not None:
+                    break
+                there = sum(node.workers for node in self._nodes())
+                if left_s <= 0:
+                    raise _too_few(there, self._wanted, self._wait_s)
+                if now_s >= said_s:
+                    said_s = now_s + SAY_EVERY_S
+                    logger.info(
+                        "waiting for workers of other machines: %d of %d are there (%d nodes), "
+                        "%.0f s more",
+                        there,
+                        self._wanted.elsewhere,
+                        len(self._waiting),
+                        left_s,
+                    )
+                self._changed.wait(min(LOOK_S, left_s))
+            chosen = [
+                (each, ranks) for each, ranks in zip(self._waiting, found, strict=True) if ranks
+            ]
+            self._waiting = [
+                each for each, ranks in zip(self._waiting, found, strict=True) if not ranks
+            ]
+        return self._begun(chosen)
+
+    def has_more(self, size: int, age_s: float) -> bool:
+        """Whether a crew of fewer workers than wanted is worth being started anew, with more.
+
+        Args:
+            size: of the crew.
+            age_s: how long it has computed. Nodes that come and go change nothing for `wait_s`.
+        """
+        if age_s < self._wait_s or size == self._wanted.here + self._wanted.elsewhere:
+            return False
+        with self._changed:
+            self._forget_closed()
+            there = size + sum(node.workers for node in self._nodes())
+        return size_of(there, self._wanted, is_late=True) > size
+
+    def close(self) -> None:
+        """Stops listening and lets the nodes go."""
+        with contextlib.suppress(OSError):  # it is closed already
+            # A thread in accept() holds the socket open until it is shut down.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            for each in self._waiting:
+                each.wire.close()
+            self._waiting = []
+
+    def _begun(self, chosen: Sequence[tuple[_Waiting, range]]) -> Called:
+        elsewhere = sum(len(ranks) for _, ranks in chosen)
+        if elsewhere < self._wanted.elsewhere:
+            logger.warning(
+                "after %.0f s only %d of %d workers of other machines are used: sums are added up "
+                "in other blocks until all are back",
+                self._wait_s,
+                elsewhere,
+                self._wanted.elsewhere,
+            )
+        for each, ranks in chosen:
+            logger.info("workers %d to %d: on %s", ranks[0], ranks[-1], each.name)
+        here = "127.0.0.1" if not chosen else chosen[0][0].wire.socket.getsockname()[0]
+        try:
+            meeting = socket.create_server((self._host, 0))
+            port = meeting.getsockname()[1]
+            store = meeting_at(here, port, listening=meeting.detach())
+        except (OSError, RuntimeError) as error:
+            for each, _ in chosen:
+                each.wire.close()
+            raise Lost(f"workers cannot meet at {here}: {error}") from error
+        members: list[Member] = [NodeWorkers(each.name, each.wire, r) for each, r in chosen]
+        interface = interface_of(here) if chosen else "lo"
+        return Called(members, interface, {"host": here, "port": port}, store)
+
+    def _nodes(self) -> list[Node]:
+        return [each.node for each in self._waiting]
+
+    def _forget_closed(self) -> None:
+        for each in [each for each in self._waiting if not each.wire.is_open()]:
+            each.wire.close()
+            self._waiting.remove(each)
+
+    # ------------------------------------------------ strangers
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                end, address = self._listener.accept()
+            except OSError:  # it is closed, or one connection was gone before it was taken
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(LOOK_S)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                end.close()
+                continue
+            name = f"{address[0]}:{address[1]}"
+            threading.Thread(target=self._let_in, args=(end, name), daemon=True).start()
+
+    def _let_in(self, end: socket.socket, name: str) -> None:
+        try:
+            wire = Wire(end)
+            node = node_of(admit(wire, self._key))
+            problem = objection(node, self._device, versions())
+            wire.send({"refused": problem} if problem else {"welcome": True})
+            if problem:
+                raise Refused(problem)
+        except (Refused, Closed, BadMessage, OSError) as error:
+            end.close()
+            self._complain(name, error)
+        else:
+            with self._changed:
+                self._forget_closed()
+                self._waiting.append(_Waiting(name, wire, node))
+                while len(self._waiting) > MAX_WAITING:
+                    self._waiting.pop(0).wire.close()
+                self._changed.notify_all()
+        finally:
+            self._strangers.release()
+
+    def _complain(self, name: str, why: Exception) -> None:
+        """Says that somebody was refused, once a minute at most."""
+        with self._changed:
+            self._refusals += 1
+            if time.monotonic() < self._complained_s + COMPLAIN_EVERY_S:
+                return
+            count, self._refusals = self._refusals, 0
+            self._complained_s = time.monotonic()
+        logger.warning(
+            "workers: refused %d connections, the last one from %s: %s", count, name, why
+        )
+
+
+class NodeWorkers(Member):
+    """The ranks of one node, behind its connection."""
+
+    def __init__(self, name: str, wire: Wire, ranks: range) -> None:
+        """Takes the connection over."""
+        self.ranks, self.socket = ranks, wire.socket
+        self._name, self._wire = f"{name} (workers {ranks[0]} to {ranks[-1]})", wire
+        self._answer: TensorFile | None = None
+
+    def send(self, message: Message, file: TensorFile | None) -> None:
+        """See `Member`; the bytes of tensors go along."""
+        self._answer = None
+        try:
+            if file is None:
+                self._wire.send(message)
+            elif "tensors" in message:
+                segments = segments_of(opened(file.file, message["tensors"]))
+                self._wire.send(message, file.file.descriptor, segments)
+            else:
+                self._answer = file
+                self._wire.send({**message, "answers": True})
+        except Closed as error:
+            raise Lost(f"{self._name} is gone: {error}") from error
+
+    def receive(self) -> dict[int, Message]:
+        """See `Member`; tensors of the answers are written to the file that waits for them."""
+        answers: dict[int, Message] = {}
+        try:
+            self._wire.receive()
+            while (found := self._wire.take()) is not None:
+                answers |= self._answered(*found)
+        except Closed as error:
+            raise Lost(f"{self._name} is gone: {error}") from error
+        except (BadMessage, OSError) as error:
+            raise Lost(f"{self._name}: {error}") from error
+        return answers
+
+    def _answered(self, message: Message, segments: Segments) -> dict[int, Message]:
+        if "lost" in message:
+            raise Lost(f"{self._name}: {message['lost']}")
+        rank, answer = message.get("rank"), message.get("answer")
+        if type(rank) is not int or rank not in self.ranks or not isinstance(answer, dict):
+            raise BadMessage("worker_wire", "an answer of no worker")
+        if segments:
+            if self._answer is None:
+                raise BadMessage("worker_wire", "tensors that nobody has asked for")
+            self._wire.fetch(self._answer.file.descriptor, segments)
+        return {rank: answer}
+
+    def kill(self) -> None:
+        """See `Member`; the agent ends its workers."""
+        self._wire.close()
+
+    def end(self) -> None:
+        """See `Member`; the node comes back when its workers have ended."""
+
+
+def _too_few(there: int, wanted: Wanted, wait_s: float) -> WorkersFailed:
+    least = f"a multiple of {wanted.unit}" if wanted.unit > 1 else "any number"
+    return WorkersFailed(
+        f"within {wait_s:.0f} s {there} of {wanted.elsewhere} workers of other machines came, "
+        f"and with the {wanted.here} here it has to be {least}",
+        hint="start swarm-worker on them; its log says what is in the way",
+    )
