@@ -91,7 +91,7 @@ def test_every_program_says_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert len(scripts) == 10
+    assert len(scripts) == 11
     for name, place in scripts.items():
         module, _, function = place.partition(":")
         monkeypatch.setattr(sys, "argv", [name, "--version"])
