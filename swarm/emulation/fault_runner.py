@@ -10,15 +10,7 @@ from functools import partial
 
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls, Trap
 from swarm.emulation.fault_actions import FaultActions
-from swarm.emulation.fault_plan import (
-    Fault,
-    FaultPlan,
-    Join,
-    Kill,
-    Partition,
-    Pause,
-    moments,
-)
+from swarm.emulation.fault_plan import Fault, FaultPlan, Join, Kill, Partition, Pause, moments
 from swarm.emulation.fault_verdict import Happened
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied

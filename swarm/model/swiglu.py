@@ -39,7 +39,6 @@ class Stack(Protocol):
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, out, in] tensor of `dtype`."""
-        ...
 
 
 @dataclass(frozen=True)

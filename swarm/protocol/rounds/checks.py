@@ -9,15 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from swarm.protocol.dealing import Book, book_of
-from swarm.protocol.manifest import (
-    SEASONED_ROUNDS,
-    UNCODED,
-    Entry,
-    Kind,
-    Manifest,
-    PeerId,
-    Unit,
-)
+from swarm.protocol.manifest import SEASONED_ROUNDS, UNCODED, Entry, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
