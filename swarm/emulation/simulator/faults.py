@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from swarm.config import MergingConfig
@@ -356,7 +356,8 @@ class Draw:
 
 
 def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
-    return timers.with_(
+    return replace(
+        timers,
         tick_s=0.5,
         heartbeat_s=timers.heartbeat_s * factor,
         silence_s=timers.silence_s * factor,
