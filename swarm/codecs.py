@@ -310,11 +310,7 @@ def mean_of(
     instead; bf16, one rounding more (0.4 %). Cost: n passes. Holds a chunk of each blob, its fp32
     sum and a chunk of the result at its peak, with weights one product more.
 
-    Args:
-        reads: of blobs of equal size.
-        num_bytes: that size.
-        codec: theirs.
-        weights: of each blob, positive; None: all count the same.
+    `reads` gives blobs of `num_bytes` each; `weights` are positive, None: all count the same.
     """
     chunk_bytes = CHUNK_ELEMENTS * DTYPES[codec].itemsize
 
@@ -338,9 +334,7 @@ def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -
     overflows, and the mean passes it again: shares that were rounded up may exceed 1 in sum, so
     what they lift above the limit is the limit.
 
-    Args:
-        chunks: fp32 or bf16 [n] each, not written to.
-        weights: of each chunk, positive.
+    The chunks are fp32 or bf16 [n] each and not written to; the weights are positive.
     """
     if weights is None:
         total = chunks[0].to(torch.float32, copy=True)

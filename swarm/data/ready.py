@@ -123,14 +123,10 @@ def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) ->
 
 
 def read_tokens(path: Path, num_ids: int) -> Tokens:
-    """The tokens of a file, mapped.
+    """The tokens of a file, mapped; `num_ids` is the tokenizer's.
 
     A .npy file says how large its integers are. Those of a .bin file have 2 bytes, and 4 where the
     tokenizer has more than 65,536 ids; llm.c's with a header have 2.
-
-    Args:
-        path: of the file.
-        num_ids: of the tokenizer.
 
     Raises:
         DataError: it is no one-dimensional array of integers of this size, or torn.

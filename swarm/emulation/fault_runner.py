@@ -100,11 +100,7 @@ class FaultRunner:
         self.swarm.environment = {**self.swarm.environment, **variable}
 
     def begin(self, run_s: float = LONGEST_S) -> None:
-        """Starts the clock of the plan; call it when the swarm has started.
-
-        Args:
-            run_s: no timed fault later than this.
-        """
+        """Starts the plan's clock once the swarm has; no timed fault comes later than `run_s`."""
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:

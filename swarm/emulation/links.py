@@ -158,12 +158,7 @@ class Shaper:
     """When packets between peers arrive, if they do; knows nothing of sockets or clocks."""
 
     def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
-        """Nothing is on its way yet.
-
-        Args:
-            link: of all peers, or several that peers have in turn.
-            seed: of lost packets.
-        """
+        """Nothing is on its way yet; peers have several links in turn, `seed` is of losses."""
         self._links = (link,) if isinstance(link, Link) else tuple(link)
         self.cuts = Cuts()
         self._draw = random.Random(seed)

@@ -44,10 +44,7 @@ class ResidentEngine:
     ) -> None:
         """Builds a model that owns nothing; its tensors hold nothing until they are written.
 
-        Args:
-            run: the model.
-            options: None for the run's settings.
-            bank: makes what holds the experts of a layer.
+        `options` are the run's settings by default; `bank` makes what holds the experts of a layer.
         """
         options = options or EngineOptions.of(run)
         self._run = run

@@ -42,15 +42,7 @@ def compose_round(
     attendance: Attendance,
     rules: Rules,
 ) -> Manifest:
-    """The manifest of an ordinary training round.
-
-    Args:
-        tip: its parent.
-        plan: the closed roster.
-        results: mean of each unit that has a reducer.
-        attendance: decides on membership.
-        rules: the run's rules.
-    """
+    """The manifest of an ordinary training round; `results` has each mean that has a reducer."""
     number, contributors = tip.round + 1, plan.contributors
     membership = _members_after(tip, contributors, attendance, rules)
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
@@ -168,11 +160,7 @@ def compose_merge(
 ) -> Manifest:
     """The merge manifest of a due tip: nothing but the experts' values changes [M4].
 
-    Args:
-        tip: its parent.
-        merged: the merged value of every expert.
-        sources: who holds each of them.
-        rules: the run's rules.
+    `merged` has the new value of every expert, `sources` who holds it.
     """
     entries = dict(tip.entries)
     for unit in rules.expert_units:
