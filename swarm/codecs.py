@@ -72,9 +72,7 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
 
     Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
-    Args:
-        layout: which elements go where.
-        read: a run of elements, flat; any floating dtype or device.
+    A run of elements is read flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:

@@ -99,10 +99,7 @@ class ReadyTokens:
 def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) -> ReadyTokens | None:
     """The .npy and .bin files below a folder, hidden ones left out; None where there are none.
 
-    Args:
-        folder: where they are.
-        tokenizer: that made them.
-        end_of_text: id that closes documents in them; by default the tokenizer's.
+    `end_of_text` is the id that closes documents in them; by default the tokenizer's.
 
     Raises:
         DataError: there are texts too.

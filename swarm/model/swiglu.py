@@ -113,10 +113,7 @@ def rows_through(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes the rows of a plan through their experts.
 
-    Args:
-        x_ND: the tokens, in the compute type.
-        owned: as in `mix_experts`.
-        setting: likewise.
+    The tokens are in the compute type; all else is as in `mix_experts`.
 
     Returns:
         What backward needs, gate(x) and up(x), both [M, I], and the experts' outputs [M, D], not

@@ -1,13 +1,4 @@
-"""Fault classes: which swarm a seed stands for, and what happens to it.
-
-| class | what fails |
-|---|---|
-| A | anything, on anybody |
-| B | anything, on a minority; the majority must go on as if nothing were |
-| C | a majority dies for good |
-| D | time-outs far too short, duelling conveners, crashes after a vote |
-| E | like D with 3 to 5 peers, links cut, crashes after a promise |
-"""
+"""Fault classes: which swarm a seed stands for, and what happens to it; swarm/README.md, 3.8."""
 
 from __future__ import annotations
 

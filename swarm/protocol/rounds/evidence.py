@@ -17,12 +17,9 @@ from functools import lru_cache
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Evidence, Offer, OfferedUnit, ReducedUnit, Report
-from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.composition import NO_WISH, Attendance, compose_round
 from swarm.protocol.rounds.rosters import Plan, offer_problem, plan_roster
 from swarm.protocol.rounds.rules import Rules
-
-NO_WISH: Wish = ""
-"""In place of a wish that a manifest lacks: it never follows then."""
 
 
 @dataclass(frozen=True)
