@@ -18,7 +18,7 @@ from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
 from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
-from swarm.protocol.dealing import Book, num_samples
+from swarm.protocol.dealing import Book, Counts, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
 from swarm.protocol.manifest import PeerId
@@ -124,22 +124,18 @@ class _WeightsIgnored(Reducer):
 
 
 class _WholeDealsCount(Rules):
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         whole = {peer: num_samples(book.dealt[peer]) for peer in counted}
         return super().next_book(book, whole, quotas)
 
 
 class _HolesForgotten(Rules):
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         return super().next_book(Book(book.cursor), {}, quotas)
 
 
 class _DealtAnewAtReform(Rules):
-    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    def reformed_book(self, book: Book, quotas: Counts) -> Book:
         return self.next_book(book, {}, quotas)
 
 

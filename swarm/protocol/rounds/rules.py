@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from swarm.codings import coded_bytes
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
-from swarm.protocol.dealing import Book, next_book, reformed_book
+from swarm.protocol.dealing import Book, Counts, next_book, reformed_book
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import UNCODED, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
@@ -108,13 +108,11 @@ class Rules:
             is_open=run.run.admission == "open",
         )
 
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         """The book after a round [T1]."""
         return next_book(book, counted, quotas, keeps_rest=self.overlaps)
 
-    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    def reformed_book(self, book: Book, quotas: Counts) -> Book:
         """The book of a reform [T4]."""
         return reformed_book(book, quotas)
 
