@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarm.codecs import Content, allocate, encode_unit, fill
 from swarm.config import NetworkSection, RunConfig, validate_config
-from swarm.experts import expert_of_unit, expert_unit
+from swarm.experts import UnitLayout, expert_of_unit, expert_unit
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
 from swarm.network.founding import founding_manifest
@@ -29,7 +29,7 @@ from swarm.network.round_driver import RoundDriver
 from swarm.network.serve import BlobServer
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record
-from swarm.protocol.layout import Layout, UnitLayout, layout_of
+from swarm.protocol.layout import Layout, layout_of
 from swarm.protocol.manifest import Founding, Manifest, run_id
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.rounds import RoundMachine, Rules

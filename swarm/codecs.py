@@ -72,9 +72,7 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
 
     Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
-    Args:
-        layout: which elements go where.
-        read: a run of elements, flat; any floating dtype or device.
+    A run of elements is read flat, of any floating dtype or device.
     """
 
     def pieces() -> Iterator[Buffer]:
@@ -310,11 +308,7 @@ def mean_of(
     instead; bf16, one rounding more (0.4 %). Cost: n passes. Holds a chunk of each blob, its fp32
     sum and a chunk of the result at its peak, with weights one product more.
 
-    Args:
-        reads: of blobs of equal size.
-        num_bytes: that size.
-        codec: theirs.
-        weights: of each blob, positive; None: all count the same.
+    `reads` gives blobs of `num_bytes` each; `weights` are positive, None: all count the same.
     """
     chunk_bytes = CHUNK_ELEMENTS * DTYPES[codec].itemsize
 
@@ -338,9 +332,7 @@ def mean_chunk(chunks: Sequence[Tensor], weights: Sequence[int] | None = None) -
     overflows, and the mean passes it again: shares that were rounded up may exceed 1 in sum, so
     what they lift above the limit is the limit.
 
-    Args:
-        chunks: fp32 or bf16 [n] each, not written to.
-        weights: of each chunk, positive.
+    The chunks are fp32 or bf16 [n] each and not written to; the weights are positive.
     """
     if weights is None:
         total = chunks[0].to(torch.float32, copy=True)

@@ -41,9 +41,7 @@ def write_file(
 def put_in_place(path: Path, *, previous: Path | None = None) -> None:
     """Gives what lies `beside` a file, and was synced, the file's name.
 
-    Args:
-        path: the file.
-        previous: a name under which the content before is kept.
+    The content before is kept under the name `previous`, if one is given.
 
     Raises:
         OSError: the disk refused; the old content is there.

@@ -58,11 +58,7 @@ class Reporter:
     ) -> Progress | None:
         """So many are done; returns what was said, if a line was due.
 
-        Args:
-            done: how many.
-            total: how many there are to be.
-            details: further figures.
-            left_s: seconds until the end; by default as the work so far took.
+        `left_s` are seconds until the end; by default as the work so far took.
         """
         now_s = self._clock()
         if left_s is None and 0 < done <= total:

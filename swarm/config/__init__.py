@@ -12,13 +12,7 @@ from swarm.config.parse import (
     valid_keys,
     validate_config,
 )
-from swarm.config.peer import (
-    ComputeSection,
-    CorpusSection,
-    NetworkSection,
-    PeerConfig,
-    PeerSection,
-)
+from swarm.config.peer import ComputeSection, CorpusSection, NetworkSection, PeerConfig, PeerSection
 from swarm.config.run import (
     DataConfig,
     LossConfig,

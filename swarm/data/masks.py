@@ -37,10 +37,7 @@ class Masks:
 def masks_of(tokens_BT1: Tensor, run: RunConfig, end_of_text: int | None) -> Masks | None:
     """The masks of a batch, as the run's `data.attention` and `data.mask_repetition` want them.
 
-    Args:
-        tokens_BT1: the batch, on the CPU.
-        run: gives the settings.
-        end_of_text: the id that closes a document; needed for attention within documents.
+    The batch is on the CPU; attention within documents needs the id that closes one.
     """
     if run.data.attention == "window" and not run.data.mask_repetition:
         return None

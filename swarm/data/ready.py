@@ -99,10 +99,7 @@ class ReadyTokens:
 def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) -> ReadyTokens | None:
     """The .npy and .bin files below a folder, hidden ones left out; None where there are none.
 
-    Args:
-        folder: where they are.
-        tokenizer: that made them.
-        end_of_text: id that closes documents in them; by default the tokenizer's.
+    `end_of_text` is the id that closes documents in them; by default the tokenizer's.
 
     Raises:
         DataError: there are texts too.
@@ -123,14 +120,10 @@ def ready_tokens(folder: Path, tokenizer: Tokenizer, end_of_text: int | None) ->
 
 
 def read_tokens(path: Path, num_ids: int) -> Tokens:
-    """The tokens of a file, mapped.
+    """The tokens of a file, mapped; `num_ids` is the tokenizer's.
 
     A .npy file says how large its integers are. Those of a .bin file have 2 bytes, and 4 where the
     tokenizer has more than 65,536 ids; llm.c's with a header have 2.
-
-    Args:
-        path: of the file.
-        num_ids: of the tokenizer.
 
     Raises:
         DataError: it is no one-dimensional array of integers of this size, or torn.

@@ -43,34 +43,27 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """What people call it."""
-        ...
 
     @property
     def root(self) -> Path:
         """The folder."""
-        ...
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths below it."""
-        ...
 
     @property
     def mixture(self) -> tuple[tuple[str, float], ...]:
         """Folders and their weights; empty where the text is not mixed."""
-        ...
 
     def fingerprint(self) -> str:
         """Equal while no file has changed."""
-        ...
 
     def documents(self, tally: Tally | None = None) -> Iterator[bytes]:
         """All documents in order; the tally counts files, and what is skipped."""
-        ...
 
     def tokens(self, documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[Tokens]:
         """Token ids of documents, each closed."""
-        ...
 
 
 @dataclass(frozen=True)

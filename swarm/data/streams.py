@@ -43,12 +43,7 @@ def samples_at(stretches: Stretches, first: int, count: int) -> Samples:
 
 
 def windows_of(seed: int, samples: Samples, num_windows: int) -> Samples:
-    """The windows behind samples.
-
-    Args:
-        seed: the run's.
-        samples: sample numbers, in any order.
-        num_windows: windows in the text.
+    """The windows behind samples, in any order, of a text of so many; `seed` is the run's.
 
     Returns:
         Window indexes [len(samples)], each below `num_windows`.

@@ -22,17 +22,14 @@ class Tokenizer(Protocol):
     @property
     def name(self) -> str:
         """Its kind and 16 hex digits: equal where all that it does is."""
-        ...
 
     @property
     def num_ids(self) -> int:
         """Ids in use are below it. A model's vocabulary may be larger; the rest is never seen."""
-        ...
 
     @property
     def end_of_text(self) -> int:
         """Id of the token that closes a document and that no text contains."""
-        ...
 
     def encoded(self, documents: Iterable[bytes]) -> Iterator[Tokens]:
         """Token ids of each document in order, closed by `end_of_text`.
@@ -40,7 +37,6 @@ class Tokenizer(Protocol):
         Raises:
             TokenizerError: it cannot be run, or made something impossible of a document.
         """
-        ...
 
     def decoded(self, documents: Sequence[Tokens]) -> list[bytes]:
         """The text of each document, whose tokens are not closed, in UTF-8.
@@ -50,7 +46,6 @@ class Tokenizer(Protocol):
         Raises:
             TokenizerError: it cannot be run.
         """
-        ...
 
     def save(self, folder: Path, *, model_max_length: int) -> None:
         """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads unmodified.
@@ -62,7 +57,6 @@ class Tokenizer(Protocol):
             folder: where the two files go; it must exist.
             model_max_length: tokens that the model was trained to read at once.
         """
-        ...
 
 
 def token_dtype(num_ids: int) -> np.dtype[Any]:

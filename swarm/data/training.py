@@ -18,9 +18,7 @@ def train_tokenizer(documents: Iterable[bytes], vocab_size: int) -> FileTokenize
 
     Equal documents in equal order give an equal file. Memory is that of the text's different words.
 
-    Args:
-        documents: UTF-8.
-        vocab_size: ids, the 256 bytes and the end of text among them.
+    Documents are UTF-8; the 256 bytes and the end of text are among the ids.
 
     Raises:
         TokenizerError: the package tokenizers is not installed.

@@ -154,12 +154,7 @@ def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice
 
 
 def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
-    """The value v' = v + dec(delta) of a unit: the same bits on every processor.
-
-    Args:
-        layout: of the unit.
-        base: of v, a value of the layout.
-        delta: what moves it.
+    """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
 
     Raises:
         BadBlob: here and while it is read, as `decode_delta`; and as `codecs.check_finite` of what

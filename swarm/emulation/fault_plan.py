@@ -262,13 +262,7 @@ def drawn_s(span: Seconds, draw: random.Random) -> float:
 
 
 def moments(at: At, draw: random.Random, until_s: float) -> list[float]:
-    """Seconds after the start at which a timed fault is due, in order; empty for a round's.
-
-    Args:
-        at: of the fault.
-        draw: of the intervals.
-        until_s: nothing is due later.
-    """
+    """Seconds from the start to `until_s` at which a timed fault is due; empty for a round's."""
     if at.after_s is not None:
         return [at.after_s] if at.after_s <= until_s else []
     if at.every_s is None:

@@ -10,15 +10,7 @@ from functools import partial
 
 from swarm.emulation.controls import FOLDER_VARIABLE, ControlFolder, Controls, Trap
 from swarm.emulation.fault_actions import FaultActions
-from swarm.emulation.fault_plan import (
-    Fault,
-    FaultPlan,
-    Join,
-    Kill,
-    Partition,
-    Pause,
-    moments,
-)
+from swarm.emulation.fault_plan import Fault, FaultPlan, Join, Kill, Partition, Pause, moments
 from swarm.emulation.fault_verdict import Happened
 from swarm.emulation.local_peer import LocalPeer
 from swarm.emulation.local_swarm import LocalSwarm, applied
@@ -108,11 +100,7 @@ class FaultRunner:
         self.swarm.environment = {**self.swarm.environment, **variable}
 
     def begin(self, run_s: float = LONGEST_S) -> None:
-        """Starts the clock of the plan; call it when the swarm has started.
-
-        Args:
-            run_s: no timed fault later than this.
-        """
+        """Starts the plan's clock once the swarm has; no timed fault comes later than `run_s`."""
         now_s = time.monotonic()
         for number, fault in enumerate(self.plan.fault):
             if fault.at.round is not None:

@@ -119,10 +119,7 @@ def fault_reports(
     `seconds_lost` is by how much the rounds of `rounds_hit` were longer than the median of the
     quiet ones; where faults overlap, each is charged with all of it.
 
-    Args:
-        faults: in the order in which they happened.
-        histories: of all peers.
-        started_s: seconds since 1970 from which times are counted.
+    Times are counted from `started_s`, in seconds since 1970.
     """
     quiet = quiet_rounds(faults, histories) or rounds_of(histories)
     usual_s = statistics.median(found.seconds for found in quiet) if quiet else 0.0
@@ -153,10 +150,6 @@ def rounds_without_owner(fault: Happened, histories: Histories) -> int:
 
     A victim is there again once it applies a manifest before the next round ends. All others are
     taken to be there: what an adopter is met by itself is another fault's matter.
-
-    Args:
-        fault: that took peers away.
-        histories: of all peers.
     """
     lost: set[int] = set()
     for peer in fault.peers:

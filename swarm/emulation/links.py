@@ -73,27 +73,21 @@ class Links(Protocol):
 
     def place(self, peer: int) -> tuple[list[str], list[str]]:
         """What a peer's command begins with, and its arguments that say where it listens."""
-        ...
 
     def cut(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Loses everything from the first to the second of each pair."""
-        ...
 
     def mend(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Ends cuts of these pairs; a partition stays."""
-        ...
 
     def partition(self, groups: Sequence[Sequence[int]]) -> None:
         """Loses everything between different groups; whoever is in none reaches nobody."""
-        ...
 
     def heal(self) -> None:
         """Ends all cuts and partitions."""
-        ...
 
     def close(self) -> None:
         """Takes the network down."""
-        ...
 
 
 @dataclass
@@ -164,12 +158,7 @@ class Shaper:
     """When packets between peers arrive, if they do; knows nothing of sockets or clocks."""
 
     def __init__(self, link: Link | Sequence[Link], seed: int = 0) -> None:
-        """Nothing is on its way yet.
-
-        Args:
-            link: of all peers, or several that peers have in turn.
-            seed: of lost packets.
-        """
+        """Nothing is on its way yet; peers have several links in turn, `seed` is of losses."""
         self._links = (link,) if isinstance(link, Link) else tuple(link)
         self.cuts = Cuts()
         self._draw = random.Random(seed)

@@ -135,10 +135,7 @@ def end_of_text_of(folder: Path) -> int | None:
 def run_for(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) -> RunConfig:
     """A run of a model, named as a folder, with sequences that a checkpoint allows.
 
-    Args:
-        folder: of the checkpoint; with a tokenizer.json the run takes the file.
-        model: the settings of the section `model`.
-        found: the checkpoint's config.json.
+    With a tokenizer.json in the folder the run takes that; `found` is the config.json.
 
     Raises:
         ConfigError: the model's sizes contradict each other, or are beyond a bound.

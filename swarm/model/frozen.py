@@ -23,15 +23,12 @@ class FrozenStack(Protocol):
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, O, I] tensor of `dtype`."""
-        ...
 
     def get(self, row: int) -> Tensor:
         """One matrix [O, I]: a view of the storage, or fp32 where that is not a plain tensor."""
-        ...
 
     def put(self, row: int, matrix_OI: Tensor) -> None:
         """Stores one matrix, rounded to the format."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.errors import BadBlob
-from swarm.experts import (
-    Shape,
-    expert_of,
-    expert_shapes,
-    exported,
-    moved_by_rule,
-    shared_shapes,
-)
+from swarm.experts import Shape, expert_of, expert_shapes, exported, moved_by_rule, shared_shapes
 
 CUT = 3.0
 """Standard deviations at which the normal distribution is cut."""

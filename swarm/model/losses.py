@@ -270,13 +270,9 @@ def combine(
     loss: LossConfig,
     count_weight_E: Tensor | None = None,
 ) -> Losses:
-    """Adds the router's terms to those of the output.
+    """Adds the router's terms, of all layers, to those of the output, of `output_losses`.
 
-    Args:
-        output: of `output_losses`.
-        terms: of all layers.
-        loss: weights of the terms.
-        count_weight_E: weight of an expert's tokens in the balancing loss; None for 1.
+    `count_weight_E` weighs an expert's tokens in the balancing loss; None for 1.
     """
     tokens_LE = torch.stack([each.tokens_E for each in terms])
     counted_LE = tokens_LE if count_weight_E is None else tokens_LE * count_weight_E

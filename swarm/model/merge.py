@@ -72,13 +72,7 @@ def choose_donors(similarity_EE: Tensor, top_k: int) -> tuple[tuple[int, ...], .
 
 
 def donors_of(read: Read, model: ModelConfig, top_k: int) -> Donors:
-    """The donors of every expert in every layer; memory as `similarities`.
-
-    Args:
-        read: elements of any expert's matrix.
-        model: number of layers and experts, sizes.
-        top_k: donors per expert, fewer than there are experts.
-    """
+    """The `top_k` donors of every expert in every layer; memory as `similarities`."""
     assert top_k < model.num_experts, (top_k, model.num_experts)
     size = model.moe_intermediate_size * model.hidden_size
     found = []

@@ -39,7 +39,6 @@ class Stack(Protocol):
 
     def dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts as a [E, out, in] tensor of `dtype`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,7 @@ def rows_through(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes the rows of a plan through their experts.
 
-    Args:
-        x_ND: the tokens, in the compute type.
-        owned: as in `mix_experts`.
-        setting: likewise.
+    The tokens are in the compute type; all else is as in `mix_experts`.
 
     Returns:
         What backward needs, gate(x) and up(x), both [M, I], and the experts' outputs [M, D], not

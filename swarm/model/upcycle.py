@@ -158,12 +158,8 @@ class Upcycling:
     ) -> list[Path]:
         """Writes the mixture as an export, with the tokenizer's files of the checkpoint.
 
-        Holds one shard, twice while it is written, and one dense matrix.
-
-        Args:
-            out: folder to write into; made when missing.
-            named: `tensors()`, where somebody counts them.
-            max_shard_bytes: size of a file.
+        Holds one shard, twice while it is written, and one dense matrix. `named` is `tensors()`,
+        where somebody counts them.
 
         Raises:
             ConfigError: it is the checkpoint's own folder.

@@ -74,7 +74,6 @@ class Adoption:
     shared: Action
     """KEEP (go on where you are; a finished offer may be offered again) or RESTART; with deltas
     CORRECTED or CARRIED [W8]."""
-    shared_reason: str
     experts: Mapping[int, ExpertDecision]
     """Of every expert that was or is mine, in order."""
     shared_from: Mapping[Unit, Digest] = field(default_factory=dict)
@@ -134,13 +133,13 @@ def adopt(
             tensors may jump [V2]; parts that are sent whole follow as those that move by deltas do.
 
     Returns:
-        An action with its reason for the shared tensors and for each expert.
+        An action for the shared tensors, and one with its reason for each expert.
     """
-    shared, shared_reason = _decide_shared(me, manifest, previous)
+    shared = _decide_shared(me, manifest, previous)
     known: Mapping[Unit, Digest] = {}
     follows = manifest.parent == previous and (_moves_shared(manifest) or overlaps)
     if shared is Action.RESTART and manifest.kind is Kind.QUORUM and follows:
-        shared, shared_reason, known = _decide_coded_shared(me, manifest, offers, carried)
+        shared, known = _decide_coded_shared(me, manifest, offers, carried)
     mine = {expert for expert, owners in manifest.owners.items() if me in owners}
     decisions = {}
     for expert in sorted(mine | bases.keys()):
@@ -159,7 +158,7 @@ def adopt(
             decisions[expert] = decision
     kept = _kept_parts(manifest, part_bases)
     going_on = _going_on(manifest, shared, kept, decisions, carried)
-    return Adoption(shared, shared_reason, decisions, known, kept, going_on)
+    return Adoption(shared, decisions, known, kept, going_on)
 
 
 def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) -> frozenset[int]:
@@ -173,20 +172,12 @@ def still_late(late: frozenset[int], adoption: Adoption, *, is_counted: bool) ->
     return frozenset() if is_counted else late & adoption.kept
 
 
-def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> tuple[Action, str]:
-    if manifest.kind is Kind.REFORM and me not in manifest.members:
-        return Action.RESTART, "a reform without me deals what I have read to others"
-    if manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE):
-        return (
-            Action.KEEP,
-            f"a {manifest.kind.value} leaves the shared tensors of its parent as they are",
-        )
-    if manifest.parent == previous and me in manifest.contributors:
-        return Action.RESTART, "my values are in the mean"
-    return Action.RESTART, (
-        f"round {manifest.round} went on without my values; shared progress from an older "
-        "state may not be offered"
-    )
+def _decide_shared(me: PeerId, manifest: Manifest, previous: Digest) -> Action:
+    """They restart, unless a reform or a merge leaves its parent's as they are."""
+    is_left = manifest.parent == previous and manifest.kind in (Kind.REFORM, Kind.MERGE)
+    # A reform without me deals what I have read to others.
+    is_dealt_anew = manifest.kind is Kind.REFORM and me not in manifest.members
+    return Action.KEEP if is_left and not is_dealt_anew else Action.RESTART
 
 
 def _kept_parts(manifest: Manifest, part_bases: Mapping[Unit, Digest]) -> frozenset[Unit]:
@@ -268,7 +259,7 @@ def _moves_shared(manifest: Manifest) -> bool:
 
 def _decide_coded_shared(
     me: PeerId, manifest: Manifest, offers: Sequence[Offer], carried: frozenset[Unit]
-) -> tuple[Action, str, Mapping[Unit, Digest]]:
+) -> tuple[Action, Mapping[Unit, Digest]]:
     """As `_decide_shared` of a round on the previous tip; with my counted blobs [W8]."""
     counted = {
         unit: dict(values)[me]
@@ -277,13 +268,12 @@ def _decide_coded_shared(
     }
     if not counted:
         moved = {unit for unit in manifest.sources if expert_of_unit(unit) is None}
-        if carried & moved:
-            return Action.RESTART, "a second round in a row went on without my values", {}
-        return Action.CARRIED, f"round {manifest.round} went on without my values; they go on", {}
+        is_second = bool(carried & moved)  # in a row that went on without my values
+        return Action.RESTART if is_second else Action.CARRIED, {}
     for offer in offers:
         if all(u in offer.units and offer.units[u].digest == d for u, d in counted.items()):
-            return Action.CORRECTED, "my deltas are in the mean; the rest goes on", counted
-    return Action.RESTART, "deltas are in the mean that I do not know any more", {}
+            return Action.CORRECTED, counted
+    return Action.RESTART, {}  # deltas are in the mean that I do not know any more
 
 
 def _decide_moved(

@@ -4,11 +4,5 @@ from __future__ import annotations
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds of rest.
-
-    Args:
-        failures: in a row, at least 1.
-        first_s: after the first of them.
-        longest_s: the rest never takes longer.
-    """
+    """Seconds of rest after so many failures in a row, at least one."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)

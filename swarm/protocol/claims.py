@@ -91,24 +91,15 @@ def refusal_of(claim: Claim, standing: Standing) -> str | None:
     return None
 
 
-def plausible_members(record: Record) -> frozenset[PeerId]:
-    """Everybody who may rightly take part in a round that this peer hears of.
+def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+    """Everybody who may rightly take part in a round that this peer hears of, and the trainees.
 
     The members of the tip; of its parent, which some may still be on; and of the manifest that this
-    peer has voted for, which others may have applied already.
+    peer has voted for, which others may have applied already. Trainees vote in none of these.
     """
-    return frozenset(peer for manifest in _plausible(record) for peer in manifest.members)
-
-
-def plausible_trainees(record: Record) -> frozenset[PeerId]:
-    """Those of the plausible members that vote in none of these manifests."""
-    voters = frozenset(peer for manifest in _plausible(record) for peer in manifest.voters)
-    return plausible_members(record) - voters
-
-
-def who_takes_part(record: Record) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
-    """The plausible members, and those of them that are trainees."""
-    return plausible_members(record), plausible_trainees(record)
+    manifests = _plausible(record)
+    members = frozenset(peer for manifest in manifests for peer in manifest.members)
+    return members, members.difference(*(manifest.voters for manifest in manifests))
 
 
 def standing_in(record: Record, peer: PeerId) -> Standing:

@@ -79,10 +79,6 @@ class Timers:
         half = self.reform_s / 2
         return half if half < inf else max(PATIENCE_WITHOUT_REFORM_S, SAFETY * self.vote_s)
 
-    def with_(self, **seconds: float) -> Timers:
-        """These timers with some values replaced."""
-        return replace(self, **seconds)
-
 
 @dataclass(frozen=True)
 class AdaptedTimers:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from swarm.protocol.manifest import Manifest, PeerId, Stretch
 
 Stretches = tuple[Stretch, ...]
+Counts = Mapping[PeerId, int]
+"""Samples of each peer."""
 MAX_SAMPLES = 2**62
 """Samples are numbered below this."""
 MAX_HOLES = 2**16
@@ -45,13 +47,7 @@ def num_samples(stretches: Iterable[Stretch]) -> int:
     return sum(stop - start for start, stop in stretches)
 
 
-def next_book(
-    book: Book,
-    counted: Mapping[PeerId, int],
-    quotas: Mapping[PeerId, int],
-    *,
-    keeps_rest: bool = False,
-) -> Book:
+def next_book(book: Book, counted: Counts, quotas: Counts, *, keeps_rest: bool = False) -> Book:
     """The book after a round.
 
     Args:
@@ -72,7 +68,7 @@ def next_book(
     return _deal(Book(cursor, holes, kept), quotas)
 
 
-def reformed_book(book: Book, quotas: Mapping[PeerId, int]) -> Book:
+def reformed_book(book: Book, quotas: Counts) -> Book:
     """The book of a reform: its members read on what they were dealt, so their work stays good.
 
     What was dealt to the others is open.
@@ -107,7 +103,7 @@ def book_problem(book: Book) -> str | None:
     return None
 
 
-def _deal(book: Book, quotas: Mapping[PeerId, int]) -> Book:
+def _deal(book: Book, quotas: Counts) -> Book:
     """Fills these peers' deals up to their quotas, in peer-id order.
 
     First come the holes, then what follows the cursor.

@@ -36,18 +36,15 @@ class LinkVerdict:
     text: str
 
 
-def training_s(
-    local_tokens: int, tokens_per_s: Iterable[float], shortest_s: float = SHORTEST_ROUND_S
-) -> float | None:
+def training_s(local_tokens: int, tokens_per_s: Iterable[float]) -> float | None:
     """Seconds that the local steps of a round take the median peer; None if nobody knows.
 
     Args:
         local_tokens: of one peer in one round.
         tokens_per_s: of each peer; 0 where it has not trained yet.
-        shortest_s: of what counts as a round.
     """
     rates = sorted(rate for rate in tokens_per_s if rate > 0)
-    return max(local_tokens / rates[len(rates) // 2], shortest_s) if rates else None
+    return max(local_tokens / rates[len(rates) // 2], SHORTEST_ROUND_S) if rates else None
 
 
 def link_verdict(

@@ -25,16 +25,6 @@ from swarm.experts import (
     travels_exactly,
 )
 
-__all__ = [
-    "ELEMENT_BYTES",
-    "Layout",
-    "Slice",
-    "UnitLayout",
-    "layout_of",
-    "shared_codec",
-    "shared_coding",
-]
-
 ELEMENT_BYTES: Mapping[Codec, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one element; also the order in which the shared tensors' codecs come."""
 

@@ -15,13 +15,7 @@ from functools import cached_property
 from typing import Annotated
 
 from blake3 import blake3
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.canonical import canonical
 from swarm.config.explaining import refusal

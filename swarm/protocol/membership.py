@@ -75,7 +75,7 @@ def next_members(
     members |= newcomers
     if not members:
         return _unchanged(parent, heard)
-    elected = elect(members, contributors, seed=seed, is_open=is_open)
+    elected = elect(members, contributors, seed, is_open)
     return Membership(
         dict(sorted(elected.members.items())),
         (*reasons, *reasons_of_guests, *elected.reasons),

@@ -38,14 +38,7 @@ def way_to(
     delta_bytes: int,
     value_bytes: int,
 ) -> tuple[Move, ...] | None:
-    """The moves that lead from a value that is here to another one, in their order.
-
-    Args:
-        value: what is wanted.
-        moves: what is known of how values were made.
-        stored: blobs that are here.
-        delta_bytes: size of a delta of the unit.
-        value_bytes: size of its value.
+    """The moves that lead from a value that is `stored` to the wanted one, in their order.
 
     Returns:
         None if there is no such way, or the value itself is fewer bytes.

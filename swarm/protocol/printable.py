@@ -17,9 +17,7 @@ def printable(text: str, limit: int = MAX_CHARACTERS) -> str:
     control characters, line and paragraph ends, marks that turn the direction of writing or take
     no room, spaces but the usual one, and halves of surrogate pairs.
 
-    Args:
-        text: from anywhere.
-        limit: characters of it that are shown; how many follow is said.
+    So many characters are shown at most; how many follow is said.
     """
     shown = text if len(text) <= limit else text[:limit]
     if not shown.isprintable():

@@ -43,12 +43,7 @@ class Remainders(Generic[R]):
             self._found[unit, delta] = left
 
     def applied(self, manifest: Manifest, before: Manifest) -> list[R]:
-        """Moves on with the tip; returns what is dropped.
-
-        Args:
-            manifest: the new tip.
-            before: the one before.
-        """
+        """Moves on from the tip before to the new one; returns what is dropped."""
         found, self._found, self._tip = self._found, {}, manifest.digest
         if self._is_another_line(manifest, before):
             return [*found.values(), *self._drop(list(self._left))]

@@ -107,11 +107,8 @@ def _slice_after(case: _Case) -> frozenset[Unit]:
 def part_slots(codecs: Mapping[Unit, str], every: int) -> dict[Unit, int]:
     """Slots of the parts of the shared tensors: neighbours have the same, or the next [U2].
 
-    The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n).
-
-    Args:
-        codecs: of each part.
-        every: their period.
+    The k-th of n parts of one codec, which are cuts of equal size, has slot floor(k every / n),
+    where `every` is the period.
     """
     slots: dict[Unit, int] = {}
     for codec in set(codecs.values()):

@@ -59,15 +59,9 @@ class UpdateBound:
 
 
 def bound_after(steps: int, base: Digest, codec: Codec, step: StepBound) -> UpdateBound:
-    """How far so many local steps may have moved a value.
+    """How far so many local steps may have moved a value since `base`, the agreed one.
 
     Weight decay takes from what the steps have added as well: less than its relative part of that.
-
-    Args:
-        steps: local steps since the agreed value.
-        base: that value.
-        codec: of the wire.
-        step: how far each step moves an element.
     """
     decay = SLACK * steps * step.relative
     moved = SLACK * steps * step.absolute

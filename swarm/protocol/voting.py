@@ -10,9 +10,8 @@ real work first: there one counted round is enough, so that a run outlives its f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from swarm.protocol.manifest import SEASONED_ROUNDS, Manifest, Member, PeerId, turn
 
@@ -28,6 +27,9 @@ YOUNG_SHARE = 4
 """Fewer than one voter in so many is young: all of them may vanish at once."""
 
 
+Members = Mapping[PeerId, Member]
+
+
 @dataclass(frozen=True)
 class Electorate:
     """The members of the next manifest, each with its vote or without, and why votes were given."""
@@ -36,27 +38,12 @@ class Electorate:
     reasons: tuple[str, ...]
 
 
-class Elect(Protocol):
-    """What `with_voters` is."""
-
-    def __call__(
-        self,
-        members: Mapping[PeerId, Member],
-        contributors: Collection[PeerId],
-        *,
-        seed: str,
-        is_open: bool,
-    ) -> Electorate:
-        """See `with_voters`."""
-        ...  # pragma: no cover
+Elect = Callable[[Members, Collection[PeerId], str, bool], Electorate]
+"""What `with_voters` is."""
 
 
 def with_voters(
-    members: Mapping[PeerId, Member],
-    contributors: Collection[PeerId],
-    *,
-    seed: str,
-    is_open: bool,
+    members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
 ) -> Electorate:
     """Gives votes to trainees that have earned them [R7].
 

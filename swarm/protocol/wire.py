@@ -131,9 +131,7 @@ def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, t
     Of a proposed manifest and its evidence those that accepted it, of an offer in a roster the one
     that made it.
 
-    Args:
-        payload: what came over the wire.
-        attachments: what is here of what `attachments_of` names.
+    `attachments` are what is here of those that `attachments_of` names.
 
     Raises:
         BadMessage: the payload is not of the schema, or an attachment is not.
@@ -151,9 +149,7 @@ def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, t
 def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, Message]:
     """A message from bytes that are not trusted.
 
-    Args:
-        payload: what came over the wire.
-        attachments: the blobs that `attachments_of` and `attachments_within` name.
+    The attachments are those that `attachments_of` and `attachments_within` name.
 
     Raises:
         BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.

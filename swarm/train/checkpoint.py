@@ -191,10 +191,7 @@ def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -
     When this returns the file survives a power cut. Killed at any moment, it leaves a whole file at
     `path`. Cost: writes 12 bytes per trained parameter once, holds no copy of them.
 
-    Args:
-        path: where it belongs.
-        state: the state to save.
-        begun: the saving of just its tensors, if that was begun; tried once.
+    `begun` is the saving of just its tensors, if that was begun; it is tried once.
 
     Raises:
         StateError: the disk is full or cannot be written.

@@ -15,12 +15,7 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.errors import CorruptState
-from swarm.experts import (
-    Slice,
-    expert_of,
-    expert_shapes,
-    shared_shapes,
-)
+from swarm.experts import Slice, expert_of, expert_shapes, shared_shapes
 from swarm.model.routing import RoutingControls
 from swarm.train.guard import UNSCALED, LossScale
 
@@ -116,17 +111,14 @@ class Engine(Protocol):
     @property
     def owned(self) -> tuple[int, ...]:
         """The experts that are trained, ascending."""
-        ...
 
     @property
     def skipped(self) -> int:
         """Steps skipped since the engine was made or its state first saved."""
-        ...
 
     @property
     def intact(self) -> bool:
         """Whether all masters are those after a whole number of steps, also after an error."""
-        ...
 
     def own(self, experts: Sequence[int]) -> None:
         """Trains these experts from now on and freezes all others.
@@ -134,11 +126,9 @@ class Engine(Protocol):
         Values stay; one that freezes is rounded to the frozen storage's type. Experts that stay
         keep their moments, those that come start with zero moments, those that go lose theirs.
         """
-        ...
 
     def count_from(self, updates: int) -> None:
         """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
-        ...
 
     def step(
         self,
@@ -159,50 +149,40 @@ class Engine(Protocol):
         Raises:
             TrainingDiverged: the third skipped step in a row.
         """
-        ...
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """Computes the gradients of a micro-batch or less and drops them, to see how long it takes.
 
         No value, moment, count or random state changes, and no more memory is taken than by `step`.
         """
-        ...
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of tensors by Hugging Face name, fp32 on the CPU; masters of what is owned."""
-        ...
 
     def write(self, named: Mapping[str, Tensor]) -> None:
         """Overwrites tensors by Hugging Face name; moments stay as they are."""
-        ...
 
     def read_part(self, part: Slice) -> Tensor:
         """A copy of a run of elements of a tensor, flat, fp32 on the CPU; of nothing else."""
-        ...
 
     def write_part(self, part: Slice, values: Tensor) -> None:
         """Overwrites a run of elements of a shared tensor or of an owned expert's matrix."""
-        ...
 
     @property
     def borrows(self) -> bool:
         """Whether frozen experts stay where `lend` shows them, which should be a mapped file."""
-        ...
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
         """As `write`, of tensors that nobody changes as long as they live."""
-        ...
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of the moments of some trained tensors, fp32 on the CPU.
 
         Named "exp_avg." and "exp_avg_sq." before the Hugging Face names that were asked for.
         """
-        ...
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Overwrites the moments of some trained tensors; named as in `read_moments`."""
-        ...
 
     def evaluate(
         self,
@@ -223,11 +203,9 @@ class Engine(Protocol):
 
         Holds beside what computing needs one layer's owned masters at most, and one matrix.
         """
-        ...
 
     def state_dict(self) -> EngineState:
         """The private state, as views: the next step changes them. Copy or save at once."""
-        ...
 
     def load_state_dict(self, state: EngineState) -> None:
         """Takes over a private state; frozen experts must be written besides.
@@ -235,11 +213,9 @@ class Engine(Protocol):
         Raises:
             CorruptState: it belongs to another model.
         """
-        ...
 
     def close(self) -> None:
         """Ends all work beside the caller and gives memory back; nothing may follow."""
-        ...
 
 
 def mean_over(

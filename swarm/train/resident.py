@@ -3,6 +3,9 @@
 Legend: B sequences, T tokens that a sequence predicts.
 """
 
+# What the methods do is said in `Engine`.
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import contextlib
@@ -15,12 +18,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
-from swarm.experts import (
-    PROJECTIONS,
-    Slice,
-    expert_tensor,
-    selection_biases,
-)
+from swarm.experts import PROJECTIONS, Slice, expert_tensor, selection_biases
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.moe import ExpertBank, MakeBank
@@ -73,27 +71,22 @@ class ResidentEngine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """See `Engine`."""
         return self._model.owned
 
     @property
     def skipped(self) -> int:
-        """See `Engine`."""
         return self._guard.skipped
 
     @property
     def intact(self) -> bool:
-        """See `Engine`."""
         return self._intact
 
     def own(self, experts: Sequence[int]) -> None:
-        """See `Engine`."""
         if tuple(sorted(experts)) != self.owned:
             self._model.own(sorted(experts))
             self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
 
     def count_from(self, updates: int) -> None:
-        """See `Engine`."""
         self._optimizer.count_from(updates)
 
     def step(
@@ -104,7 +97,6 @@ class ResidentEngine:
         controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
-        """See `Engine`."""
         means, routed = self._accumulate(tokens_BT1, controls or RoutingControls(), masks)
         optimizer, scale = self._optimizer, self._guard.scale.value
         norms = self._norms(scale)
@@ -142,37 +134,31 @@ class ResidentEngine:
         }
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """See `Engine`."""
         try:
             self._accumulate(tokens_BT1, RoutingControls())
         finally:
             self._optimizer.free_gradients()
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         return {
             name: tensor.to("cpu", torch.float32, copy=True)
             for name, tensor in self._model.read(names).items()
         }
 
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._model.write(named)
 
     def read_part(self, part: Slice) -> Tensor:
-        """See `Engine`."""
         whole_X = self._model.read([part.name])[part.name].view(-1)
         return whole_X[part.start : part.stop].to("cpu", torch.float32, copy=True)
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """See `Engine`."""
         assert is_trained(part.name, self.owned), part
         whole_X = self._model.read([part.name])[part.name].view(-1)
         whole_X[part.start : part.stop].copy_(values)
 
     @property
     def borrows(self) -> bool:
-        """See `Engine`."""
         return False
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
@@ -180,11 +166,9 @@ class ResidentEngine:
         self.write(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         return self._optimizer.read_moments(names)
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._optimizer.write_moments(moments)
 
     @torch.no_grad()
@@ -195,7 +179,6 @@ class ResidentEngine:
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        """See `Engine`."""
         with _computing_fp32(self._model), self._standing_in(agreed):
             return self._mean(tokens_BT1, scored_BT)
 
@@ -238,7 +221,6 @@ class ResidentEngine:
             restore()  # of a layer that failed
 
     def state_dict(self) -> EngineState:
-        """See `Engine`."""
         biases = self._model.read(self._biases())
         return EngineState(
             tensors=self._optimizer.state() | {f"master.{n}": each for n, each in biases.items()},
@@ -251,7 +233,6 @@ class ResidentEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: EngineState) -> None:
-        """See `Engine`."""
         state.require(self._run)
         self.own(state.owned)
         self._optimizer.load(state.tensors)

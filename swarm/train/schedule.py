@@ -34,16 +34,11 @@ def learning_rate(step: int, run: RunConfig) -> float:
 
 
 def schedule_step(tip_step: int, local_step: int, run: RunConfig) -> int:
-    """Where in the schedule a local step is.
+    """Where in the schedule a peer's local step is, counted from its tip's cumulative steps.
 
     In the exact mode every local step is a step of the run. With `round.seconds` the run's steps
     follow the tokens of all peers, so that those of a round are the same for a fast and a slow
     peer: the whole round is trained as the tip's step says.
-
-    Args:
-        tip_step: the run's cumulative steps, as its newest manifest has them.
-        local_step: this peer's steps since then.
-        run: gives the mode.
     """
     return tip_step if run.round.seconds else tip_step + local_step
 

@@ -1,5 +1,8 @@
 """An engine that steps down to one that needs less when memory runs out, and trains on."""
 
+# What the methods do is said in `Engine`.
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import gc
@@ -108,25 +111,20 @@ class SteppingEngine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """See `Engine`."""
         return self._now.owned
 
     @property
     def skipped(self) -> int:
-        """See `Engine`."""
         return self._now.skipped
 
     @property
     def intact(self) -> bool:
-        """See `Engine`."""
         return self._now.intact
 
     def own(self, experts: Sequence[int]) -> None:
-        """See `Engine`."""
         self._ask(lambda engine: engine.own(experts))
 
     def count_from(self, updates: int) -> None:
-        """See `Engine`."""
         self._now.count_from(updates)
 
     def step(
@@ -137,35 +135,28 @@ class SteppingEngine:
         controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
-        """See `Engine`."""
         return self._ask(
             lambda engine: engine.step(tokens_BT1, lr=lr, controls=controls, masks=masks)
         )
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
-        """See `Engine`."""
         self._ask(lambda engine: engine.rehearse(tokens_BT1))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         wanted = list(names)
         return self._ask(lambda engine: engine.read(wanted))
 
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._now.write(named)
 
     def read_part(self, part: Slice) -> Tensor:
-        """See `Engine`."""
         return self._ask(lambda engine: engine.read_part(part))
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """See `Engine`."""
         self._now.write_part(part, values)
 
     @property
     def borrows(self) -> bool:
-        """See `Engine`."""
         return self._now.borrows
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
@@ -173,11 +164,9 @@ class SteppingEngine:
         self._now.lend(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         return self._ask(lambda engine: engine.read_moments(names))
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._ask(lambda engine: engine.write_moments(moments))
 
     def evaluate(
@@ -187,17 +176,14 @@ class SteppingEngine:
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        """See `Engine`."""
         return self._ask(
             lambda engine: engine.evaluate(tokens_BT1, scored_BT=scored_BT, agreed=agreed)
         )
 
     def state_dict(self) -> EngineState:
-        """See `Engine`."""
         return self._now.state_dict()
 
     def load_state_dict(self, state: EngineState) -> None:
-        """See `Engine`."""
         self._ask(lambda engine: engine.load_state_dict(state))
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ def test_an_abstention_ends_once_the_peer_has_contributed_or_reformed(forgetful)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dead", PEERS[:2])
 def test_either_of_two_goes_on_alone_however_long_a_vote_may_take(dead, seed):
-    timers = CALM_TIMERS.with_(vote_s=30.0, attempt_s=150.0)
+    timers = replace(CALM_TIMERS, vote_s=30.0, attempt_s=150.0)
     this = scenario([(30.0, World.kill, (dead,))], heal_s=31.0, peers=PEERS[:2])
     world = run(
         replace(this, setup=replace(this.setup, timers=timers), calm_timers=timers), seed=seed

@@ -12,10 +12,9 @@ from swarm.protocol.claims import (
     Standing,
     claim_of,
     outline_of,
-    plausible_members,
-    plausible_trainees,
     refusal_of,
     standing_in,
+    who_takes_part,
 )
 from swarm.protocol.events import Record
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES
@@ -92,18 +91,18 @@ def test_a_strangers_commit_may_have_any_manifest_and_a_small_proof() -> None:
 
 def test_plausible_are_members_of_the_tip_its_parent_and_what_was_voted_for() -> None:
     parent, tip, voted = (found(RULES, names) for names in (["A", "B"], ["B", "C"], ["C", "D"]))
-    assert plausible_members(Record(tip, None, None)) == {"B", "C"}
-    assert plausible_members(Record(tip, None, parent)) == {"A", "B", "C"}
+    assert who_takes_part(Record(tip, None, None))[0] == {"B", "C"}
+    assert who_takes_part(Record(tip, None, parent))[0] == {"A", "B", "C"}
     record = Record(tip, None, None, None, Accepted(BALLOT, voted))
-    assert plausible_members(record) == {"B", "C", "D"}
+    assert who_takes_part(record)[0] == {"B", "C", "D"}
 
 
 def test_a_trainee_is_who_votes_nowhere_that_is_plausible() -> None:
     tip = found(RULES, ["A", "B", "C"])
     members = {p: replace(m, votes=p == "A") for p, m in tip.members.items()}
     young = replace(tip, members=members)
-    assert plausible_trainees(Record(young, None, None)) == {"B", "C"}
+    assert who_takes_part(Record(young, None, None))[1] == {"B", "C"}
     record = Record(young, None, replace(tip, members={"B": tip.members["B"]}))
-    assert plausible_trainees(record) == {"C"}
+    assert who_takes_part(record)[1] == {"C"}
     standings = [standing_in(record, peer) for peer in "ABCD"]
     assert standings == [Standing.VOTER, Standing.VOTER, Standing.TRAINEE, Standing.STRANGER]

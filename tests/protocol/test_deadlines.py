@@ -1,5 +1,6 @@
 """Timers: the model's values, and how they follow a run's sizes and rates."""
 
+from dataclasses import replace
 from math import inf
 
 import hypothesis.strategies as st
@@ -28,7 +29,7 @@ def test_the_defaults_are_those_of_the_model() -> None:
 
 
 def test_replaced_timers_leave_the_others_as_they_were() -> None:
-    timers = Timers().with_(reform_s=inf, vote_s=200.0)
+    timers = replace(Timers(), reform_s=inf, vote_s=200.0)
     assert (timers.reform_s, timers.vote_s, timers.reduce_s) == (inf, 200.0, 5.0)
     # A fetch is given up even where the generation never is.
     assert timers.patience_s == 600.0

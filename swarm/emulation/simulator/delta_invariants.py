@@ -1,13 +1,4 @@
-"""What must hold of units that move by deltas: E1 to E5.
-
-| invariant | holds when |
-|---|---|
-| E1 | a renewed value is its parent's and its delta, which is of those that the manifest names |
-| E2 | a tag of local steps is in an agreed value once; over it a live one has its peer's alone |
-| E3 | what a peer has offered of finished steps it offers again, bit for bit |
-| E4 | a voter can serve a manifest's deltas, and a reducer what it reports, after a crash |
-| E5 | in the end each tag is agreed, live, left over or counted lost |
-"""
+"""What must hold of units that move by deltas: E1 to E5; swarm/README.md, 3.8."""
 
 from __future__ import annotations
 

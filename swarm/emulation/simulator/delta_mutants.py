@@ -15,7 +15,7 @@ from swarm.emulation.simulator.disk import Disk, Live, PrivateState
 from swarm.emulation.simulator.extended import EXTENDED
 from swarm.emulation.simulator.model import Model
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.values import Tag
 from swarm.experts import expert_of_unit, expert_unit
@@ -145,10 +145,6 @@ DELTA_MUTANTS: Mapping[str, Mutant] = {
     "unknown_delta_taken": Mutant(
         "W8: only what is known to be in x is taken off", UnderTest(training=_UnknownDeltaTaken)
     ),
-    "deltas_collected": Mutant(
-        "GC: the deltas of the tip are kept", UnderTest(machine_of(_DeltasCollected))
-    ),
-    "votes_without_deltas": Mutant(
-        "W6: who votes can serve the deltas", UnderTest(machine_of(_VotesWithoutDeltas))
-    ),
+    "deltas_collected": Mutant.of("GC: the deltas of the tip are kept", _DeltasCollected),
+    "votes_without_deltas": Mutant.of("W6: who votes can serve the deltas", _VotesWithoutDeltas),
 }

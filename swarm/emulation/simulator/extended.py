@@ -1,17 +1,4 @@
-"""The extended model: faults and conditions beyond those of classes A to E.
-
-| class | what is tried |
-|---|---|
-| F | disks are lost or rolled back, or do not make durable what they were given |
-| G | 8 to 12 peers, anything on anybody |
-| H | machines sleep, wall clocks jump, most links work in one direction only |
-| J | blobs are large and links slow, so that transfers overlap time-outs; timers are adapted |
-| K | moments that are handed over, while owners die, leave and join |
-| L | all of this at once |
-| M | a minority hears nobody, or is heard by nobody; the majority must go on |
-| N | rounds last a given time, in which peers do 1 to 16 steps; anything on anybody |
-| R | units move by deltas; anything on anybody |
-"""
+"""The extended model: faults and conditions beyond classes A to E; swarm/README.md, 3.8."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from swarm.emulation.simulator.lying_mutants import LYING_MUTANTS
 from swarm.emulation.simulator.mutants import MUTANTS, Mutant
 from swarm.emulation.simulator.overlap_mutants import OVERLAP_MUTANTS
 from swarm.emulation.simulator.slice_mutants import SLICE_MUTANTS
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of, tested_under
+from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.emulation.simulator.waiting_mutants import WAITING_MUTANTS
 from swarm.protocol import abstaining
-from swarm.protocol.dealing import Book, num_samples
+from swarm.protocol.dealing import Book, Counts, num_samples
 from swarm.protocol.events import Record, SyncFailed
 from swarm.protocol.handover import Moments, Search, Taking
-from swarm.protocol.manifest import Member, PeerId
+from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
 from swarm.protocol.rounds import Rules
 from swarm.protocol.rounds.blobs import Blobs
@@ -33,7 +33,7 @@ from swarm.protocol.rounds.reducer import Reducer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
 from swarm.protocol.training import Applied, Training
-from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate
+from swarm.protocol.voting import FEW, TRIAL_ROUNDS, Electorate, Members
 
 # ---------------------------------------------------------------- lost and damaged records
 
@@ -124,22 +124,18 @@ class _WeightsIgnored(Reducer):
 
 
 class _WholeDealsCount(Rules):
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         whole = {peer: num_samples(book.dealt[peer]) for peer in counted}
         return super().next_book(book, whole, quotas)
 
 
 class _HolesForgotten(Rules):
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         return super().next_book(Book(book.cursor), {}, quotas)
 
 
 class _DealtAnewAtReform(Rules):
-    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    def reformed_book(self, book: Book, quotas: Counts) -> Book:
         return self.next_book(book, {}, quotas)
 
 
@@ -150,24 +146,14 @@ class _AllAreKept(Collector):
 
 class _VoteAtOnce(Rules):
     def with_voters(
-        self,
-        members: Mapping[PeerId, Member],
-        contributors: Collection[PeerId],
-        *,
-        seed: str,
-        is_open: bool,
+        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
     ) -> Electorate:
         return Electorate({peer: replace(m, votes=True) for peer, m in members.items()}, ())
 
 
 class _AllThatHaveEarnedIt(Rules):
     def with_voters(
-        self,
-        members: Mapping[PeerId, Member],
-        contributors: Collection[PeerId],
-        *,
-        seed: str,
-        is_open: bool,
+        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
     ) -> Electorate:
         needed = 1 if sum(m.votes for m in members.values()) < FEW else TRIAL_ROUNDS
         given = {p: replace(m, votes=m.votes or m.counted >= needed) for p, m in members.items()}
@@ -176,15 +162,10 @@ class _AllThatHaveEarnedIt(Rules):
 
 class _AnyNumberIsYoung(Rules):
     def with_voters(
-        self,
-        members: Mapping[PeerId, Member],
-        contributors: Collection[PeerId],
-        *,
-        seed: str,
-        is_open: bool,
+        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
     ) -> Electorate:
         old = {p: replace(m, invited=m.votes) for p, m in members.items()}
-        given = super().with_voters(old, contributors, seed=seed, is_open=is_open).members
+        given = super().with_voters(old, contributors, seed, is_open).members
         return Electorate({p: replace(m, votes=given[p].votes) for p, m in members.items()}, ())
 
 
@@ -235,36 +216,27 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
         "P5: without a record no height is high enough",
         UnderTest(without_record=_abstains_for_two_heights),
     ),
-    "lone_abstainer_votes": Mutant(
-        "P5: a lone member without its record reforms",
-        UnderTest(machine_of(_LoneAbstainerVotes)),
+    "lone_abstainer_votes": Mutant.of(
+        "P5: a lone member without its record reforms", _LoneAbstainerVotes
     ),
-    "failed_sync_awaited": Mutant(
-        "A3: a sync that failed is tried again", UnderTest(machine_of(_FailedSyncAwaited))
+    "failed_sync_awaited": Mutant.of("A3: a sync that failed is tried again", _FailedSyncAwaited),
+    "four_are_a_quorum": Mutant.of("a quorum is a majority of all members", _FourAreAQuorum),
+    "unheard_goes_first": Mutant.of(
+        "K1: a convener that got no answers goes last", _UnheardGoesFirst
     ),
-    "four_are_a_quorum": Mutant(
-        "a quorum is a majority of all members", UnderTest(machine_of(_FourAreAQuorum))
+    "last_ones_keep_step": Mutant.of(
+        "K1: two that got no answers do not begin together", _LastOnesKeepStep
     ),
-    "unheard_goes_first": Mutant(
-        "K1: a convener that got no answers goes last", UnderTest(machine_of(_UnheardGoesFirst))
-    ),
-    "last_ones_keep_step": Mutant(
-        "K1: two that got no answers do not begin together",
-        UnderTest(machine_of(_LastOnesKeepStep)),
-    ),
-    "fetching_is_worth_nothing": Mutant(
-        "C3: to fetch the tip is work", UnderTest(machine_of(_FetchingIsWorthNothing))
-    ),
-    "those_behind_are_silent": Mutant(
-        "C3: a patient round waits for those that fetch",
-        UnderTest(machine_of(_ThoseBehindAreSilent)),
+    "fetching_is_worth_nothing": Mutant.of("C3: to fetch the tip is work", _FetchingIsWorthNothing),
+    "those_behind_are_silent": Mutant.of(
+        "C3: a patient round waits for those that fetch", _ThoseBehindAreSilent
     ),
     "wall_clock": Mutant("the wall clock does not matter", UnderTest(clock=attrgetter("wall_s"))),
     "clock_stops_in_sleep": Mutant(
         "B2: time asleep has passed", UnderTest(clock=attrgetter("awake_s"))
     ),
-    "goes_on_after_stand_still": Mutant(
-        "B2: who stood still listens first", UnderTest(machine_of(_GoesOnAfterStandStill))
+    "goes_on_after_stand_still": Mutant.of(
+        "B2: who stood still listens first", _GoesOnAfterStandStill
     ),
     "transfer_limit_fixed": Mutant(
         "a transfer may take as long as its bytes need", UnderTest(waits_on=False)
@@ -278,25 +250,19 @@ EXTENDED_MUTANTS: Mapping[str, Mutant] = {
     "older_moments_taken": Mutant(
         "N2: moments are no older than their weights", UnderTest(taking=_OlderMomentsTaken)
     ),
-    "weights_ignored": Mutant(
-        "W1: a value weighs its tokens", UnderTest(machine_of(_WeightsIgnored))
-    ),
+    "weights_ignored": Mutant.of("W1: a value weighs its tokens", _WeightsIgnored),
     "whole_deals_count": Mutant("T3: only what was used counts", tested_under(_WholeDealsCount)),
     "holes_forgotten": Mutant(
         "T1: what was not used is dealt again", tested_under(_HolesForgotten)
     ),
     "dealt_anew_at_reform": Mutant("T4: survivors read on", tested_under(_DealtAnewAtReform)),
-    "all_are_kept": Mutant(
-        "C4: keys that vanish cost a few rosters", UnderTest(machine_of(_AllAreKept))
-    ),
+    "all_are_kept": Mutant.of("C4: keys that vanish cost a few rosters", _AllAreKept),
     "vote_at_once": Mutant("R7: a vote is earned", tested_under(_VoteAtOnce)),
     "all_that_have_earned_it": Mutant(
         "R7: few become voters in a round", tested_under(_AllThatHaveEarnedIt)
     ),
     "any_number_is_young": Mutant("R7: the young are few", tested_under(_AnyNumberIsYoung)),
-    "trainees_count": Mutant(
-        "R7: a trainee is in no quorum", UnderTest(machine_of(_TraineesCount))
-    ),
+    "trainees_count": Mutant.of("R7: a trainee is in no quorum", _TraineesCount),
     "waits_for_moments": Mutant(
         "N1: nobody waits for moments", UnderTest(training=_WaitsForMoments)
     ),

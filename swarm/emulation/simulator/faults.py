@@ -1,18 +1,9 @@
-"""Fault classes: which swarm a seed stands for, and what happens to it.
-
-| class | what fails |
-|---|---|
-| A | anything, on anybody |
-| B | anything, on a minority; the majority must go on as if nothing were |
-| C | a majority dies for good |
-| D | time-outs far too short, duelling conveners, crashes after a vote |
-| E | like D with 3 to 5 peers, links cut, crashes after a promise |
-"""
+"""Fault classes: which swarm a seed stands for, and what happens to it; swarm/README.md, 3.8."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from swarm.config import MergingConfig
@@ -356,7 +347,8 @@ class Draw:
 
 
 def _hurry(timers: Timers, factor: float, with_reform: bool) -> Timers:
-    return timers.with_(
+    return replace(
+        timers,
         tick_s=0.5,
         heartbeat_s=timers.heartbeat_s * factor,
         silence_s=timers.silence_s * factor,

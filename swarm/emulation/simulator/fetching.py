@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from swarm.emulation.simulator.shell import Shell
@@ -121,16 +122,14 @@ class Fetcher:
         self._shell.after(PAUSE_AFTER_ALL_S if all_failed else PAUSE_S, self._ask, purpose, again)
 
 
+@dataclass(eq=False, slots=True)
 class _Want:
     """A blob and whose turn it is."""
 
-    __slots__ = ("digest", "num_bytes", "sources", "turn")
-
-    def __init__(self, digest: Digest, num_bytes: int, sources: tuple[PeerId, ...]) -> None:
-        self.digest = digest
-        self.num_bytes = num_bytes
-        self.sources = sources
-        self.turn = 0
+    digest: Digest
+    num_bytes: int
+    sources: tuple[PeerId, ...]
+    turn: int = 0
 
     @property
     def source(self) -> PeerId:

@@ -1,12 +1,4 @@
-"""Classes with liars, which are run only by name.
-
-| class | what is tried |
-|---|---|
-| P | one of 3 to 8 members lies, and strangers forge, beside ordinary faults |
-| W | one of 4 members votes twice besides; nothing else fails, so two quorums share an honest one |
-| Y | as P with units that move by deltas |
-| Q | a peer comes back after 400 rounds and three changes of the whole membership; forgers try it |
-"""
+"""Classes with liars, which are run only by name; swarm/README.md, 3.8."""
 
 from __future__ import annotations
 

@@ -16,14 +16,7 @@ from swarm.emulation.simulator.values import Merged, Trained, Values, mean_of
 from swarm.emulation.simulator.violation import Violation, require, short
 from swarm.experts import expert_of_unit, expert_unit
 from swarm.protocol.events import Record
-from swarm.protocol.manifest import (
-    FOUNDING_GENERATION,
-    Digest,
-    Kind,
-    Manifest,
-    PeerId,
-    Unit,
-)
+from swarm.protocol.manifest import FOUNDING_GENERATION, Digest, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due, merged_until
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules

@@ -14,12 +14,7 @@ from random import Random
 from typing import ClassVar
 
 from swarm.config import MergingConfig
-from swarm.emulation.simulator.faults import (
-    CALM_TIMERS,
-    SAMPLE_TOKENS,
-    SAMPLES_PER_STEP,
-    Scenario,
-)
+from swarm.emulation.simulator.faults import CALM_TIMERS, SAMPLE_TOKENS, SAMPLES_PER_STEP, Scenario
 from swarm.emulation.simulator.network import Weather
 from swarm.emulation.simulator.node import Node
 from swarm.emulation.simulator.schedule import build

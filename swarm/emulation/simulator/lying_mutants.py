@@ -12,7 +12,7 @@ from typing import cast
 from swarm.emulation.simulator.hostile import LYING, LyingMix
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.signing import Door
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of
+from swarm.emulation.simulator.taking_part import UnderTest
 from swarm.protocol.events import HeadsFound
 from swarm.protocol.manifest import Manifest, PeerId
 from swarm.protocol.messages import Ballot, Commit, Evidence, Header, Message
@@ -61,28 +61,16 @@ CALM_LIES = replace(_P, faults=(0, 0), forgeries=(0, 0), loss=0.0, merging=0.0, 
 FORGERS = replace(_P, forgeries=(4, 8))
 
 LYING_MUTANTS: Mapping[str, Mutant] = {
-    "nothing_is_shown": Mutant(
-        "A6: what is voted for follows from evidence",
-        UnderTest(machine_of(_NothingIsShown)),
-        CALM_LIES,
+    "nothing_is_shown": Mutant.of(
+        "A6: what is voted for follows from evidence", _NothingIsShown, mix=CALM_LIES
     ),
     "anybody_signs": Mutant(
         "A6, L1: signatures are those of their peers", UnderTest(door=_AnybodySigns), CALM_LIES
     ),
-    "any_proof": Mutant(
-        "L1: a tip is believed along certificates",
-        UnderTest(machine_of(_AnyProof)),
-        FORGERS,
+    "any_proof": Mutant.of("L1: a tip is believed along certificates", _AnyProof, mix=FORGERS),
+    "any_attempt": Mutant.of(
+        "A5: one message does not use up the ballots", _AnyAttempt, mix=CALM_LIES
     ),
-    "any_attempt": Mutant(
-        "A5: one message does not use up the ballots",
-        UnderTest(machine_of(_AnyAttempt)),
-        CALM_LIES,
-    ),
-    "returns_at_once": Mutant(
-        "A7: whoever had a vote lets others convene", UnderTest(machine_of(_ReturnsAtOnce))
-    ),
-    "gaps_stay": Mutant(
-        "L3: heads that a proof passed over are fetched", UnderTest(machine_of(_GapsStay))
-    ),
+    "returns_at_once": Mutant.of("A7: whoever had a vote lets others convene", _ReturnsAtOnce),
+    "gaps_stay": Mutant.of("L3: heads that a proof passed over are fetched", _GapsStay),
 }

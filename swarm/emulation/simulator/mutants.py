@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from swarm.emulation.simulator.faults import CLASSES, Mix
 from swarm.emulation.simulator.taking_part import UnderTest, machine_of
-from swarm.emulation.simulator.trainer import Trainer
 from swarm.emulation.simulator.training_mutants import (
     MergesOnApply,
     NoBaseCheck,
@@ -36,7 +35,6 @@ from swarm.protocol.rounds.listener import Listener
 from swarm.protocol.rounds.reformer import Reformer
 from swarm.protocol.rounds.standing import Standing
 from swarm.protocol.rounds.takeover import Takeover
-from swarm.protocol.training import Training
 from swarm.protocol.updates import UpdateBound
 
 
@@ -49,6 +47,11 @@ class Mutant:
     tested: UnderTest
     mix: Mix | None = None
     """Faults of its own; None: those of the class that is run."""
+
+    @classmethod
+    def of(cls, rule: str, *parts: type, mix: Mix | None = None) -> Mutant:
+        """A round machine with these of its `Parts`."""
+        return cls(rule, UnderTest(machine_of(*parts)), mix)
 
 
 # ---------------------------------------------------------------- promises and votes
@@ -293,65 +296,59 @@ LAST_HOLDERS_DIE = replace(CLASSES["C"], strangers=0.4, faults=(6, 16))
 MERGE_DUELS = replace(DUELS, merging=1.0)
 
 
-def _of(
-    *parts: type,
-    training: type[Training] = Training,
-    trainer: type[Trainer] = Trainer,
-) -> UnderTest:
-    return UnderTest(machine_of(*parts), training, trainer)
-
-
 MUTANTS: Mapping[str, Mutant] = {
-    "accept_before_fetch": Mutant("A2: ACCEPT only with all blobs", _of(_AcceptBeforeFetch)),
-    "accepted_not_persisted": Mutant("P2: the vote is durable", _of(_AcceptedNotPersisted)),
-    "accept_before_write": Mutant("P2: write, then send", _of(_AcceptSentBeforeWrite)),
-    "promise_in_memory": Mutant("P1: the promise is durable", _of(_PromiseOnlyInMemory), REVOLTS),
-    "promise_not_recorded": Mutant("P1: a promise binds", _of(_PromiseNotRecorded), REVOLTS),
-    "no_phase_1": Mutant("C2: attempt >= 1 needs a quorum's promises", _of(_NoPhase1)),
-    "lowest_accepted": Mutant("C2: the highest vote is proposed", _of(_LowestAccepted), REVOLTS),
-    "ballot_zero_reused": Mutant("P3, C1: ballot 0 is used once", _of(_BallotZeroReused), DUELS),
-    "any_half": Mutant("C5: half decides only with the tie-breaker", _of(_AnyHalf)),
-    "any_proposal": Mutant("A4: a proposal must follow from the tip", _of(_AnyProposal)),
-    "liar_convenes_on": Mutant("A4: a refused convener is not followed", _of(_LiarConvenesOn)),
-    "any_update": Mutant("U1: updates are bounded", _of(_AnyUpdate)),
-    "joiners_vote": Mutant("only members(tip) vote", _of(_JoinersVote)),
-    "older_roster": Mutant("C3: results of one roster only", _of(_OlderRoster)),
-    "apply_before_blobs": Mutant("X1: apply only complete manifests", _of(_ApplyBeforeBlobs)),
-    "duplicate_commit_restarts": Mutant(
-        "X1: a duplicate starts no fetch", _of(_DuplicateCommitRestarts)
+    "accept_before_fetch": Mutant.of("A2: ACCEPT only with all blobs", _AcceptBeforeFetch),
+    "accepted_not_persisted": Mutant.of("P2: the vote is durable", _AcceptedNotPersisted),
+    "accept_before_write": Mutant.of("P2: write, then send", _AcceptSentBeforeWrite),
+    "promise_in_memory": Mutant.of("P1: the promise is durable", _PromiseOnlyInMemory, mix=REVOLTS),
+    "promise_not_recorded": Mutant.of("P1: a promise binds", _PromiseNotRecorded, mix=REVOLTS),
+    "no_phase_1": Mutant.of("C2: attempt >= 1 needs a quorum's promises", _NoPhase1),
+    "lowest_accepted": Mutant.of("C2: the highest vote is proposed", _LowestAccepted, mix=REVOLTS),
+    "ballot_zero_reused": Mutant.of("P3, C1: ballot 0 is used once", _BallotZeroReused, mix=DUELS),
+    "any_half": Mutant.of("C5: half decides only with the tie-breaker", _AnyHalf),
+    "any_proposal": Mutant.of("A4: a proposal must follow from the tip", _AnyProposal),
+    "liar_convenes_on": Mutant.of("A4: a refused convener is not followed", _LiarConvenesOn),
+    "any_update": Mutant.of("U1: updates are bounded", _AnyUpdate),
+    "joiners_vote": Mutant.of("only members(tip) vote", _JoinersVote),
+    "older_roster": Mutant.of("C3: results of one roster only", _OlderRoster),
+    "apply_before_blobs": Mutant.of("X1: apply only complete manifests", _ApplyBeforeBlobs),
+    "duplicate_commit_restarts": Mutant.of(
+        "X1: a duplicate starts no fetch", _DuplicateCommitRestarts
     ),
-    "fetch_never_dropped": Mutant(
-        "X2: a stuck fetch is dropped", _of(_FetchNeverDropped), LAST_HOLDERS_DIE
+    "fetch_never_dropped": Mutant.of(
+        "X2: a stuck fetch is dropped", _FetchNeverDropped, mix=LAST_HOLDERS_DIE
     ),
-    "votes_cross_tips": Mutant("H1: votes never cross tips", _of(_VotesCrossTips)),
-    "no_base_check": Mutant("S2: compare and swap on the base", _of(training=NoBaseCheck)),
+    "votes_cross_tips": Mutant.of("H1: votes never cross tips", _VotesCrossTips),
+    "no_base_check": Mutant("S2: compare and swap on the base", UnderTest(training=NoBaseCheck)),
     "offered_before_saved": Mutant(
-        "P6: the private state is durable before the offer", _of(training=OfferedBeforeSaved)
+        "P6: the private state is durable before the offer", UnderTest(training=OfferedBeforeSaved)
     ),
-    "no_takeover": Mutant("K1: a failed convener is replaced", _of(_NoTakeover)),
-    "no_reform": Mutant("F3: a lost majority is given up", _of(_NoReform)),
-    "generation_counted": Mutant("F3: an id is unique", _of(_GenerationCounted), SHATTERED),
-    "reform_although_quorum": Mutant("F2: no reform beside a quorum", _of(_ReformAlthoughQuorum)),
-    "most_tokens_win": Mutant("F1: the total order of manifests", _of(_MostTokensWin)),
-    "merge_on_apply": Mutant("M1: a merge is a manifest", _of(_NeverDue, trainer=MergesOnApply)),
-    "due_by_own_count": Mutant("M1: due by the manifest alone", _of(_DueByOwnCount)),
-    "round_while_due": Mutant("M2: no round while a merge is due", _of(_NeverDue)),
-    "due_by_kind": Mutant("M1: the kind of the tip plays no part", _of(_DueByKind)),
-    "due_by_rise": Mutant("M1: due by step and merged", _of(_DueByRise)),
-    "no_phase_1_at_merge": Mutant("M6: phase 1 for merges", _of(_NoPhase1AtMerge), MERGE_DUELS),
-    "accepted_merge_not_persisted": Mutant(
-        "M6: a merge's vote is durable", _of(_AcceptedMergeNotPersisted)
+    "no_takeover": Mutant.of("K1: a failed convener is replaced", _NoTakeover),
+    "no_reform": Mutant.of("F3: a lost majority is given up", _NoReform),
+    "generation_counted": Mutant.of("F3: an id is unique", _GenerationCounted, mix=SHATTERED),
+    "reform_although_quorum": Mutant.of("F2: no reform beside a quorum", _ReformAlthoughQuorum),
+    "most_tokens_win": Mutant.of("F1: the total order of manifests", _MostTokensWin),
+    "merge_on_apply": Mutant(
+        "M1: a merge is a manifest", UnderTest(machine_of(_NeverDue), trainer=MergesOnApply)
     ),
-    "accept_merge_before_blobs": Mutant(
-        "M6: ACCEPT a merge only with its blobs", _of(_AcceptMergeBeforeBlobs)
+    "due_by_own_count": Mutant.of("M1: due by the manifest alone", _DueByOwnCount),
+    "round_while_due": Mutant.of("M2: no round while a merge is due", _NeverDue),
+    "due_by_kind": Mutant.of("M1: the kind of the tip plays no part", _DueByKind),
+    "due_by_rise": Mutant.of("M1: due by step and merged", _DueByRise),
+    "no_phase_1_at_merge": Mutant.of("M6: phase 1 for merges", _NoPhase1AtMerge, mix=MERGE_DUELS),
+    "accepted_merge_not_persisted": Mutant.of(
+        "M6: a merge's vote is durable", _AcceptedMergeNotPersisted
     ),
-    "accept_only_own_merge": Mutant(
-        "M5: never compare with one's own result", _of(_AcceptOnlyOwnMerge)
+    "accept_merge_before_blobs": Mutant.of(
+        "M6: ACCEPT a merge only with its blobs", _AcceptMergeBeforeBlobs
+    ),
+    "accept_only_own_merge": Mutant.of(
+        "M5: never compare with one's own result", _AcceptOnlyOwnMerge
     ),
     "no_base_check_at_merge": Mutant(
-        "M8: rebase only from the own base", _of(training=NoBaseCheckAtMerge)
+        "M8: rebase only from the own base", UnderTest(training=NoBaseCheckAtMerge)
     ),
-    "tip_before_collected": Mutant(
-        "GC, M10: the blobs of the tip before are kept", _of(_TipBeforeCollected)
+    "tip_before_collected": Mutant.of(
+        "GC, M10: the blobs of the tip before are kept", _TipBeforeCollected
     ),
 }

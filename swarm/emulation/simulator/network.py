@@ -57,9 +57,7 @@ class Network:
 
     def delays(self, source: PeerId, destination: PeerId, random: Random) -> list[float]:
         """When a message posted now arrives, once or twice; empty if it is lost."""
-        if (source, destination) in self.cuts:
-            return []
-        if self.side and self.side.get(source, 0) != self.side.get(destination, 0):
+        if not self.is_open(source, destination):
             return []
         weather = self.weather
         if self.rough:

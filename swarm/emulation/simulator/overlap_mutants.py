@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.taking_part import UnderTest, tested_under
-from swarm.protocol.dealing import Book, next_book
-from swarm.protocol.manifest import PeerId
+from swarm.protocol.dealing import Book, Counts, next_book
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Training
 from swarm.protocol.training.ahead import Ahead, Tally
 
 
 class _RestIsDealtToOthers(Rules):
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         return next_book(book, counted, quotas)
 
 

@@ -25,14 +25,7 @@ from swarm.protocol.events import Expected, Offered
 from swarm.protocol.manifest import Digest, Manifest, Unit
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
-from swarm.protocol.training import (
-    Applied,
-    Assignment,
-    SavedWork,
-    Training,
-    TrainingShell,
-    Work,
-)
+from swarm.protocol.training import Applied, Assignment, SavedWork, Training, TrainingShell, Work
 
 
 class PeerShell(Shell, Protocol):

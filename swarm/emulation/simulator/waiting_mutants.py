@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from swarm.emulation.simulator.mutants import Mutant
-from swarm.emulation.simulator.taking_part import UnderTest, machine_of
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Prepare
 from swarm.protocol.rounds.acceptor import Acceptor
@@ -63,24 +62,14 @@ class _ReformsAtWork(Reformer):
 
 
 WAITING_MUTANTS: Mapping[str, Mutant] = {
-    "words_ignored": Mutant(
-        "C3: who said when is waited for", UnderTest(machine_of(_WordsIgnored))
+    "words_ignored": Mutant.of("C3: who said when is waited for", _WordsIgnored),
+    "last_word_counts": Mutant.of("C3: a word does not slip for ever", _LastWordCounts),
+    "always_trusted": Mutant.of("C3: nobody is waited for in vain again", _AlwaysTrusted),
+    "waiting_ages_campaign": Mutant.of(
+        "C7: a campaign ages when nobody is waited for", _WaitingAgesCampaign
     ),
-    "last_word_counts": Mutant(
-        "C3: a word does not slip for ever", UnderTest(machine_of(_LastWordCounts))
+    "collecting_ages_attempt": Mutant.of(
+        "K1: an attempt ages when nothing is collected", _CollectingAgesAttempt
     ),
-    "always_trusted": Mutant(
-        "C3: nobody is waited for in vain again", UnderTest(machine_of(_AlwaysTrusted))
-    ),
-    "waiting_ages_campaign": Mutant(
-        "C7: a campaign ages when nobody is waited for",
-        UnderTest(machine_of(_WaitingAgesCampaign)),
-    ),
-    "collecting_ages_attempt": Mutant(
-        "K1: an attempt ages when nothing is collected",
-        UnderTest(machine_of(_CollectingAgesAttempt)),
-    ),
-    "reforms_at_work": Mutant(
-        "F3: who is at work does not reform", UnderTest(machine_of(_ReformsAtWork))
-    ),
+    "reforms_at_work": Mutant.of("F3: who is at work does not reform", _ReformsAtWork),
 }

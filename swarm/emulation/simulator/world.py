@@ -20,10 +20,7 @@ from swarm.emulation.simulator.values import Values
 from swarm.emulation.simulator.violation import Violation
 from swarm.protocol.deadlines import Timers
 from swarm.protocol.events import Record, Undeliverable
-from swarm.protocol.manifest import (
-    PeerId,
-    Unit,
-)
+from swarm.protocol.manifest import PeerId, Unit
 from swarm.protocol.messages import Link
 
 MAX_EVENTS = 1_000_000

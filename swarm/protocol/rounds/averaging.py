@@ -8,12 +8,7 @@ from swarm.protocol.manifest import PeerId
 from swarm.protocol.messages import Evidence, Reduced, Report
 from swarm.protocol.rounds.campaign import Campaign, Stage, Value
 from swarm.protocol.rounds.contacts import Contacts
-from swarm.protocol.rounds.evidence import (
-    Brought,
-    compose_from,
-    newest_results,
-    result_problem,
-)
+from swarm.protocol.rounds.evidence import Brought, compose_from, newest_results, result_problem
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import REFUSALS
 

@@ -9,15 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from swarm.protocol.dealing import Book, book_of
-from swarm.protocol.manifest import (
-    SEASONED_ROUNDS,
-    UNCODED,
-    Entry,
-    Kind,
-    Manifest,
-    PeerId,
-    Unit,
-)
+from swarm.protocol.manifest import SEASONED_ROUNDS, UNCODED, Entry, Kind, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.messages import Commit, Evidence, ReducedUnit
 from swarm.protocol.rounds.composition import compose_merge
@@ -39,11 +31,7 @@ def successor_problem(
 ) -> str | None:
     """Why a manifest cannot be the decided successor of `parent`; None when it can.
 
-    Args:
-        manifest: the claimed successor.
-        parent: what it says it follows.
-        rules: the run's rules.
-        due: whether a merge is due after the parent [M1].
+    `due`: whether a merge is due after the parent [M1].
     """
     return _placement_problem(manifest, parent, rules, due=due) or (
         _merge_problem(manifest, parent, rules)
@@ -57,12 +45,7 @@ def proposal_problem(
 ) -> str | None:
     """Why nobody may vote for a manifest; None when it follows from its evidence [A6].
 
-    Args:
-        manifest: what is proposed.
-        evidence: what is shown for it; a merge needs none.
-        parent: the tip that it is to follow.
-        rules: the run's rules.
-        due: whether a merge is due after the parent [M1].
+    A merge needs no evidence; `due`: whether one is due after the parent [M1].
     """
     problem = _placement_problem(manifest, parent, rules, due=due)
     if problem:

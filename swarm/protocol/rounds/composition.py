@@ -19,6 +19,9 @@ from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.trust import reform_electors
 from swarm.protocol.voting import on_trial
 
+NO_WISH: Wish = ""
+"""In place of a wish that a manifest lacks: it never follows then."""
+
 
 @dataclass(frozen=True)
 class Attendance:
@@ -42,17 +45,9 @@ def compose_round(
     attendance: Attendance,
     rules: Rules,
 ) -> Manifest:
-    """The manifest of an ordinary training round.
-
-    Args:
-        tip: its parent.
-        plan: the closed roster.
-        results: mean of each unit that has a reducer.
-        attendance: decides on membership.
-        rules: the run's rules.
-    """
+    """The manifest of an ordinary training round; `results` has each mean that has a reducer."""
     number, contributors = tip.round + 1, plan.contributors
-    membership = _members_after(tip, contributors, attendance, rules)
+    membership = members_after(tip, contributors, attendance, rules)
     entries = {**tip.entries, **_renewed(plan, results, number, rules)}
     members, work = with_pace(membership.members, plan.offers), work_of(plan.offers)
     assignment = owners_after(tip, members, contributors, entries, rules)
@@ -88,9 +83,10 @@ def compose_round(
     )
 
 
-def _members_after(
+def members_after(
     tip: Manifest, contributors: Collection[PeerId], attendance: Attendance, rules: Rules
 ) -> Membership:
+    """Members after an ordinary training round."""
     return next_members(
         tip,
         heard=attendance.heard,
@@ -168,11 +164,7 @@ def compose_merge(
 ) -> Manifest:
     """The merge manifest of a due tip: nothing but the experts' values changes [M4].
 
-    Args:
-        tip: its parent.
-        merged: the merged value of every expert.
-        sources: who holds each of them.
-        rules: the run's rules.
+    `merged` has the new value of every expert, `sources` who holds it.
     """
     entries = dict(tip.entries)
     for unit in rules.expert_units:

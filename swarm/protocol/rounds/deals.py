@@ -74,15 +74,7 @@ def book_after(
     tokens: int,
     rules: Rules,
 ) -> Book:
-    """The book after a round [T1, T3].
-
-    Args:
-        parent: the manifest before.
-        work: tokens of each contributor.
-        members: of the new manifest.
-        tokens: its cumulative tokens.
-        rules: the run's rules.
-    """
+    """The book after a round, with the new manifest's members and cumulative tokens [T1, T3]."""
     if not rules.is_dealt:
         return Book()
     counted = {peer: tokens // rules.sequence_length for peer, tokens in work.items()}

@@ -17,12 +17,9 @@ from functools import lru_cache
 from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Manifest, PeerId, Unit, Wish
 from swarm.protocol.messages import Evidence, Offer, OfferedUnit, ReducedUnit, Report
-from swarm.protocol.rounds.composition import Attendance, compose_round
+from swarm.protocol.rounds.composition import NO_WISH, Attendance, compose_round
 from swarm.protocol.rounds.rosters import Plan, offer_problem, plan_roster
 from swarm.protocol.rounds.rules import Rules
-
-NO_WISH: Wish = ""
-"""In place of a wish that a manifest lacks: it never follows then."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,7 @@ def evidence_problem(
     With 256 peers this takes longer than an event loop may be held up. The shell asks in another
     thread before it hands a proposal on, and what was answered for these objects is known then.
 
-    Args:
-        manifest: what is proposed.
-        evidence: what is shown for it; wrong signatures have been dropped from it.
-        tip: what it is to follow.
-        rules: the run's rules.
+    Wrong signatures have been dropped from the evidence.
     """
     return _judged(_Case(manifest, evidence, tip, rules))
 
@@ -174,15 +167,7 @@ class Brought:
 def compose_from(
     tip: Manifest, plan: Plan, evidence: Evidence, brought: Brought, rules: Rules
 ) -> Manifest:
-    """The manifest that follows from what was declared and found.
-
-    Args:
-        tip: its parent.
-        plan: the closed roster.
-        evidence: of every member that was heard; has a result of every unit that is reduced.
-        brought: wishes and invitations.
-        rules: the run's rules.
-    """
+    """The manifest that follows from what was declared, and found of all that is reduced."""
     results = results_of(evidence.reports, plan, rules)
     return compose_round(tip, plan, results, attendance_of(evidence, brought, tip), rules)
 

@@ -40,15 +40,7 @@ class CampaignInfo:
 
 
 def phase_of(life: Life, standing: Standing, blobs: Blobs, work: Work, job: Job | None) -> Phase:
-    """The most important of what goes on at the same time.
-
-    Args:
-        life: whether it listens, takes part, leaves or is gone.
-        standing: member or not, and what is due.
-        blobs: what is being fetched.
-        work: what it offers.
-        job: what it averages.
-    """
+    """The most important of what goes on at the same time."""
     if life.has_left:
         return Phase.LEFT
     if life.is_listening:

@@ -19,12 +19,7 @@ def update_bound(
 
     A mean is not further from where its sources began than the furthest of them.
 
-    Args:
-        unit: what it is a value of.
-        peers: its sources, members of the tip.
-        work: tokens of those that are not late.
-        tip: what they were trained from.
-        rules: the run's rules.
+    The peers are members of the tip; `work` has the tokens of those that are not late.
 
     Returns:
         None where values are not judged, as in a simulation.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from swarm.protocol.manifest import Manifest, Member, PeerId
-from swarm.protocol.membership import Membership, next_members
-from swarm.protocol.rounds.composition import owners_after
+from swarm.protocol.membership import Membership
+from swarm.protocol.rounds.composition import NO_WISH, Attendance, members_after, owners_after
 from swarm.protocol.rounds.rules import Rules
 
 
@@ -53,26 +53,18 @@ def _possible(manifest: Manifest, parent: Manifest, rules: Rules) -> Iterator[Me
     """
     heard = {peer for peer, member in manifest.members.items() if member.silent == 0}
     for leaving in (wishes_of(manifest, parent, rules), tuple(parent.members)):
-        yield (
-            next_members(
-                parent,
-                heard=heard,
-                contributors=manifest.contributors,
-                leaving=leaving,
-                joiners={
-                    peer: member.capacity
-                    for peer, member in manifest.members.items()
-                    if peer not in parent.members
-                },
-                capacities={peer: manifest.members[peer].capacity for peer in heard},
-                seed=parent.digest,
-                silent_limit=rules.silent_rounds,
-                is_open=rules.is_open,
-                invitations=manifest.invited,
-                run=rules.run,
-                elect=rules.with_voters,
-            )
+        attendance = Attendance(
+            heard=heard,
+            leaving=dict.fromkeys(leaving, NO_WISH),
+            joiners={
+                peer: member.capacity
+                for peer, member in manifest.members.items()
+                if peer not in parent.members
+            },
+            capacities={peer: manifest.members[peer].capacity for peer in heard},
+            invitations=manifest.invited,
         )
+        yield members_after(parent, manifest.contributors, attendance, rules)
 
 
 def wishes_of(manifest: Manifest, parent: Manifest, rules: Rules) -> tuple[PeerId, ...]:

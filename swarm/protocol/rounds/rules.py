@@ -10,13 +10,13 @@ from typing import Protocol, TypeVar
 from swarm.codings import coded_bytes
 from swarm.config import MergingConfig, RunConfig
 from swarm.experts import expert_of_unit
-from swarm.protocol.dealing import Book, next_book, reformed_book
+from swarm.protocol.dealing import Book, Counts, next_book, reformed_book
 from swarm.protocol.layout import Layout
-from swarm.protocol.manifest import UNCODED, Manifest, Member, PeerId, Unit
+from swarm.protocol.manifest import UNCODED, Manifest, PeerId, Unit
 from swarm.protocol.merging import merge_due
 from swarm.protocol.schedule import Schedule
 from swarm.protocol.updates import StepBound
-from swarm.protocol.voting import Electorate, with_voters
+from swarm.protocol.voting import Electorate, Members, with_voters
 
 T = TypeVar("T")
 
@@ -108,26 +108,19 @@ class Rules:
             is_open=run.run.admission == "open",
         )
 
-    def next_book(
-        self, book: Book, counted: Mapping[PeerId, int], quotas: Mapping[PeerId, int]
-    ) -> Book:
+    def next_book(self, book: Book, counted: Counts, quotas: Counts) -> Book:
         """The book after a round [T1]."""
         return next_book(book, counted, quotas, keeps_rest=self.overlaps)
 
-    def reformed_book(self, book: Book, quotas: Mapping[PeerId, int]) -> Book:
+    def reformed_book(self, book: Book, quotas: Counts) -> Book:
         """The book of a reform [T4]."""
         return reformed_book(book, quotas)
 
     def with_voters(
-        self,
-        members: Mapping[PeerId, Member],
-        contributors: Collection[PeerId],
-        *,
-        seed: str,
-        is_open: bool,
+        self, members: Members, contributors: Collection[PeerId], seed: str, is_open: bool
     ) -> Electorate:
         """The members after a round, each with its vote or without [R7]."""
-        return with_voters(members, contributors, seed=seed, is_open=is_open)
+        return with_voters(members, contributors, seed, is_open)
 
     def step_after(self, parent: Manifest, tokens: int) -> int:
         """Cumulative steps after a round that brings the run to so many tokens [W3].

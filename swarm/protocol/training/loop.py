@@ -37,14 +37,9 @@ class Training:
         *,
         is_due: Callable[[Manifest], bool] | None = None,
     ) -> None:
-        """Knows nothing yet; `run` begins with what is on the disk.
+        """Knows nothing yet; `run` begins with what is on the disk, and ends after so many rounds.
 
-        Args:
-            shell: carries out what is decided here.
-            me: this peer.
-            rules: of the run.
-            rounds: the last one.
-            is_due: whether a tip's only successor is a merge; by default as [M1] says.
+        `is_due`: whether a tip's only successor is a merge; by default as [M1] says.
         """
         self.shell, self.me, self.rules, self.rounds = shell, me, rules, rounds
         self.is_due = is_due or partial(merge_due, merging=rules.merging)

@@ -9,6 +9,9 @@ Shapes: B sequences, T tokens that a sequence predicts, D hidden size, V vocabul
 E experts.
 """
 
+# What the methods do is said in `Engine`.
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import dataclasses
@@ -63,17 +66,14 @@ class StreamingEngine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """See `Engine`."""
         return self._store.owned
 
     @property
     def skipped(self) -> int:
-        """See `Engine`."""
         return self._guard.skipped
 
     @property
     def intact(self) -> bool:
-        """See `Engine`."""
         return self._whole and not self._host.failed
 
     @property
@@ -92,7 +92,6 @@ class StreamingEngine:
         return self._store.num_bytes + self._device.host_bytes + self._checkpoints.num_bytes
 
     def own(self, experts: Sequence[int]) -> None:
-        """See `Engine`."""
         owned = tuple(sorted(set(experts)))
         if owned != self.owned:
             self._drain()
@@ -101,54 +100,44 @@ class StreamingEngine:
             self._device.build()
 
     def count_from(self, updates: int) -> None:
-        """See `Engine`."""
         self._updates = updates
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         self._drain()
         found = self._store.read(names)
         return {name: tensor.to(torch.float32, copy=True) for name, tensor in found.items()}
 
     def write(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._drain()
         self._store.write(named)
 
     def read_part(self, part: Slice) -> Tensor:
-        """See `Engine`."""
         self._drain()
         whole_X = self._store.read([part.name])[part.name].view(-1)
         return whole_X[part.start : part.stop].to(torch.float32, copy=True)
 
     def write_part(self, part: Slice, values: Tensor) -> None:
-        """See `Engine`."""
         assert is_trained(part.name, self.owned), part
         self._drain()
         self._store.write_part(part, values)
 
     @property
     def borrows(self) -> bool:
-        """See `Engine`."""
         return self._options.frozen_lent
 
     def lend(self, named: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._drain()
         self._store.lend(named)
 
     def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
-        """See `Engine`."""
         self._drain()
         return self._store.read_moments(names)
 
     def write_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """See `Engine`."""
         self._drain()
         self._store.write_moments(moments)
 
     def state_dict(self) -> EngineState:
-        """See `Engine`."""
         self._drain()
         guard = self._guard
         return EngineState(
@@ -161,7 +150,6 @@ class StreamingEngine:
         )
 
     def load_state_dict(self, state: EngineState) -> None:
-        """See `Engine`."""
         state.require(self._run)
         self.own(state.owned)
         self._drain()
@@ -186,7 +174,6 @@ class StreamingEngine:
         controls: RoutingControls | None = None,
         masks: Masks | None = None,
     ) -> StepStats:
-        """See `Engine`."""
         self._whole, scale = True, self._guard.scale.value
         rows, there = self._run.train.micro_batch_sequences, self._device.bus.device
         parts = micro_batches(tokens_BT1, masks, rows, there)

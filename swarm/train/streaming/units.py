@@ -24,9 +24,7 @@ from swarm.train.streaming.arena import Arena, Packing
 def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
     """Unit -> name -> shape of its shared tensors, in the order of the forward pass.
 
-    Args:
-        run: the model.
-        layer_shapes: names and shapes of a layer's shared tensors, without the layer's prefix.
+    `layer_shapes` are those of a layer, named without the layer's prefix.
     """
     model = run.model
     table = (model.vocab_size, model.hidden_size)
