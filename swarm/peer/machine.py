@@ -6,8 +6,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -143,7 +144,10 @@ def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
 
 
 def engine_for(
-    run: RunConfig, compute: ComputeSection, folder: Path
+    run: RunConfig,
+    compute: ComputeSection,
+    folder: Path,
+    remaining_s: Callable[[], float] = lambda: inf,
 ) -> SteppingEngine | ParallelEngine:
     """The fastest engine that fits this machine, with those below it; says which and why.
 
@@ -153,6 +157,7 @@ def engine_for(
         run: what is trained.
         compute: what the person decided.
         folder: the run's; frozen experts may be mapped from files in it.
+        remaining_s: seconds until this peer has to go, however few workers are there.
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
     workers = num_workers(compute, machine.device)
@@ -173,7 +178,7 @@ def engine_for(
     )
     if workers:
         place = place_of(run, compute, machine, workers)
-        nodes = nodes_of(compute, plan, folder, place)
+        nodes = nodes_of(compute, plan, folder, place, remaining_s)
         return parallel_engine(run, plan, folder, place, nodes)
     return _with_threads(run, plan, compute, folder)
 

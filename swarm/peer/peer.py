@@ -90,7 +90,8 @@ class Peer:
         self.status.watch(self._rounds, started.run_id)
         self._exchange = _exchange_of(host, started, self._rounds)
         self._loader = _loader_of(host.config, started)
-        self._engine = engine_for(run, host.config.compute, started.directory.path)
+        place = host.config.compute, started.directory.path
+        self._engine = engine_for(run, *place, lambda: self._stop.remaining_s)
         self.status.engine_of = self._engine.describe
         model = LiveModel(self.peer_id, run, self._engine, self._agreed)
         self._moments = ExpertMoments(model, self._exchange, self.status)

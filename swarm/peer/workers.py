@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf, lcm
 from pathlib import Path
 
 import torch
@@ -156,7 +157,13 @@ def place_of(run: RunConfig, compute: ComputeSection, share: Machine, workers: i
     return Place(workers, share.device, threads, backend)
 
 
-def nodes_of(compute: ComputeSection, plan: EnginePlan, folder: Path, place: Place) -> Nodes | None:
+def nodes_of(
+    compute: ComputeSection,
+    plan: EnginePlan,
+    folder: Path,
+    place: Place,
+    remaining_s: Callable[[], float] = lambda: inf,
+) -> Nodes | None:
     """Listens for the machines that bring workers; None if this peer wants none.
 
     Args:
@@ -164,6 +171,7 @@ def nodes_of(compute: ComputeSection, plan: EnginePlan, folder: Path, place: Pla
         plan: of the engine of each worker.
         folder: the run's, in the state directory.
         place: where the workers of this machine compute.
+        remaining_s: seconds that they are waited for at most from now on.
 
     Raises:
         ConfigError: nobody can listen there.
@@ -175,9 +183,16 @@ def nodes_of(compute: ComputeSection, plan: EnginePlan, folder: Path, place: Pla
     path = Path(compute.workers_key or folder.parents[1] / "workers.key").expanduser().absolute()
     key = key_at(path, may_make=True)
     address = address_of(compute.workers_from, "compute.workers_from (--workers-from)")
-    unit = math.lcm(*(each.ep * each.pp for each in (plan.options, *plan.below)))
+    unit = lcm(*(each.ep * each.pp for each in (plan.options, *plan.below)))
     wanted = Wanted(place.size, elsewhere, unit)
-    nodes = Nodes(address, key, wanted, device=place.device, wait_s=compute.workers_wait_s)
+    nodes = Nodes(
+        address,
+        key,
+        wanted,
+        device=place.device,
+        wait_s=compute.workers_wait_s,
+        remaining_s=remaining_s,
+    )
     logger.info(
         "workers of other machines: swarm-worker --controller %s:%d --key COPY_OF_THIS (%s)",
         address[0],

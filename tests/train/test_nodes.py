@@ -46,9 +46,9 @@ def key_file(tmp_path_factory):
 
 
 @contextmanager
-def listening(key_file, wanted, wait_s=LIMIT_S):
+def listening(key_file, wanted, wait_s=LIMIT_S, **more):
     key = key_at(key_file, may_make=False)
-    nodes = Nodes(("127.0.0.1", 0), key, wanted, device="cpu", wait_s=wait_s)
+    nodes = Nodes(("127.0.0.1", 0), key, wanted, device="cpu", wait_s=wait_s, **more)
     try:
         yield nodes
     finally:
@@ -389,6 +389,18 @@ def test_a_node_that_answers_for_others_or_without_being_asked_is_lost(key_file,
             member.receive()
         member.kill()
         wire.close()
+
+
+def test_a_peer_that_has_to_go_waits_for_nobody_any_more(key_file):
+    goes_s = time.monotonic() + 0.5
+    remaining = {"remaining_s": lambda: goes_s - time.monotonic()}
+    with (
+        listening(key_file, Wanted(1, 1, unit=2), **remaining) as nodes,
+        pytest.raises(WorkersFailed, match=r"within [01] s 0 of 1 workers .* came"),
+    ):
+        nodes.called()
+    with listening(key_file, Wanted(1, 1), **remaining) as nodes:
+        assert nodes.called().members == []  # those that are here do without
 
 
 def test_a_port_that_is_taken_is_a_wrong_setting(key_file):

@@ -11,8 +11,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -76,7 +77,14 @@ class Nodes:
     """
 
     def __init__(
-        self, address: tuple[str, int], key: bytes, wanted: Wanted, *, device: str, wait_s: float
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        wanted: Wanted,
+        *,
+        device: str,
+        wait_s: float,
+        remaining_s: Callable[[], float] = lambda: inf,
     ) -> None:
         """Begins to listen.
 
@@ -86,11 +94,14 @@ class Nodes:
             wanted: how many workers.
             device: on which they compute.
             wait_s: how long `called` waits for all of them.
+            remaining_s: seconds that it may wait at most from now on; 0 or less once a peer that
+                was asked to leave has to go.
 
         Raises:
             ConfigError: nobody can listen there.
         """
         self._key, self._wanted, self._device, self._wait_s = key, wanted, device, wait_s
+        self._remaining_s = remaining_s
         try:
             self._listener = socket.create_server(address, backlog=MAX_STRANGERS)
         except OSError as error:
@@ -116,13 +127,13 @@ class Nodes:
             while True:
                 self._forget_closed()
                 now_s = time.monotonic()
-                left_s = began_s + self._wait_s - now_s
+                left_s = min(began_s + self._wait_s - now_s, self._remaining_s())
                 found = seats(self._nodes(), self._wanted, is_late=left_s <= 0)
                 if found is not None:
                     break
                 there = sum(node.workers for node in self._nodes())
                 if left_s <= 0:
-                    raise _too_few(there, self._wanted, self._wait_s)
+                    raise _too_few(there, self._wanted, now_s - began_s)
                 if now_s >= said_s:
                     said_s = now_s + SAY_EVERY_S
                     logger.info(
