@@ -4,8 +4,10 @@
 The run is the 7B (`configs/runs/spes_7b.toml`) with max(32, N) experts: every peer owns one.
 Records, offers, rosters, manifests, certificates and messages are made, encoded and decoded by the
 functions that peers use; only digests and bytes of tensors are made up. All milliseconds are CPU
-time of one thread, the best of some calls. Messages of a round are counted in a simulation without
-faults, see `round_rows`. What a peer could not send is said to be over the limit.
+time of one thread, the best of some calls, without Python's garbage collection, as timeit measures:
+what that costs depends on all else that a process holds. Messages of a round are counted in a
+simulation without faults, see `round_rows`. What a peer could not send is said to be over the
+limit.
 
     python scripts/bench_scale.py [--peers 4,16,64,256,1024] [--json]
 """
@@ -13,6 +15,7 @@ faults, see `round_rows`. What a peer could not send is said to be over the limi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections import Counter
@@ -610,6 +613,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
     args = parser.parse_args()
     tables: dict[str, list[dict[str, Any]]] = {}
+    gc.disable()
     with TemporaryDirectory() as folder:
         identity = load_or_create_identity(Path(folder) / "identity")
         for num_peers in map(int, args.peers.split(",")):
