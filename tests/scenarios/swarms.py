@@ -109,9 +109,10 @@ def has_rounds(number: int) -> Callable[[LocalSwarm], bool]:
     )
 
 
-def contributes(swarm: LocalSwarm, peer: LocalPeer) -> Callable[[LocalSwarm], bool]:
-    """Whether a round that nobody has ended when this is called counts the peer's work."""
-    known = max((event["round"] for each in swarm.peers for event in rounds(each)), default=0)
+def contributes(peer: LocalPeer, *others: LocalPeer) -> Callable[[LocalSwarm], bool]:
+    """Whether a round counts the peer's work that neither it nor these others have ended by now."""
+    seen = [event["round"] for each in (peer, *others) for event in rounds(each)]
+    known = max(seen, default=0)
     return lambda _: any(event["round"] > known and event["counted"] for event in rounds(peer))
 
 

@@ -47,7 +47,7 @@ def revive(swarm: LocalSwarm) -> None:
     for peer in dead:
         swarm.restart(peer, ["--initial-peers", other.join_address()])
     for peer in dead:
-        swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=3 * ROUND_S)
+        swarm.wait_until(contributes(peer), what="its return", timeout_s=3 * ROUND_S)
 
 
 def survivors_of(swarm: LocalSwarm, dead: LocalPeer) -> list[LocalPeer]:
@@ -81,7 +81,7 @@ def test_a_peer_killed_again_and_again_while_it_starts_comes_back(swarm: LocalSw
         victim.kill()
         swarm.restart(victim, ["--initial-peers", swarm.peers[0].join_address()])
         time.sleep(alive_s)
-    swarm.wait_until(contributes(swarm, victim), what="its return", timeout_s=3 * ROUND_S)
+    swarm.wait_until(contributes(victim), what="its return", timeout_s=3 * ROUND_S)
     assert len(applied(victim.events())) > 2
 
 

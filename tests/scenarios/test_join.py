@@ -44,7 +44,7 @@ def join(swarm: LocalSwarm, via: LocalPeer, *options: str) -> LocalPeer:
 
 
 def wait_until_contributing(swarm: LocalSwarm, peer: LocalPeer) -> None:
-    swarm.wait_until(contributes(swarm, peer), what="its contribution", timeout_s=3 * ROUND_S)
+    swarm.wait_until(contributes(peer), what="its contribution", timeout_s=3 * ROUND_S)
 
 
 def test_the_first_round_has_all_peers_that_the_founder_waited_for(swarm: LocalSwarm) -> None:

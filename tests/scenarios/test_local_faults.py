@@ -60,7 +60,7 @@ def daemon_of(peer: LocalPeer) -> int:
 
 def is_back(swarm: LocalSwarm, peer: LocalPeer) -> None:
     """It contributes again, in the life it had."""
-    swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=2 * ROUND_S)
+    swarm.wait_until(contributes(peer, *swarm.peers), what="its return", timeout_s=2 * ROUND_S)
 
 
 def limited(swarm: LocalSwarm, peer: LocalPeer, kind: int, limit: int, says: str = "") -> None:
@@ -104,7 +104,7 @@ def test_a_process_that_gets_no_more_memory_works_on_or_ends_with_the_remedy(
     assert victim.process is not None
     status = Path(f"/proc/{victim.process.pid}/status").read_text()
     (kilobytes,) = re.findall(r"VmSize:\s+(\d+) kB", status)
-    back = contributes(swarm, victim)
+    back = contributes(victim, *swarm.peers)
     limited(swarm, victim, resource.RLIMIT_AS, int(kilobytes) * 1024)
     swarm.wait_until(
         lambda _: back(swarm) or not victim.alive, what="its return or end", timeout_s=2 * ROUND_S

@@ -123,7 +123,7 @@ def test_survivors_of_a_lost_majority_go_on_and_the_others_return_to_them(
             runner.actions.start_again(peer)
         at = newest_round(swarm)
         for peer in dead:
-            swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=BACK_S)
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
         swarm.wait_until(one_chain, what="one chain", timeout_s=BACK_S)
         seen = {rounds(peer)[-1]["generation"] for peer in swarm.peers}
         assert len(seen) == 1
@@ -155,7 +155,7 @@ def test_a_partition_that_heals_ends_in_one_chain(
         assert won, "one side rolls nothing back"
         assert max(now[i]["round"] - at[i]["round"] for i in won) <= HEALED_ROUNDS
         for peer in swarm.peers:
-            swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=BACK_S)
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=BACK_S)
         assert one_chain(swarm)
         for i, peer in enumerate(swarm.peers):
             counted, trained = (0, 0) if i in won else tokens_of(peer, at[i]["generation"])
@@ -198,7 +198,7 @@ def test_a_joiner_whose_sources_die_one_after_another_arrives(tmp_path: Path) ->
                 runner.actions.start_again(sources[number - 1])
         runner.actions.start_again(sources[-1])
         for peer in (joiner, *sources):
-            swarm.wait_until(contributes(swarm, peer), what="its arrival", timeout_s=2 * BACK_S)
+            swarm.wait_until(contributes(peer), what="its arrival", timeout_s=2 * BACK_S)
         assert one_chain(swarm)
 
 

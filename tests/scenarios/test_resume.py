@@ -133,7 +133,7 @@ def test_a_damaged_file_is_noticed_and_its_peer_contributes_again(tmp_path: Path
             peer.kill()
             damage(peer)
             swarm.restart(peer, ["--initial-peers", swarm.peers[0].join_address()])
-            swarm.wait_until(contributes(swarm, peer), what="its return", timeout_s=3 * ROUND_S)
+            swarm.wait_until(contributes(peer), what="its return", timeout_s=3 * ROUND_S)
             assert said in peer.output()
         swarm.kill()
         histories = [peer.events() for peer in swarm.peers]

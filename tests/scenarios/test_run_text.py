@@ -48,7 +48,7 @@ def test_a_run_keeps_its_text_and_asks_joiners_for_it(tmp_path: Path) -> None:
         # ... and while it trains, its founder started again with nothing but its state directory.
         founder.kill()
         swarm.restart(founder, [])
-        swarm.wait_until(contributes(swarm, founder), what="its contribution", timeout_s=ROUND_S)
+        swarm.wait_until(contributes(founder), what="its contribution", timeout_s=ROUND_S)
         assert f"{line}{text.digest}" in founder.output()
         start_and_be_refused(stranger, founder.join_address())
         assert f"digest {text.digest}" in stranger.output()
