@@ -35,7 +35,7 @@ from swarm.peer.host import Host
 from swarm.peer.leaving import Stop
 from swarm.peer.link_check import measured_verdict, require_link
 from swarm.peer.live_model import recompute_initial
-from swarm.peer.mending import earlier_record, is_alone, settings_of
+from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.observing import PeerObserver
 from swarm.peer.publisher import announcement
 from swarm.peer.run_text import RunText
@@ -169,7 +169,7 @@ class Starter:
         for blob in (run.canonical_json(), founding.encoded):
             store.put(blob)
         started = Started(run_id, run, layout, directory, store, record, self.text.shards)
-        damaged = store.verify(record.tip.blobs)
+        damaged = drop_damaged(store, record.tip)
         if damaged:
             logger.warning("%d blobs of the tip are damaged", len(damaged))
             started = replace(started, record=self._repair(started, downloads))

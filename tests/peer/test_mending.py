@@ -11,7 +11,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.errors import CorruptState
 from swarm.network.blobs import BlobStore
 from swarm.network.record_file import RecordFile
-from swarm.peer.mending import earlier_record, is_alone, settings_of
+from swarm.peer.mending import drop_damaged, earlier_record, is_alone, settings_of
 from swarm.peer.state_directory import RunDirectory
 from swarm.protocol.digests import digest_of
 from swarm.protocol.events import Record
@@ -125,6 +125,19 @@ def with_values(folder: Path, *manifests: Manifest) -> BlobStore:
     blobs += [value_of(manifest.height) for manifest in manifests]
     store.sync([store.put(blob) for blob in blobs])
     return store
+
+
+def test_damaged_values_that_no_tip_has_yet_are_dropped_too(tmp_path: Path) -> None:
+    """Offers of a round under way: the next manifest may name them."""
+    offered, kept = b"offered" * 100, b"kept" * 100
+    store = with_values(tmp_path, SECOND, THIRD)
+    store.sync([store.put(each) for each in (offered, kept)])
+    for pack in (tmp_path / "packs").glob("*.pack"):
+        content = pack.read_bytes()
+        pack.write_bytes(content.replace(offered, b"0ffered" * 100))
+    again = BlobStore(tmp_path)
+    assert again.has(digest_of(offered)) and drop_damaged(again, THIRD) == []
+    assert not again.has(digest_of(offered)) and again.has(digest_of(kept))
 
 
 def test_the_round_before_is_taken_though_both_record_files_have_the_damaged_one(
