@@ -17,7 +17,7 @@ from torch import Tensor
 import swarm.peer.peer
 from peers.peer import main
 from peers.printed import Printed
-from swarm.config import ComputeSection, RunConfig
+from swarm.config import RunConfig
 from swarm.emulation.controls import INDEX_VARIABLE
 from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
@@ -128,7 +128,7 @@ def run_timed() -> None:
     """Runs swarm-peer so."""
     index, step_s = int(os.environ[INDEX_VARIABLE]), float(os.environ[STEP_VARIABLE])
 
-    def timed_engine(run: RunConfig, _compute: ComputeSection, _folder: Path) -> TimedEngine:
+    def timed_engine(run: RunConfig, *_of_this_machine: object) -> TimedEngine:
         return TimedEngine(run, step_s, seed=index)
 
     swarm.peer.peer.engine_for = timed_engine
