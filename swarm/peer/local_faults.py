@@ -7,7 +7,6 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
 
 from swarm.errors import OutOfMemory, StateError, SwarmError
 from swarm.network.patience import MENDED_BY, is_memory
@@ -53,7 +52,7 @@ class UnbornThreads:
         return [thread.name for thread, looks in self._looks.items() if looks >= UNBORN_LOOKS]
 
 
-def watch_for_unborn_threads(end: Callable[[int], object] = os._exit) -> None:
+def watch_for_unborn_threads() -> None:
     """Ends this process, as out of memory, when somebody waits for a thread that never begins.
 
     Nothing is lost with it that was not lost by a kill -9.
@@ -65,6 +64,6 @@ def watch_for_unborn_threads(end: Callable[[int], object] = os._exit) -> None:
             time.sleep(LOOK_S)
         fault = OutOfMemory(f"no memory for the thread {', '.join(names)}", hint=_REMEDY)
         logger.error("%s", fault)
-        end(fault.exit_code)
+        os._exit(fault.exit_code)
 
     threading.Thread(target=watch, name="unborn-threads", daemon=True).start()

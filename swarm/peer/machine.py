@@ -161,11 +161,12 @@ def engine_for(
     """
     machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
     workers = num_workers(compute, machine.device)
-    pp = num_stages(compute, workers + num_elsewhere(compute), run.model.num_hidden_layers)
-    ep = dealings(compute, workers + num_elsewhere(compute), run.model.num_experts)
+    in_all = workers + num_elsewhere(compute)
+    pp = num_stages(compute, in_all, run.model.num_hidden_layers)
+    ep = dealings(compute, in_all, run.model.num_experts)
     if workers:
-        wishes = replace(wishes, pp=pp, schedule=compute.pipeline_schedule)
-        machine, wishes = share_of(machine, workers), replace(wishes, engine="resident", ep=ep)
+        machine, schedule = share_of(machine, workers), compute.pipeline_schedule
+        wishes = replace(wishes, engine="resident", ep=ep, pp=pp, schedule=schedule)
     owned = owned_per_peer(run, run.run.peers)
     plan = plan_engine(run, owned, machine, wishes)
     logger.log(

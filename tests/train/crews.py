@@ -5,13 +5,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
+from swarm.experts import Slice, expert_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
-from tests.train.runs import all_names
+from tests.train.runs import all_names, same
 
 
 class SharedCrew(Crew):
@@ -89,6 +92,26 @@ def lent_engines(crews: Crews, **defaults: Any) -> Iterator[Callable[..., Parall
     finally:
         for engine in made:
             engine.close()
+
+
+def assert_holders_answer(engine: ParallelEngine, run: RunConfig, shared: Sequence[str]) -> None:
+    """Shared tensors and experts 1 and 3, trained, are read and written, and frozen 0 and 2."""
+    experts = [name for e in (1, 3) for name in expert_shapes(run.model, e)]
+    for name in (*shared, *experts):
+        before = engine.read([name])[name]
+        part = Slice(name, 3, 9)
+        assert torch.equal(engine.read_part(part), before.flatten()[3:9])
+        engine.write_part(part, torch.arange(6.0))
+        assert torch.equal(engine.read([name])[name].flatten()[3:9], torch.arange(6.0))
+        moments = engine.read_moments([name])
+        assert moments.keys() == {f"exp_avg.{name}", f"exp_avg_sq.{name}"}
+        doubled = {stored: 2 * moment for stored, moment in moments.items()}
+        engine.write_moments(doubled)
+        assert same(engine.read_moments([name]), doubled)
+    frozen = {name: torch.randn(16, 16) for e in (0, 2) for name in expert_shapes(run.model, e)}
+    engine.write(frozen)
+    assert same(engine.read(list(frozen)), frozen)
+    assert engine.read_moments(list(frozen)) == {}
 
 
 @contextmanager

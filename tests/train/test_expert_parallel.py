@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm.experts import Slice, expert_shapes
+from swarm.experts import expert_shapes
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.mesh import deal
-from tests.train.crews import lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_masks import MASKED
@@ -195,18 +195,4 @@ def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
 def test_who_holds_an_expert_reads_and_writes_it(dealt):
     engine = dealt(RUN, OWNED)
     train(engine, RUN, range(2))
-    for name in ("model.norm.weight", *expert_shapes(RUN.model, 1), *expert_shapes(RUN.model, 3)):
-        before = engine.read([name])[name]
-        part = Slice(name, 3, 9)
-        assert torch.equal(engine.read_part(part), before.flatten()[3:9])
-        engine.write_part(part, torch.arange(6.0))
-        assert torch.equal(engine.read([name])[name].flatten()[3:9], torch.arange(6.0))
-        moments = engine.read_moments([name])
-        assert moments.keys() == {f"exp_avg.{name}", f"exp_avg_sq.{name}"}
-        doubled = {stored: 2 * moment for stored, moment in moments.items()}
-        engine.write_moments(doubled)
-        assert same(engine.read_moments([name]), doubled)
-    frozen = {name: torch.randn(16, 16) for e in (0, 2) for name in expert_shapes(RUN.model, e)}
-    engine.write(frozen)
-    assert same(engine.read(list(frozen)), frozen)
-    assert engine.read_moments(list(frozen)) == {}
+    assert_holders_answer(engine, RUN, ["model.norm.weight"])

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm.experts import Slice, expert_shapes
+from swarm.experts import expert_shapes
 from swarm.train.options import EngineOptions
-from tests.train.crews import lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
 from tests.train.runs import all_names, batch, bits, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING, SIGMOID
 from tests.train.test_masks import MASKED
@@ -168,22 +168,7 @@ def test_who_holds_a_tensor_reads_and_writes_it(piped):
     engine = piped(RUN, OWNED)
     train(engine, RUN, range(2))
     shared = [EMBEDDING, "lm_head.weight", "model.layers.1.input_layernorm.weight"]
-    experts = [name for e in (1, 3) for name in expert_shapes(RUN.model, e)]
-    for name in (*shared, *experts):
-        before = engine.read([name])[name]
-        part = Slice(name, 3, 9)
-        assert torch.equal(engine.read_part(part), before.flatten()[3:9])
-        engine.write_part(part, torch.arange(6.0))
-        assert torch.equal(engine.read([name])[name].flatten()[3:9], torch.arange(6.0))
-        moments = engine.read_moments([name])
-        assert moments.keys() == {f"exp_avg.{name}", f"exp_avg_sq.{name}"}
-        doubled = {stored: 2 * moment for stored, moment in moments.items()}
-        engine.write_moments(doubled)
-        assert same(engine.read_moments([name]), doubled)
-    frozen = {name: torch.randn(16, 16) for e in (0, 2) for name in expert_shapes(RUN.model, e)}
-    engine.write(frozen)
-    assert same(engine.read(list(frozen)), frozen)
-    assert engine.read_moments(list(frozen)) == {}
+    assert_holders_answer(engine, RUN, shared)
 
 
 def test_agreed_values_stand_in_for_masters_in_an_evaluation(piped):
