@@ -1,128 +1,281 @@
 """A swarm in one process, without a network: for measurements of what a method does to the loss.
 
-Nothing is computed here. Local steps, weights of a mean, the mean, owners and merges are the
-functions that a peer calls; a test compares the outcome, bit for bit, with the plain reference of
-SPES that real swarms are compared with. Values are not encoded, so a run must be exact.
+Nothing is computed here. Local steps, schedule of the units, deltas, weights of a mean, the mean,
+what is left over of it, adoption, owners and merges are the functions that a peer calls. Tests
+compare the outcome, bit for bit, with the plain reference of SPES and with swarms of processes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from swarm.codecs import mean_chunk
+from swarm.codecs import (
+    Buffer,
+    Read,
+    allocate,
+    encoded,
+    fill,
+    mean_of,
+    read_part,
+    read_parts,
+    read_tensors,
+)
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
-from swarm.experts import Slice, all_shapes, expert_shapes, shared_shapes
-from swarm.model.initialise import initial_tensors
+from swarm.deltas.means import reduced
+from swarm.deltas.units import Delta, apply_delta
+from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
 from swarm.model.merge import donors_of, merged_part
+from swarm.peer.live_deltas import difference, follow, rebase
+from swarm.peer.live_model import initial_contents
+from swarm.protocol.layout import layout_of
 from swarm.protocol.merging import alpha_at, merge_due, merged_until
 from swarm.protocol.ownership import assign
+from swarm.protocol.rounds.rules import Rules
 from swarm.protocol.weights import weights
+from swarm.train.engine import Engine
 from swarm.train.local_steps import Task, train_local_steps
 from swarm.train.resident import ResidentEngine
 
 
-class Tip(NamedTuple):
-    """What decides of a manifest whether a merge is due."""
+class Entry(NamedTuple):
+    """What the schedule reads of a manifest's entry."""
 
+    version: int
+    codec: str
+
+
+class Tip(NamedTuple):
+    """What schedule and merging read of a manifest."""
+
+    round: int
     step: int
     merged: int
+    entries: Mapping[str, Entry]
+    owners: Mapping[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A unit that a round or a merge has moved.
+
+    Attributes:
+        layout: of the unit.
+        before: bytes of its agreed value until then.
+        after: from then on.
+        offered: what each source offered, a delta or a value; None: it was merged.
+    """
+
+    layout: UnitLayout
+    before: bytes
+    after: bytes
+    offered: Mapping[str, bytes] | None = field(default=None, repr=False)
 
 
 class InProcessSwarm:
     """`run.peers` peers that are never left out, with experts that never move."""
 
-    def __init__(self, run: RunConfig, loader: Loader) -> None:
-        """All with the initial model and their shares of the experts."""
-        exact = {run.wire.shared, run.wire.experts, run.train.frozen, run.train.compute}
-        assert (
-            exact == {"fp32"}
-            and run.round.experts_every == 1
-            and not run.round.stagger
-            and not run.round.seconds
-        )
-        self.run, self.loader = run, loader
-        self.peers = tuple(f"peer-{number:02}" for number in range(run.run.peers))
-        self.owners = assign(
-            {},
-            dict.fromkeys(self.peers, 1.0),
-            self.peers,
-            stale=(),
-            owners_per_expert=run.ownership.owners_per_expert,
-            num_experts=run.model.num_experts,
-            seed=run.run.name,
-        ).owners
-        self.agreed = initial_tensors(run, list(all_shapes(run.model)))
-        self.engines = {peer: ResidentEngine(run) for peer in self.peers}
-        for peer, engine in self.engines.items():
-            engine.write(self.agreed)
-            engine.own([expert for expert, owners in self.owners.items() if peer in owners])
-        self.tip, self.tokens, self.merges = Tip(0, 0), 0, 0
+    def __init__(
+        self,
+        run: RunConfig,
+        loader: Loader,
+        *,
+        delay: int = 0,
+        owners: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        """All with the initial model and their shares of the experts.
+
+        Args:
+            run: exact, or with codings.
+            loader: of the common text.
+            delay: local steps that a peer does until it has what a round that it does not wait for
+                has agreed on; at most those of a round. 0: it waits.
+            owners: of each expert, by peer ids; None: as new peers with equal machines get them.
+        """
+        self.run, self.loader, self.delay = run, loader, delay
+        self.layout = layout_of(run)
+        self.rules = Rules.of(run.run.name, run, self.layout)
+        self.is_coded = bool(self.rules.unit_coding)
+        assert self.is_coded or {unit.codec for unit in self.layout.units} == {"fp32"}
+        assert run.train.frozen == run.train.compute == "fp32" and not run.round.seconds
+        owners = owners or _owners(run)
+        self.peers = tuple(sorted({peer for each in owners.values() for peer in each}))
+        self.values = {
+            unit: content.whole() for unit, content in initial_contents(run, self.layout)
+        }
+        entries = {unit.unit: Entry(0, unit.codec) for unit in self.layout.units}
+        self.tip = Tip(0, 0, 0, entries, {e: tuple(sorted(each)) for e, each in owners.items()})
+        self.engines = {peer: self._engine(peer) for peer in self.peers}
+        self.steps = self.tokens = self.merges = 0
+        self._left: dict[str, bytes] = {}
+        self._pending: list[Move] = []
+
+    @property
+    def agreed(self) -> dict[str, Tensor]:
+        """The agreed model by name."""
+        tensors = allocate(self.layout.units, self.layout.shapes)
+        for layout in self.layout.units:
+            fill(tensors, layout, self.values[layout.unit])
+        return tensors
 
     def round(self) -> None:
         """Local steps of each peer, what they agree on, and a merge if one is due."""
         phase = self.run.phase_at(self.tokens)
-        work = {peer: self._train(peer) for peer in self.peers}
-        self.agreed = self._mean(shared_shapes(self.run.model), self.peers, work)
-        for expert, owners in self.owners.items():
-            self.agreed |= self._mean(expert_shapes(self.run.model, expert), owners, work)
-        self.tip = self.tip._replace(step=self.tip.step + phase.local_steps)
-        if merge_due(self.tip, self.run.merging):  # type: ignore[arg-type]  # reads these two only
-            self._merge()
-        for engine in self.engines.values():
-            engine.write(self.agreed)
+        early = min(self.delay, phase.local_steps)
+        work = Counter(self._train(early))
+        self._adopt()
+        work.update(self._train(phase.local_steps - early))
+        self._agree(work)
+        if not self.delay:
+            self._adopt()
 
     def loss(self, held_out: HeldOut) -> float:
         """Held-out loss of the agreed model, nats per token."""
-        engine = self.engines[self.peers[0]]
+        engine = ResidentEngine(self.run)
+        engine.write(self.agreed)
         return held_out.mean(lambda tokens, scored: engine.evaluate(tokens, scored_BT=scored))
 
-    def _train(self, peer: str) -> int:
-        """One peer's local steps on the next samples; gives the tokens they predicted."""
+    # ------------------------------------------------ local steps
+
+    def _engine(self, peer: str) -> ResidentEngine:
+        engine = ResidentEngine(self.run)
+        engine.own([expert for expert, owners in self.tip.owners.items() if peer in owners])
+        engine.write(self.agreed)
+        return engine
+
+    def _train(self, steps: int) -> dict[str, int]:
+        """So many steps of each peer on the next samples; gives the tokens they predicted."""
+        work = {peer: self._train_one(peer, steps) for peer in self.peers if steps}
+        self.steps += steps
+        return work
+
+    def _train_one(self, peer: str, steps: int) -> int:
         phase, length = self.run.phase_at(self.tokens), self.run.data.sequence_length
         first = self.tokens // length
-        samples = phase.local_steps * phase.batch_tokens // length
+        samples = steps * phase.batch_tokens // length
         stats = train_local_steps(
             self.engines[peer],
             self.loader,
             self.run,
-            Task(peer, self.tip.step, ((first, first + samples),), phase.batch_tokens),
-            left=lambda steps, _: phase.local_steps - steps,
+            Task(peer, self.steps, ((first, first + samples),), phase.batch_tokens),
+            left=lambda done, _: steps - done,
             stop=lambda: False,
             on_step=lambda *_: None,
         )
         self.tokens += stats.tokens
         return stats.tokens
 
-    def _mean(
-        self, names: Iterable[str], sources: Iterable[str], work: dict[str, int]
-    ) -> dict[str, Tensor]:
-        """The weighted mean of some tensors over their sources, in peer-id order."""
-        names, sources = list(names), sorted(sources)
-        values = [self.engines[peer].read(names) for peer in sources]
-        shares = weights(work, sources)
-        return {name: mean_chunk([each[name] for each in values], shares) for name in names}
+    # ------------------------------------------------ what they agree on
+
+    def _agree(self, work: Mapping[str, int]) -> None:
+        due = self.rules.schedule.due(self.tip)  # type: ignore[arg-type]  # reads these only
+        for layout in self.layout.units:
+            if layout.unit in due:
+                self._moved(self._average(layout, work))
+        number = self.tip.round + 1
+        renewed = {unit: self.tip.entries[unit]._replace(version=number) for unit in due}
+        self.tip = self.tip._replace(
+            round=number, step=self.steps, entries={**self.tip.entries, **renewed}
+        )
+        if merge_due(self.tip, self.run.merging):  # type: ignore[arg-type]
+            self._merge()
+
+    def _sources(self, unit: str) -> tuple[str, ...]:
+        expert = expert_of_unit(unit)
+        return self.peers if expert is None else self.tip.owners[expert]
+
+    def _average(self, layout: UnitLayout, work: Mapping[str, int]) -> Move:
+        before, sources = self.values[layout.unit], self._sources(layout.unit)
+        engines, shares = [self.engines[peer] for peer in sources], weights(work, sources)
+        if layout.coding == "none":
+            given = [encoded(layout, engine.read_part).whole() for engine in engines]
+            reads = [_reader(each) for each in given]
+            after = mean_of(reads, layout.num_bytes, layout.codec, shares).whole()
+            after = given[0] if len(given) == 1 else after
+        else:
+            base = _reader(before)
+            given = [difference(engine, layout, base).whole() for engine in engines]
+            if self.rules.is_verbatim(layout.unit):
+                after = apply_delta(layout, base, _delta(given[0])).whole()
+            else:
+                left = self._left.get(layout.unit)
+                deltas = [_delta(each) for each in given]
+                made = list(reduced(layout, base, deltas, _reader(left) if left else None, shares))
+                after = b"".join(group.value for group in made)
+                self._left[layout.unit] = b"".join(group.left for group in made)
+        return Move(layout, before, after, dict(zip(sources, given, strict=True)))
 
     def _merge(self) -> None:
         """All experts move towards their donors, from the agreed values before."""
-        run, agreed = self.run, self.agreed
+        run, values, layouts = self.run, dict(self.values), self.layout.by_unit
 
         def read(part: Slice) -> Tensor:
-            return agreed[part.name].view(-1)[part.start : part.stop]
+            expert = expert_of(part.name)
+            assert expert is not None
+            unit = expert_unit(expert)
+            return read_part(layouts[unit], part, _reader(values[unit]))
 
         donors = donors_of(read, run.model, run.merging.top_k)
         alpha = alpha_at(self.tip.step, run.merging)
         merged = partial(merged_part, read=read, donors=donors, alpha=alpha)
-        self.agreed = agreed | {
-            name: merged(Slice(name, 0, math.prod(shape))).view(shape)
-            for expert in range(run.model.num_experts)
-            for name, shape in expert_shapes(run.model, expert).items()
-        }
+        for expert in range(run.model.num_experts):
+            layout = layouts[expert_unit(expert)]
+            self._moved(Move(layout, values[layout.unit], encoded(layout, merged).whole()))
         self.tip = self.tip._replace(merged=merged_until(self.tip.step, run.merging))
         self.merges += 1
+
+    def _moved(self, move: Move) -> None:
+        self.values[move.layout.unit] = move.after
+        self._pending.append(move)
+
+    # ------------------------------------------------ adoption
+
+    def _adopt(self) -> None:
+        for move in self._pending:
+            for peer, engine in self.engines.items():
+                self._follow(peer, engine, move)
+        self._pending = []
+
+    def _follow(self, peer: str, engine: Engine, move: Move) -> None:
+        """As `LiveModel.adopt`, of a peer that every round counts."""
+        layout, before, after = move.layout, _reader(move.before), _reader(move.after)
+        if peer not in self._sources(layout.unit):
+            engine.write(dict(read_tensors(layout, self.layout.shapes, after)))
+        elif move.offered is None:
+            rebase(engine, layout, before, after)
+        elif not self.is_coded:
+            for part, values in read_parts(layout, after):
+                engine.write_part(part, values)
+        elif layout.coding == "none":
+            follow(engine, layout, _reader(move.offered[peer]), after)
+        elif not self.rules.is_verbatim(layout.unit):
+            follow(engine, layout, before, after, _delta(move.offered[peer]))
+
+
+def _owners(run: RunConfig) -> Mapping[int, Sequence[str]]:
+    peers = [f"peer-{number:02}" for number in range(run.run.peers)]
+    return assign(
+        {},
+        dict.fromkeys(peers, 1.0),
+        peers,
+        stale=(),
+        owners_per_expert=run.ownership.owners_per_expert,
+        num_experts=run.model.num_experts,
+        seed=run.run.name,
+    ).owners
+
+
+def _reader(blob: Buffer) -> Read:
+    whole = memoryview(blob)
+    return lambda offset, length: whole[offset : offset + length]
+
+
+def _delta(blob: bytes) -> Delta:
+    return Delta(len(blob), _reader(blob))

@@ -25,30 +25,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
-from in_process import InProcessSwarm
+from cells import Losses, Results, Text, gaps, train
 from plot_run import GRID, INK, LOSS, TRAFFIC, text, ticks
 
 from swarm.config import RunConfig, parse_config
-from swarm.data.corpus import open_corpus
-from swarm.data.held_out import HeldOut, held_out_documents, measured_on
-from swarm.data.loader import Loader
-from swarm.data.shards import Shards, open_shards
-from swarm.data.tokenise import BYTE
 
 DEMO = Path(__file__).parents[1] / "configs" / "runs" / "demo.toml"
 SEEDS = (1, 2, 3)
 PEERS, SEQUENCES = 4, 16
 """N of the base, and the sequences of a step of all peers together."""
-MEASURED = 2
-"""The held-out loss is measured so often, the last time at the end."""
 
 
 @dataclass(frozen=True)
@@ -174,95 +165,14 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
-class Text:
-    """The corpus as training and held-out tokens, read when the first cell needs them."""
-
-    def __init__(self, corpus: str | None, cache: Path) -> None:
-        self._corpus, self._cache = open_corpus(corpus), cache
-        self._shards: Shards | None = None
-        self._documents: list[bytes] = []
-
-    def shards(self) -> Shards:
-        """The training text."""
-        if self._shards is None:
-            self._shards = open_shards(self._corpus, self._cache, BYTE)
-        return self._shards
-
-    def held_out(self, run: RunConfig) -> HeldOut:
-        """The held-out text of a run."""
-        if not self._documents:
-            limit = run.data.validation_bytes
-            self._documents = held_out_documents(self._corpus.documents(), limit)
-        return measured_on(BYTE, self._documents, run.data.sequence_length)
-
-
-def train(cell: Cell, run: RunConfig, read: Text) -> dict[str, Any]:
-    """Trains a cell: its line of the results."""
-    began_s, worked_s = time.monotonic(), time.process_time()
-    held_out, losses = read.held_out(run), {}
-    with Loader(read.shards(), run) as loader:
-        swarm = InProcessSwarm(run, loader)
-        for number in range(run.run.rounds):
-            swarm.round()
-            if MEASURED * (number + 1) // run.run.rounds > MEASURED * number // run.run.rounds:
-                losses[swarm.tip.step] = round(swarm.loss(held_out), 6)
-    return {
-        "cell": cell.name,
-        "run": run.fingerprint(),
-        "losses": losses,
-        "tokens": swarm.tokens,
-        "merges": swarm.merges,
-        "seconds": round(time.monotonic() - began_s, 1),
-        "cpu_seconds": round(time.process_time() - worked_s, 1),
-    }
-
-
-class Results:
-    """The file of finished cells; a line that a kill has torn is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        whole = path.read_bytes() if path.exists() else b""
-        kept = whole[: whole.rfind(b"\n") + 1]
-        if kept != whole:
-            path.write_bytes(kept)
-        lines = [json.loads(line) for line in kept.splitlines()]
-        self._found = {(line["cell"], line["run"]): line for line in lines}
-
-    def get(self, cell: Cell, run: RunConfig) -> dict[str, Any] | None:
-        """The line of a cell, if it was trained with this configuration."""
-        return self._found.get((cell.name, run.fingerprint()))
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Keeps a line."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        self._found[line["cell"], line["run"]] = line
-
-
-Losses = Mapping[str, Mapping[int, float]]
-"""The last held-out loss by variant and seed."""
-
-
 def final_losses(results: Results, scale: Scale) -> Losses:
     """Of all cells that are finished."""
     found: dict[str, dict[int, float]] = {}
     for cell in cells():
-        line = results.get(cell, run_of(VARIANTS[cell.variant], cell.seed, scale))
+        line = results.get(cell.name, run_of(VARIANTS[cell.variant], cell.seed, scale))
         if line:
             found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
     return found
-
-
-def gaps(losses: Losses, variant: str, base: str) -> list[float]:
-    """Percent above the loss of another variant with the same seed."""
-    pairs = [
-        (loss, losses[base][seed])
-        for seed, loss in losses.get(variant, {}).items()
-        if seed in losses.get(base, {})
-    ]
-    return [100 * (loss / other - 1) for loss, other in pairs]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -375,11 +285,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
             continue
         run = run_of(VARIANTS[cell.variant], cell.seed, scale)
-        line = results.get(cell, run)
+        line = results.get(cell.name, run)
         if asked.list:
             print(f"{cell.name}{'  done' if line else ''}")
         elif line is None:
-            results.add(line := train(cell, run, read))
+            results.add(line := train(cell.name, run, read))
             print(json.dumps(line), flush=True)
     losses = final_losses(results, scale)
     if not asked.list:

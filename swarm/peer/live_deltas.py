@@ -1,10 +1,11 @@
-"""Live values of units that move by deltas: what is offered of them, and how they follow [W8]."""
+"""Live values of a unit against its agreed one: what is offered, and how they follow [W8, M8]."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from swarm.codecs import Content, Read
+from swarm.codecs import Content, Read, read_part, read_parts
 from swarm.deltas.units import (
     Delta,
     agreed_elements,
@@ -46,3 +47,21 @@ def follow(
 
     for part, moved in in_parts(layout, moves):
         engine.write_part(part, engine.read_part(part) + moved)
+
+
+def rebase(engine: Engine, layout: UnitLayout, before: Read, after: Read) -> None:
+    """Moves a live value x from one agreed value to another: to v' + (x - v).
+
+    Where there is no difference it has the agreed bits, a negative zero's included. A chunk of a
+    few MiB at a time: 24 bytes for each of `codecs.CHUNK_ELEMENTS` at the peak.
+
+    Args:
+        engine: holds x.
+        layout: of the unit.
+        before: of v.
+        after: of v'.
+    """
+    for part, agreed in read_parts(layout, after):
+        moved = engine.read_part(part) - read_part(layout, part, before).float()
+        value = agreed.float()
+        engine.write_part(part, torch.where(moved == 0, value, value + moved))

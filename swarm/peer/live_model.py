@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from swarm.codecs import (
@@ -35,7 +34,7 @@ from swarm.model.initialise import initial_tensors
 from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
-from swarm.peer.live_deltas import difference, follow
+from swarm.peer.live_deltas import difference, follow, rebase
 from swarm.peer.putting_aside import put_aside
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
@@ -288,16 +287,8 @@ class LiveModel:
             self.engine.write({name: tensor})
 
     def _rebase(self, manifest: Manifest, unit: Unit, base: Digest) -> None:
-        """Moves a master to agreed + (master - value of `base`), a chunk of a few MiB at a time.
-
-        Where there is no difference it has the agreed bits, a negative zero's included. At the peak
-        24 bytes for each of `CHUNK_ELEMENTS`.
-        """
-        layout, before = self.agreed.layout.by_unit[unit], self.agreed.read(base)
-        for part, agreed in read_parts(layout, self.agreed.read(manifest.entries[unit].digest)):
-            moved = self.engine.read_part(part) - read_part(layout, part, before).float()
-            value = agreed.float()
-            self.engine.write_part(part, torch.where(moved == 0, value, value + moved))
+        layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
+        rebase(self.engine, layout, self.agreed.read(base), self.agreed.read(after))
 
     # ------------------------------------------------ looking at agreed states
 

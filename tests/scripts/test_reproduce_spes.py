@@ -44,14 +44,16 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", ["centralised", "fedavg", "spes-merging", "eight-peers"])
 def test_a_cell_is_what_the_plain_reference_of_spes_trains(script: ModuleType, name: str) -> None:
     """The same reference that swarms of processes are compared with, bit for bit."""
+    from in_process import InProcessSwarm
+
     run = script.run_of(script.VARIANTS[name], 1, script.QUICK)
     with Loader(SHARDS, run) as loader:
-        swarm = script.InProcessSwarm(run, loader)
+        swarm = InProcessSwarm(run, loader)
         for _ in range(3):
             swarm.round()
     owners = {
         expert: [swarm.peers.index(peer) for peer in peers]
-        for expert, peers in swarm.owners.items()
+        for expert, peers in swarm.tip.owners.items()
     }
     assert same(swarm.agreed, train_by_reference(run, SHARDS, swarm.peers, owners, 3))
     assert swarm.merges == (name == "spes-merging")
@@ -93,8 +95,8 @@ def test_a_cell_of_other_settings_does_not_count(script: ModuleType, tmp_path: P
     results = script.Results(tmp_path / "cells.jsonl")
     results.add({"cell": cell.name, "run": run.fingerprint(), "losses": {"16": 5.0}})
     again = script.Results(tmp_path / "cells.jsonl")
-    assert again.get(cell, run)
-    assert again.get(cell, script.run_of(script.VARIANTS["spes"], 1, script.FULL)) is None
+    assert again.get(cell.name, run)
+    assert again.get(cell.name, script.run_of(script.VARIANTS["spes"], 1, script.FULL)) is None
 
 
 def test_all_variants_see_the_same_tokens_and_steps(script: ModuleType) -> None:

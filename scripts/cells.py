@@ -1,0 +1,122 @@
+"""Trainings that are measured one by one and never twice: results on disk, and how they compare.
+
+A *cell* is one training of an `InProcessSwarm`: a variant of the method, and a seed. The same seed
+means the same initial weights and the same text in all variants, so variants are compared in pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from in_process import InProcessSwarm
+
+from swarm.config import RunConfig
+from swarm.data.corpus import open_corpus
+from swarm.data.held_out import HeldOut, held_out_documents, measured_on
+from swarm.data.loader import Loader
+from swarm.data.shards import Shards, open_shards
+from swarm.data.tokenise import BYTE
+
+MEASURED = 2
+"""The held-out loss is measured so often, the last time at the end."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Of Student's distribution 97.5 % lie below, with 1, 2, ... degrees of freedom."""
+
+
+class Text:
+    """The corpus as training and held-out tokens, read when the first cell needs them."""
+
+    def __init__(self, corpus: str | None, cache: Path) -> None:
+        self._corpus, self._cache = open_corpus(corpus), cache
+        self._shards: Shards | None = None
+        self._documents: list[bytes] = []
+
+    def shards(self) -> Shards:
+        """The training text."""
+        if self._shards is None:
+            self._shards = open_shards(self._corpus, self._cache, BYTE)
+        return self._shards
+
+    def held_out(self, run: RunConfig) -> HeldOut:
+        """The held-out text of a run."""
+        if not self._documents:
+            limit = run.data.validation_bytes
+            self._documents = held_out_documents(self._corpus.documents(), limit)
+        return measured_on(BYTE, self._documents, run.data.sequence_length)
+
+
+def train(name: str, run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
+    """Trains a cell: its line of the results; `delay` as `InProcessSwarm`."""
+    began_s, worked_s = time.monotonic(), time.process_time()
+    held_out, losses = read.held_out(run), {}
+    with Loader(read.shards(), run) as loader:
+        swarm = InProcessSwarm(run, loader, delay=delay)
+        for number in range(run.run.rounds):
+            swarm.round()
+            if MEASURED * (number + 1) // run.run.rounds > MEASURED * number // run.run.rounds:
+                losses[swarm.steps] = round(swarm.loss(held_out), 6)
+    return {
+        "cell": name,
+        "run": key_of(run, delay),
+        "losses": losses,
+        "tokens": swarm.tokens,
+        "merges": swarm.merges,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "cpu_seconds": round(time.process_time() - worked_s, 1),
+    }
+
+
+def key_of(run: RunConfig, delay: int = 0) -> str:
+    """What a cell was trained with."""
+    return run.fingerprint() + (f" after {delay}" if delay else "")
+
+
+class Results:
+    """The file of finished cells; a line that a kill has torn is cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        whole = path.read_bytes() if path.exists() else b""
+        kept = whole[: whole.rfind(b"\n") + 1]
+        if kept != whole:
+            path.write_bytes(kept)
+        lines = [json.loads(line) for line in kept.splitlines()]
+        self._found = {(line["cell"], line["run"]): line for line in lines}
+
+    def get(self, name: str, run: RunConfig, *, delay: int = 0) -> dict[str, Any] | None:
+        """The line of a cell, if it was trained with this configuration."""
+        return self._found.get((name, key_of(run, delay)))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Keeps a line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._found[line["cell"], line["run"]] = line
+
+
+Losses = Mapping[str, Mapping[int, float]]
+"""The last held-out loss by variant and seed."""
+
+
+def gaps(losses: Losses, variant: str, base: str) -> list[float]:
+    """Percent above the loss of another variant with the same seed."""
+    pairs = [
+        (loss, losses[base][seed])
+        for seed, loss in losses.get(variant, {}).items()
+        if seed in losses.get(base, {})
+    ]
+    return [100 * (loss / other - 1) for loss, other in pairs]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of a mean, for errors that are normal; of 2 to 12 values."""
+    middle = statistics.mean(values)
+    half = T_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return middle - half, middle + half
