@@ -93,17 +93,23 @@ def sizes_of(model: ModelConfig, num_owned: int) -> Sizes:
     )
 
 
-def need_of(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0) -> Need:
     """The peak of one step for a peer that owns so many experts.
+
+    Args:
+        run: the model and its micro-batches.
+        num_owned: experts that the peer trains.
+        options: of the engine, or of each worker.
+        workers: that share the micro-batches; 0 for as many as experts and layers are cut over.
 
     Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
     within 15 % of the peak of allocations, see `scripts/bench_memory.py`. Of a pipeline it is the
     stage that needs most.
     """
     if options.pp > 1:
-        return max(stage_needs(run, num_owned, options), key=lambda need: need.device)
+        return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.device)
     if options.kind is EngineKind.RESIDENT:
-        return _resident(run, num_owned, options)
+        return _resident(run, num_owned, options, _Held.of(run, options, workers))
     return _streaming(run, num_owned, options)
 
 
@@ -139,20 +145,33 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
     return sum(frozen_bytes(options.frozen, (frozen, *shape)) for shape in shapes)
 
 
-def stage_needs(run: RunConfig, num_owned: int, options: EngineOptions) -> tuple[Need, ...]:
-    """The peak of one step on each worker of a pipeline, in the order of the stages.
-
-    As if one pipeline had all micro-batches: where there are several, each has fewer.
-    """
+def stage_needs(
+    run: RunConfig, num_owned: int, options: EngineOptions, workers: int = 0
+) -> tuple[Need, ...]:
+    """The peak of one step on a worker of each stage, in their order; as `need_of`."""
     stages = pipeline_cut(run, options).stages
-    micro_batches = run.train.batch_tokens // _Micro(run, options).tokens
+    whole = _Held.of(run, options, workers)
     needs = []
     for index, stage in enumerate(stages):
-        kept = micro_batches
+        kept = whole.micro_batches
         if options.schedule == "1f1b":
             kept = min(kept, len(stages) - index)
-        needs.append(_resident(run, num_owned, options, _Held(stage, kept, micro_batches)))
+        held = replace(whole, stage=stage, kept=kept, received=whole.micro_batches)
+        needs.append(_resident(run, num_owned, options, held))
     return tuple(needs)
+
+
+def trained_by_stage(
+    run: RunConfig, num_owned: int, options: EngineOptions
+) -> list[tuple[int, int]]:
+    """Of a worker of each stage the trained parameters: shared ones, and those of its experts."""
+    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    stages = [Stage.whole(run.model)]
+    if options.pp > 1:
+        stages = list(pipeline_cut(run, options).stages)
+    owned = [len(stage.layers) * sizes.layer_owned for stage in stages]
+    trained = [_Held(stage).trained(run.model, sizes) for stage in stages]
+    return [(each - own, own) for each, own in zip(trained, owned, strict=True)]
 
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
@@ -166,13 +185,25 @@ class _Held:
 
     Attributes:
         stage: its layers and ends.
+        micro_batches: of the worker in a step; of the one that has most.
         kept: micro-batches whose backward is yet to come, at most.
         received: micro-batches for which there are buffers between stages.
+        sharers: workers that hold the same shared tensors, and add up their gradients.
     """
 
     stage: Stage
+    micro_batches: int = 1
     kept: int = 1
     received: int = 0
+    sharers: int = 1
+
+    @classmethod
+    def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> _Held:
+        """All layers, and the micro-batches of a worker if there are so many."""
+        sharers = max(workers // options.pp, options.ep)
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        micro_batches = -(-(run.train.batch_tokens // tokens) // sharers)
+        return cls(Stage.whole(run.model), micro_batches, sharers=sharers)
 
     def trained(self, model: ModelConfig, sizes: Sizes) -> int:
         """Trained parameters."""
@@ -187,10 +218,7 @@ class _Held:
         return self.received * sides * micro.checkpoint()
 
 
-def _resident(
-    run: RunConfig, num_owned: int, options: EngineOptions, held: _Held | None = None
-) -> Need:
-    held = held or _Held(Stage.whole(run.model))
+def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Held) -> Need:
     # Dealt out evenly; of what is left over one worker has one more.
     sizes = sizes_of(run.model, -(-num_owned // options.ep))
     layers, trained = len(held.stage.layers), held.trained(run.model, sizes)
@@ -205,7 +233,7 @@ def _resident(
     gradients = GRADIENT * trained
     # The gradients of the first micro-batch come into being while backward goes down; from the
     # second on all are there already, but where all go forward first.
-    several = run.train.batch_tokens > options.ep * micro.tokens
+    several = held.micro_batches > 1
     all_first = 1 < held.kept == held.received
     head = gradients if several and not all_first else 0.0
     layer = again + micro.backward(sizes, frozen / layers) + gradients
@@ -216,8 +244,10 @@ def _resident(
         waiting = (held.kept - 1) * GRADIENT * sizes.table
         head, layer = head + micro.head(sizes.table) + waiting, layer + waiting
     # A bucket of gradients, what other workers send of it, and its sums.
-    bucket = min(BUCKET, trained - layers * sizes.layer_owned)
-    adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if options.ep > 1 else 0
+    dealt = layers * sizes.layer_owned if options.ep > 1 else 0
+    bucket = min(BUCKET, trained - dealt)
+    adding = GRADIENT * bucket * (2 + 1 / held.sharers) if held.sharers > 1 else 0.0
+    adding += gradients
     return Need(state + held.buffers(micro), max(kept + max(head, layer), adding), 0.0, 0.0)
 
 
