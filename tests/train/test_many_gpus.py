@@ -15,10 +15,11 @@ from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, plan_engine
 from swarm.train.memory import need_of, pipeline_cut
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
 from swarm.train.step_time import step_time
 from tests.train.crews import lent_engines, shared_crews
-from tests.train.runs import batch, tiny_run
+from tests.train.runs import batch, new_engine, tiny_run
 from tests.train.test_ladder import GB, model_of_120b, of_file
 
 AUTO = ComputeSection()
@@ -288,3 +289,18 @@ def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_plann
             _, num_bytes = engine.traffic.get("sums", (0, 0))
             assert num_bytes == pytest.approx(planned, rel=0.02)
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def test_workers_without_memory_go_on_with_another_mesh(crews):
+    run = tiny_run(model={"num_hidden_layers": 4}, train={"micro_batch_sequences": 1})
+    owned, below = (0, 1), replace(EngineOptions.of(run), ep=4)
+    straight = new_engine(run, owned)
+    with lent_engines(crews, workers=4) as make:
+        engine = make(run, owned, pp=4, below=[below])
+        for step in range(2):
+            stats, alone = (each.step(batch(run, step), lr=1e-2) for each in (engine, straight))
+            assert stats.loss == pytest.approx(alone.loss, rel=1e-4)
+            if step == 0:
+                engine._force._judge(Lost("no memory", is_memory=True), 0)
+                engine._force.close()
+        assert "experts dealt out over 4" in engine.describe()
