@@ -32,11 +32,10 @@ from swarm.network.node import Node
 from swarm.network.probing import dial_back, look_at
 from swarm.network.tips import newest_tip
 from swarm.peer.link_check import Rates, measured_rates, verdict_for
-from swarm.peer.machine import processor, this_machine, wishes_of
+from swarm.peer.machine import plan_here, processor
 from swarm.peer.state_directory import StateDirectory
 from swarm.protocol.fitness import LinkVerdict
 from swarm.protocol.records import PeerRecord, RunState
-from swarm.train.ladder import plan_engine
 from swarm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path
     """What the run asks of this machine, as one peer more in it."""
     num_peers = around.num_members + 1 if around.num_members else run.run.peers
     owned = owned_per_peer(run, num_peers)
-    plan = plan_engine(run, owned, this_machine(compute, folder), wishes_of(compute, folder))
+    _, plan = plan_here(run, owned, compute, folder)
     device, process = plan.need.device / 1e9, plan.peaks.highest / 1e9
     peaks = f"device {device:.1f} GB, the whole process {process:.1f} GB"
     return Needs(

@@ -61,6 +61,11 @@ def rate_of(_: click.Context, __: click.Parameter, text: str | None) -> float | 
     return None if text is None else rate_in_mbit(text)
 
 
+def gbit_of(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
+    """Gbit/s of a rate such as 25gbit."""
+    return None if text is None else rate_in_mbit(text) / 1e3
+
+
 def gigabytes_of(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
     """GB (10^9 bytes) of a size such as 200GB."""
     return None if text is None else size_in_bytes(text) / 1e9

@@ -21,6 +21,7 @@ from peers.command import version_option as version_option
 from peers.option_values import (
     Setting,
     file_of,
+    gbit_of,
     gigabytes_of,
     head_digest,
     number_or_all,
@@ -225,6 +226,19 @@ class Options:
         "Waits for so many of these workers, beside those of --gpus.",
         sets="compute.remote_workers",
         type=_POSITIVE,
+    )
+    bus: str | None = _flag(
+        "--bus",
+        "What the GPUs of a machine reach each other by; measured by default.",
+        sets="compute.bus",
+        type=click.Choice(["auto", "nvlink", "pcie"]),
+    )
+    between: float | None = _flag(
+        "--between",
+        "Network between the machines of the workers: 25gbit.  [default: 10gbit]",
+        sets="compute.between_gbit",
+        metavar="RATE",
+        callback=gbit_of,
     )
     key: str | None = _flag(
         "--key",

@@ -22,7 +22,9 @@ from swarm.progress import duration
 
 if TYPE_CHECKING:
     from swarm.model.cost import Cost
-    from swarm.train.ladder import EnginePlan, Machine
+    from swarm.peer.planning import RunPlan
+    from swarm.train.hardware import Machine
+from swarm.train.ladder import EnginePlan
 
 KEYS = (
     "parameters_total",
@@ -58,9 +60,15 @@ KEYS = (
 @program("swarm-plan")
 @options(
     "run", "config", "peers", "rounds", "settings", "tokenizer", "engine", "gpu", "host", "disk",
-    "max_upload", "max_download", "data_quota", "as_json", "print_config", "log_format",
-    "log_level",
+    "bus", "remote_workers", "between", "max_upload", "max_download", "data_quota", "as_json",
+    "print_config", "log_format", "log_level",
 )  # fmt: skip
+@option(
+    "--gpus",
+    help="Plans for several GPUs in each machine, which share the work of one peer: 8x80GB; 8 or "
+    "all of this machine's.",
+    metavar="NxSIZE|N|all",
+)
 @option(
     "--mbit",
     type=click.FloatRange(min=0, min_open=True),
@@ -88,6 +96,8 @@ KEYS = (
 )
 def main(
     given: Options,
+    *,
+    gpus: str | None,
     mbit: float,
     link: str | None,
     utilisation: float,
@@ -99,6 +109,7 @@ def main(
     This machine:  swarm-plan --run configs/runs/spes_2b.toml
     Another one:   swarm-plan --run configs/runs/spes_2b.toml --gpu 24GB --host 64GB --disk 500GB
     A link:        swarm-plan --run configs/runs/spes_7b.toml --link 100/20mbit,100ms
+    Many GPUs:     swarm-plan --run configs/runs/spes_7b.toml --gpus 8x80GB --bus nvlink
 
     The device's peak is that of a step. The host's peaks are those of the whole process, phase by
     phase; a corpus comes on top. Times are from the speed that this machine was measured to have,
@@ -116,26 +127,24 @@ def main(
     rates = link_named(link) if link else None
     from swarm.peer.planning import plan_run  # loads torch: not for --help
 
-    sizes = {"gpu": given.gpu, "host": given.host, "disk": given.disk}
+    sizes = {"gpu": given.gpu, "gpus": gpus, "host": given.host, "disk": given.disk}
     planned = plan_run(run, config, given.state_dir, sizes)
-    cost, plan, most = planned.cost, planned.engine, planned.experts_that_fit
-    step_s = step_seconds or plan.step_s
+    step_s, sent = step_seconds or planned.engine.step_s, planned.cost.bytes_sent_per_peer_per_round
     of_link = None
     if rates:
         of_link = table_for(run, rates, config.network, step_s=step_s, wanted=utilisation)
         mbit = min(of_link.rates)
-    times = forecast(run, step_s=step_s, round_bytes=cost.bytes_sent_per_peer_per_round, mbit=mbit)
+    times = forecast(run, step_s=step_s, round_bytes=sent, mbit=mbit)
     if given.as_json:
-        figures = asdict(cost) | _engine_figures(run, planned.owned_experts, plan, most)
-        figures |= _times(times, planned.machine, mbit)
-        figures["fits"] = planned.fits
-        shown = {key: figures[key] for key in KEYS}
-        click.echo(json.dumps(shown | ({"link": as_figures(of_link)} if of_link else {})))
+        shown = _figures(run, planned) | _times(times, planned.machine, mbit)
+        link_figures = {"link": as_figures(of_link)} if of_link else {}
+        click.echo(
+            json.dumps({key: shown[key] for key in KEYS} | _of_workers(run, planned) | link_figures)
+        )
     else:
         console = Console(highlight=False)
-        console.print(table_of(run, cost))
-        console.print(engine_table(run, planned.machine, plan, most))
-        described = given.gpu is not None
+        _print_machine(console, run, planned)
+        described = given.gpu is not None or (gpus is not None and "x" in gpus.lower())
         console.print(times_table(run, times, planned.machine, mbit, is_described=described))
         if of_link:
             print_link(console, run, of_link)
@@ -143,16 +152,35 @@ def main(
         raise DoesNotFit("this run does not fit: " + "; ".join(map(str, planned.shortfalls)))
 
 
-def _engine_figures(
-    run: RunConfig, owned: int, plan: EnginePlan, most: int | None
-) -> dict[str, Any]:
+def _print_machine(console: Console, run: RunConfig, planned: RunPlan) -> None:
+    """What the run takes of a machine, and with which engine."""
+    console.print(table_of(run, planned.cost))
+    console.print(engine_table(run, planned.machine, planned.engine, planned.experts_that_fit))
+    if planned.machine.fabric.size > 1:
+        from peers.worker_tables import ways_table, workers_table  # loads torch: not for --help
+
+        console.print(workers_table(run, planned))
+        console.print(ways_table(run, planned))
+
+
+def _of_workers(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
+    if planned.machine.fabric.size == 1:
+        return {}
+    from peers.worker_tables import workers_figures  # loads torch: not for --help
+
+    return {"workers": workers_figures(run, planned)}
+
+
+def _figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
     from swarm.train.ladder import describe  # loads torch: not for --help
 
-    return {
+    plan = planned.engine
+    return asdict(planned.cost) | {
         "engine": plan.options.kind.value,
         "level": describe(plan.options, run),
-        "owned_experts": owned,
-        "experts_that_fit": most,
+        "fits": planned.fits,
+        "owned_experts": planned.owned_experts,
+        "experts_that_fit": planned.experts_that_fit,
         "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,
         "device_peak_bytes": round(plan.need.device),
         "host_peak_bytes": round(plan.peaks.highest),
@@ -208,10 +236,13 @@ def in_words(duration_s: float) -> str:
 
 def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int | None) -> Table:
     """The chosen engine for people."""
-    on_gpu = machine.device == "cuda"
-    gpu = f"{_gigabytes(machine.device_bytes)} GPU, " if on_gpu else "no GPU, "
-    has = f"{gpu}{_gigabytes(machine.host_bytes)} memory, {_gigabytes(machine.disk_bytes)} disk"
-    title = f"on a machine with {has}"
+    on_gpu, workers = machine.device == "cuda", machine.fabric.per_node
+    number = f"{workers} x " if workers > 1 else ""
+    gpu = f"{number}{_gigabytes(machine.device_bytes)} GPU, " if on_gpu else "no GPU, "
+    host = _gigabytes(workers * machine.host_bytes)
+    has = f"{gpu}{host} memory, {_gigabytes(machine.disk_bytes)} disk"
+    nodes = machine.fabric.nodes
+    title = f"on {nodes} machines, each with {has}" if nodes > 1 else f"on a machine with {has}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -219,15 +250,20 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
     need, micro = plan.need, run.train.micro_batch_sequences
     experts = f"{most} of {run.model.num_experts}" if most is not None else "none"
     where = "GPU" if on_gpu else "memory"
+    of_each = " of each worker" if workers > 1 else ""
     with_engine = "masters, moments, gradients" if on_gpu else "with the engine"
     for row in [
         ("engine", plan.options.kind.value, plan.reason),
         (
             "peak, device",
             _gigabytes(need.device),
-            f"{where}; {_gigabytes(need.activations)} of it activations",
+            f"{where}{of_each}; {_gigabytes(need.activations)} of it activations",
         ),
-        ("peak, host", _gigabytes(plan.peaks.highest), f"the whole process, {with_engine}"),
+        (
+            "peak, host",
+            _gigabytes(plan.peaks.highest),
+            f"the whole process{of_each}, {with_engine}",
+        ),
         ("  while training", _gigabytes(plan.peaks.training), "local steps"),
         ("  while a round runs", _gigabytes(plan.peaks.running_a_round), "all its phases"),
         ("  at a merge", _gigabytes(plan.peaks.merging), "of similar experts"),

@@ -107,13 +107,21 @@ class ComputeSection(Section):
     process computes."""
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
-    tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
+    tokens travel to them; 1: not at all; 0 does what is predicted to be fastest of all that
+    fits."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """The layers are cut over so many of these processes, which divides their number, as stages of
-    a pipeline through which micro-batches flow: for GPUs without NVLink. 0 and 1: no pipeline."""
+    a pipeline through which micro-batches flow: for GPUs without NVLink. 1: no pipeline; 0 does
+    what is predicted to be fastest of all that fits."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
     all forward, then all backward; a step with fewer micro-batches than stages is always so."""
+    bus: Literal["auto", "nvlink", "pcie"] = "auto"
+    """What the GPUs of a machine reach each other by, for the predictions; auto measures a copy
+    between two of them, and takes pcie on a CPU."""
+    between_gbit: PositiveReal = 10.0
+    """Network of each machine to the others that compute for the peer, each way, Gbit/s; for the
+    predictions too."""
     remote_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """So many more processes compute for this peer on other machines, where `swarm-worker` runs."""
     workers_from: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.train.ladder import Machine
+from swarm.train.hardware import Machine
 from swarm.train.memory import Need
 from swarm.train.round_memory import HostPeaks
 

@@ -17,18 +17,19 @@ from swarm.config import ComputeSection, RunConfig
 from swarm.config.amounts import size_in_bytes
 from swarm.errors import ConfigError
 from swarm.model.cost import owned_per_peer
+from swarm.peer.gpu_bus import bus_here
 from swarm.peer.threads import ThreadedEngine, is_exact, usable_cores
 from swarm.peer.workers import (
-    dealings,
+    fabric_of,
+    for_workers,
+    meshes_of,
     nodes_of,
-    num_elsewhere,
-    num_stages,
     num_workers,
     parallel_engine,
     place_of,
-    share_of,
 )
-from swarm.train.ladder import EnginePlan, Machine, Wishes, plan_engine
+from swarm.train.hardware import Machine
+from swarm.train.ladder import EnginePlan, Wishes, plan_engine
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.stepping import SteppingEngine
 
@@ -143,6 +144,33 @@ def wishes_of(compute: ComputeSection, folder: Path | None) -> Wishes:
     )
 
 
+def plan_here(
+    run: RunConfig, owned: int, compute: ComputeSection, folder: Path
+) -> tuple[Machine, EnginePlan]:
+    """The engine for this machine, and for its workers if the person wants some.
+
+    Args:
+        run: what is trained.
+        owned: experts of this peer.
+        compute: what the person decided.
+        folder: where frozen experts would be mapped from disk.
+
+    Returns:
+        What the engine, or each worker, has; and the plan.
+
+    Raises:
+        ConfigError: the person wants what is not there, or cannot be had together.
+    """
+    machine, wishes = this_machine(compute, folder), wishes_of(compute, folder)
+    here = num_workers(compute, machine.device)
+    if here:
+        fabric = fabric_of(compute, here, bus_here(compute.bus, here))
+        machine, wishes = for_workers(run, compute, machine, wishes, fabric)
+    else:
+        meshes_of(compute, 0, run.model)  # says what cannot be had without workers
+    return machine, plan_engine(run, owned, machine, wishes)
+
+
 def engine_for(
     run: RunConfig,
     compute: ComputeSection,
@@ -159,16 +187,8 @@ def engine_for(
         folder: the run's; frozen experts may be mapped from files in it.
         remaining_s: seconds until this peer has to go, however few workers are there.
     """
-    machine, wishes = this_machine(compute, folder), wishes_of(compute, folder / "frozen")
-    workers = num_workers(compute, machine.device)
-    in_all = workers + num_elsewhere(compute)
-    pp = num_stages(compute, in_all, run.model.num_hidden_layers)
-    ep = dealings(compute, in_all, run.model.num_experts)
-    if workers:
-        machine, schedule = share_of(machine, workers), compute.pipeline_schedule
-        wishes = replace(wishes, engine="resident", ep=ep, pp=pp, schedule=schedule)
     owned = owned_per_peer(run, run.run.peers)
-    plan = plan_engine(run, owned, machine, wishes)
+    machine, plan = plan_here(run, owned, compute, folder / "frozen")
     logger.log(
         logging.INFO if plan.fits else logging.WARNING,
         "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
@@ -177,6 +197,7 @@ def engine_for(
         plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )
+    workers = num_workers(compute, machine.device)
     if workers:
         place = place_of(run, compute, machine, workers)
         nodes = nodes_of(compute, plan, folder, place, remaining_s)

@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from swarm.config import PeerConfig, RunConfig
+from swarm.config import ComputeSection, PeerConfig, RunConfig
+from swarm.errors import ConfigError
 from swarm.model.cost import Cost, cost_of, owned_per_peer
 from swarm.peer.fitting import Shortfall, shortfalls
+from swarm.peer.gpu_bus import bus_here
 from swarm.peer.machine import described_machine, this_machine, wishes_of
-from swarm.train.ladder import EnginePlan, Machine, most_experts, plan_engine
+from swarm.peer.workers import fabric_of, for_workers, num_workers
+from swarm.train.hardware import Machine
+from swarm.train.ladder import EnginePlan, most_experts, plan_engine
+from swarm.train.parallel.fabric import Bus
 
 AS_IT_IS: Mapping[str, str | None] = MappingProxyType({})
 
@@ -22,7 +27,7 @@ class RunPlan:
 
     Attributes:
         cost: parameters, and bytes of state, disk and traffic, by formula.
-        machine: what it is planned for.
+        machine: what it is planned for; with several workers (`machine.fabric`) what each has.
         engine: the engine chosen for it, with its peaks of memory and predicted seconds of a step.
         owned_experts: that the peer trains.
         experts_that_fit: that it could train with some engine; None if not even the shared tensors.
@@ -56,17 +61,83 @@ def plan_run(
         run: what is to be trained, by `run.run.peers` peers with equal shares.
         config: of the machine: device, engine, memory that may be used.
         folder: on the disk that would hold the state directory; need not exist.
-        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB".
+        sizes: "gpu", "host" and "disk" of a described machine, such as "24GB"; "gpus" as
+            "8x80GB", or "8" or "all", for as many workers; `compute.remote_workers` are more of
+            them in machines alike.
 
     Raises:
-        ConfigError: a size is none, or a GPU is asked for that is not there.
+        ConfigError: a size is none, a GPU is asked for that is not there, or several are described
+            without their bus.
     """
     compute, folder = (config or PeerConfig()).compute, Path(folder).expanduser()
+    compute, sizes = _with_gpus(compute, sizes)
     cost, owned = cost_of(run, run.run.peers), owned_per_peer(run, run.run.peers)
     machine = described_machine(this_machine(compute, folder), sizes)
-    wishes = wishes_of(compute, folder)
+    wishes, here = wishes_of(compute, folder), _workers(compute, machine, sizes)
+    if here:
+        fabric = fabric_of(compute, here, _bus(compute, here, sizes))
+        machine, wishes = for_workers(run, compute, machine, wishes, fabric)
     # What an engine maps from disk lies beside the state directory.
     beside = replace(machine, disk_bytes=max(machine.disk_bytes - cost.disk_bytes, 0.0))
     engine, most = plan_engine(run, owned, beside, wishes), most_experts(run, beside, wishes)
     short = shortfalls(engine.need, engine.peaks, cost.disk_bytes, machine, most)
     return RunPlan(cost, machine, engine, owned, most, tuple(short))
+
+
+def _with_gpus(
+    compute: ComputeSection, sizes: Mapping[str, str | None]
+) -> tuple[ComputeSection, Mapping[str, str | None]]:
+    """Takes "8x80GB" apart: so many workers, each with such a GPU; "8" and "all" are of this kind.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    text = sizes.get("gpus")
+    if text is None:
+        return compute, sizes
+    number, is_described, size = text.lower().replace(" ", "").partition("x")
+    if is_described and sizes.get("gpu") is not None:
+        raise ConfigError(
+            f"--gpus {text} and --gpu {sizes['gpu']} both say what a GPU has", hint="give one"
+        )
+    if number != "all" and not (number.isascii() and number.isdigit() and 0 < int(number) <= 64):
+        raise ConfigError(f"--gpus {text!r} is no number of GPUs", hint="write 8x80GB, 8 or all")
+    parallel = "all" if number == "all" else int(number)
+    compute = compute.model_copy(update={"parallel": parallel})
+    return compute, {**sizes, "gpu": size} if is_described else sizes
+
+
+def _workers(compute: ComputeSection, machine: Machine, sizes: Mapping[str, str | None]) -> int:
+    """Workers of one machine, which may be described only; 0 for none.
+
+    Raises:
+        ConfigError: there are not so many GPUs, or it is not said how many.
+    """
+    asked = compute.parallel
+    if compute.remote_workers and asked == "off":
+        raise ConfigError(
+            f"compute.remote_workers (--remote-workers) = {compute.remote_workers}: this machine "
+            "has no workers",
+            hint="give --gpus too: at least one worker is the peer's own",
+        )
+    if sizes.get("gpu") is None or asked == "off" or machine.device == "cpu":
+        # Where workers of other machines dial in matters to a peer, not to its plan.
+        without = {"remote_workers": 0, "workers_from": ""}
+        return num_workers(compute.model_copy(update=without), machine.device)
+    if asked == "all":
+        raise ConfigError("--gpus all of a GPU that is only described", hint="write 8x80GB")
+    return asked
+
+
+def _bus(compute: ComputeSection, here: int, sizes: Mapping[str, str | None]) -> Bus:
+    """The bus between GPUs.
+
+    Raises:
+        ConfigError: several are described, but not this.
+    """
+    if here > 1 and compute.bus == "auto" and sizes.get("gpu") is not None:
+        raise ConfigError(
+            f"{here} GPUs that are only described may have NVLink or not",
+            hint="say --bus nvlink or --bus pcie",
+        )
+    return bus_here(compute.bus, here)

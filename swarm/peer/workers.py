@@ -6,20 +6,24 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from math import inf, lcm
 from pathlib import Path
 
 import torch
 
-from swarm.config import ComputeSection, RunConfig
+from swarm.config import ComputeSection, ModelConfig, RunConfig
 from swarm.errors import ConfigError
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.threads import is_exact
-from swarm.train.ladder import EnginePlan, Machine
+from swarm.train.hardware import Machine
+from swarm.train.ladder import EnginePlan, Wishes
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
+from swarm.train.parallel.fabric import Bus, Fabric
 from swarm.train.parallel.handshake import key_at
 from swarm.train.parallel.history import Saved
+from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.nodes import Nodes
 from swarm.train.parallel.roster import Wanted, address_of
 
@@ -85,59 +89,86 @@ def num_elsewhere(compute: ComputeSection) -> int:
     return asked
 
 
-def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
-    """Over how many of a peer's workers its experts may be dealt out, the fastest first.
-
-    Tokens of fewer workers travel less, so the least number that fits is taken.
+def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tuple[Mesh, ...]:
+    """Every way in which a peer's workers may hold the model; the planner takes the fastest.
 
     Args:
         compute: what the person decided.
         workers: processes that compute, on all machines; 0 for none beside the peer's own.
-        num_experts: of a layer.
+        model: with so many experts and layers.
 
     Raises:
-        ConfigError: the workers cannot be split so.
+        ConfigError: the workers cannot be split as the person decided.
     """
+    asked = compute.pipeline, compute.expert_parallel
+    if min(asked) > 1:
+        raise ConfigError(
+            f"compute.pipeline = {asked[0]} and compute.expert_parallel = {asked[1]}: "
+            "a pipeline whose experts are dealt out is not built",
+            hint="leave out one of both",
+        )
+    dealt = _dealings(compute, workers, model.num_experts)
+    cut = _stagings(compute, workers, model.num_hidden_layers)
+    size = max(workers, 1)
+    # What `Mesh` and the engines of a rank can do: one of both.
+    pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp}]
+    return tuple(Mesh(size, ep, pp) for ep, pp in pairs)
+
+
+def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
+    """Over how many workers the experts may be dealt out; raises as `meshes_of`."""
     asked = 1 if compute.pipeline > 1 else compute.expert_parallel
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(
             f"compute.expert_parallel = {asked}: it has to divide the {workers or 'missing'} "
             f"workers (--gpus), and not to exceed the {num_experts} experts",
-            hint="leave it out: the experts are dealt out where they do not fit otherwise",
+            hint="leave it out: the experts are dealt out where that is fastest",
         )
-    if asked:
-        return (asked,)
-    most = min(max(workers, 1), num_experts)
-    return tuple(ep for ep in range(1, most + 1) if max(workers, 1) % ep == 0)
+    return (asked,) if asked else _divisors(workers, num_experts)
 
 
-def num_stages(compute: ComputeSection, workers: int, num_layers: int) -> int:
-    """Over how many of a peer's workers its layers are cut; 1 for no pipeline.
-
-    Args:
-        compute: what the person decided.
-        workers: processes that compute; 0 for none beside the peer's own.
-        num_layers: of the model.
-
-    Raises:
-        ConfigError: the workers or the layers cannot be cut so.
-    """
-    asked = max(compute.pipeline, 1)
-    if asked == 1:
-        return 1
-    if workers == 0 or workers % asked or asked > num_layers:
+def _stagings(compute: ComputeSection, workers: int, num_layers: int) -> tuple[int, ...]:
+    """Into how many stages the layers may be cut, 1 for no pipeline; raises as `meshes_of`."""
+    asked = 1 if compute.expert_parallel > 1 else compute.pipeline
+    if asked > 1 and (workers == 0 or workers % asked or asked > num_layers):
         raise ConfigError(
             f"compute.pipeline = {asked}: it has to divide the {workers or 'missing'} workers "
             f"(--gpus), and not to exceed the {num_layers} layers",
-            hint="leave it out: then each worker takes its share of the micro-batches",
+            hint="leave it out: the layers are cut where that is fastest",
         )
-    if compute.expert_parallel > 1:
-        raise ConfigError(
-            f"compute.pipeline = {asked} and compute.expert_parallel = {compute.expert_parallel}: "
-            "a pipeline whose experts are dealt out is not built",
-            hint="leave out one of both",
-        )
-    return asked
+    return (asked,) if asked else _divisors(workers, num_layers)
+
+
+def _divisors(workers: int, most: int) -> tuple[int, ...]:
+    workers = max(workers, 1)
+    return tuple(n for n in range(1, min(workers, most) + 1) if workers % n == 0)
+
+
+def for_workers(
+    run: RunConfig, compute: ComputeSection, machine: Machine, wishes: Wishes, workers: Fabric
+) -> tuple[Machine, Wishes]:
+    """What each of a peer's workers has, and how they may hold the model.
+
+    Args:
+        run: the model.
+        compute: what the person decided.
+        machine: the peer's; the others are taken to be alike.
+        wishes: of a single engine.
+        workers: of all machines.
+
+    Raises:
+        ConfigError: as `meshes_of`.
+    """
+    meshes = meshes_of(compute, workers.size, run.model)
+    schedule = compute.pipeline_schedule
+    wishes = replace(wishes, engine="resident", meshes=meshes, schedule=schedule)
+    return replace(share_of(machine, workers.per_node), fabric=workers), wishes
+
+
+def fabric_of(compute: ComputeSection, here: int, bus: Bus) -> Fabric:
+    """The workers of a peer of which so many are on its own machine."""
+    between_gb_s = compute.between_gbit / 8
+    return Fabric(here + compute.remote_workers, here, bus, between_gb_s)
 
 
 def share_of(machine: Machine, workers: int) -> Machine:

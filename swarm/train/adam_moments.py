@@ -22,7 +22,7 @@ from swarm.config import OptimizerConfig
 MomentsFormat = Literal["fp32", "bf16", "int8"]
 BLOCK = 256
 """Elements that share one scale in int8."""
-MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / BLOCK}
+MOMENT_BYTES: dict[MomentsFormat, float] = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / BLOCK}
 """Bytes per parameter of both moments together."""
 KINDS = ("exp_avg", "exp_avg_sq")
 SCALE = "_scale"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,55 +10,29 @@ from pathlib import Path
 from typing import Literal
 
 from swarm.config import RunConfig
-from swarm.model.cost import step_flops_with
 from swarm.model.frozen import FrozenFormat
-from swarm.model.transformer import DTYPES, ComputeType, Recompute
+from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
-from swarm.train.memory import Need, frozen_layer_bytes, need_of, pipeline_cut, sizes_of
+from swarm.train.comparing import (
+    FORMATS,
+    Rung,
+    best_of_each_cut,
+    by_speed,
+    least,
+    that_need_less,
+    why_not,
+)
+from swarm.train.hardware import Machine
+from swarm.train.memory import Need, need_of, pipeline_cut
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions, ScheduleName
-from swarm.train.parallel.dispatch import crossing_bytes
+from swarm.train.parallel.mesh import Mesh
 from swarm.train.round_memory import HostPeaks, host_peaks
+from swarm.train.step_time import step_time
 
-GIGABYTE = 10**9
 RING = 3
 """Gradient buffers of layers where updates keep up with the backward pass."""
 PASS_TOKENS = 32_768
 """Tokens that pass through the layers together, at most: enough products to hide the copies."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The memory of a machine, and how fast it is taken to be.
-
-    Attributes:
-        device: "cuda", or "cpu" for a machine without GPU, whose device memory is its host memory.
-        device_bytes: memory of the GPU.
-        host_bytes: memory of the machine.
-        disk_bytes: free where the state directory lies.
-        cores: of the CPU.
-        tflops: matrix products in the compute type.
-        bus_gb_s: each way, between pinned memory and GPU.
-        updates_g_s: 10^9 parameters that all cores together update in a second.
-    """
-
-    device: str
-    device_bytes: float
-    host_bytes: float
-    disk_bytes: float
-    cores: int = 8
-    tflops: float = 100.0
-    bus_gb_s: float = 20.0
-    updates_g_s: float = 1.0
-
-    @property
-    def usable_device(self) -> float:
-        """Without the context of CUDA and the gaps that an allocator leaves between pieces."""
-        return 0.94 * self.device_bytes - 0.7 * GIGABYTE
-
-    @property
-    def usable_host(self) -> float:
-        """Without the system and other programs on the machine."""
-        return self.host_bytes - max(1.0 * GIGABYTE, 0.05 * self.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -66,9 +41,9 @@ class Wishes:
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
-        ep: over how many workers the resident engine's experts may be dealt out, the fastest first.
-        pp: over how many workers its layers are cut, as the stages of a pipeline.
-        schedule: of the pipeline.
+        meshes: over how many workers the resident engine's experts may be dealt out, and its layers
+            be cut as the stages of a pipeline; each of as many workers as the machine's fabric has.
+        schedule: of a pipeline.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -78,32 +53,29 @@ class Wishes:
     recompute: Literal["auto"] | Recompute = "auto"
     activation_checkpoints: Literal["auto", "device", "host", "host_bf16"] = "auto"
     folder: Path | None = None
-    ep: tuple[int, ...] = (1,)
-    pp: int = 1
+    meshes: tuple[Mesh, ...] = (Mesh(1, 1),)
     schedule: ScheduleName = "1f1b"
 
 
 @dataclass(frozen=True)
-class EnginePlan:
+class EnginePlan(Rung):
     """An engine for a machine.
 
     Attributes:
-        options: the choice.
         below: engines to step down to, in this order, should memory run out all the same.
-        need: its predicted need for a step.
-        peaks: predicted host memory of the whole process, phase by phase.
-        fits: whether that is there.
-        step_s: predicted seconds of a step.
         reason: why this one, in a sentence.
+        others: for several workers, the best engine of each other way to cut the model, the
+            fastest first; those that do not fit come last, with what they need at least.
     """
 
-    options: EngineOptions
     below: tuple[EngineOptions, ...]
-    need: Need
-    peaks: HostPeaks
-    fits: bool
-    step_s: float
     reason: str
+    others: tuple[Rung, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.time.total
 
 
 def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[EngineOptions]:
@@ -112,7 +84,7 @@ def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[EngineOption
         compute=wishes.precision, frozen=wishes.frozen
     )
     base = replace(base, host_threads=max(1, machine.cores - 2))
-    moments: Sequence[MomentsFormat] = ("fp32", "bf16", "int8")
+    moments: Sequence[MomentsFormat] = FORMATS
     if wishes.moments != "auto":
         moments = (wishes.moments,)
     return [
@@ -129,8 +101,9 @@ def _rungs(
         ways: Sequence[Recompute] = ("none", "routing")
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
-        for ep, way in itertools.product(wishes.ep, ways):
-            yield replace(base, ep=ep, pp=wishes.pp, schedule=wishes.schedule, recompute=way)
+        for mesh, way in itertools.product(wishes.meshes, ways):
+            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=wishes.schedule)
+            yield replace(cut, recompute=way)
     if wishes.engine == "resident":
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
@@ -181,71 +154,57 @@ def plan_engine(
     run: RunConfig, num_owned: int, machine: Machine, wishes: Wishes | None = None
 ) -> EnginePlan:
     """The fastest engine that fits; if none does, the one that needs least."""
-    all_rungs = rungs(run, machine, wishes or Wishes())
-    needs = [need_of(run, num_owned, options) for options in all_rungs]
-    peaks = [host_peaks(run, num_owned, each, num_peers=run.run.peers) for each in all_rungs]
-    fitting = [i for i in range(len(all_rungs)) if fits(needs[i], peaks[i], machine)]
-    index = fitting[0] if fitting else len(all_rungs) - 1
-    options = all_rungs[index]
-    words = describe(options, run)
+    wishes = wishes or Wishes()
+    ladder = [_rung(run, num_owned, each, machine) for each in rungs(run, machine, wishes)]
+    several = machine.fabric.size > 1
+    if several:
+        ladder = by_speed(ladder)
+    fitting = [rung for rung in ladder if rung.fits]
+    chosen = fitting[0] if fitting else least(ladder) if several else ladder[-1]
+    index = ladder.index(chosen)
+    below, words = ladder[index + 1 :], describe(chosen.options, run)
     reason = f"{words}: the fastest that fits" if fitting else f"nothing fits; {words} needs least"
-    if fitting and index:
+    others: list[Rung] = []
+    if several:
+        others = best_of_each_cut(ladder, chosen)
+        below = that_need_less(below, chosen)
+        reason += why_not(chosen, others, machine)
+    elif fitting and index:
         reason += f", {index} faster ones do not"
     return EnginePlan(
-        options=options,
-        below=tuple(all_rungs[index + 1 :]),
-        need=needs[index],
-        peaks=peaks[index],
-        fits=bool(fitting),
-        step_s=step_seconds(run, num_owned, options, machine),
+        **vars(chosen),
+        below=tuple(rung.options for rung in below),
         reason=reason,
+        others=tuple(others),
     )
+
+
+def _rung(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> Rung:
+    workers = machine.fabric.size
+    need = need_of(run, num_owned, options, workers)
+    peaks = host_peaks(run, num_owned, options, num_peers=run.run.peers, workers=workers)
+    time = step_time(run, num_owned, options, machine)
+    return Rung(options, need, peaks, time, fits(need, peaks, machine))
 
 
 def most_experts(run: RunConfig, machine: Machine, wishes: Wishes | None = None) -> int | None:
     """How many experts the machine can own with some engine; None if not even the shared part."""
-    for num_owned in reversed(range(run.model.num_experts + 1)):
-        if plan_engine(run, num_owned, machine, wishes).fits:
-            return num_owned
-    return None
+    ladder, workers = rungs(run, machine, wishes or Wishes()), machine.fabric.size
 
+    def fit(num_owned: int) -> bool:
+        return any(
+            fits(
+                need_of(run, num_owned, options, workers),
+                host_peaks(run, num_owned, options, num_peers=run.run.peers, workers=workers),
+                machine,
+            )
+            for options in ladder
+        )
 
-def step_seconds(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
-    """Predicted seconds of a step, from the machine's assumed speeds.
-
-    Products, of a pipeline those of its slowest stage and the bubble, and once more the forward
-    ones where layers are computed again; where experts are dealt out, the way of the tokens over
-    the bus, one way after the other; in the streaming engine copies and updates run beside them
-    and only the slowest counts.
-    """
-    sizes = sizes_of(run.model, -(-num_owned // options.ep))
-    flops = run.train.batch_tokens * step_flops_with(run, num_owned)
-    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
-    micro_batches = run.train.batch_tokens // micro_tokens
-    if options.pp > 1:
-        # While the first micro-batch flows in and the last one out, other stages wait.
-        share = max(pipeline_cut(run, options).shares)
-        flops *= share * (micro_batches + options.pp - 1) / micro_batches
-    again = options.kind is EngineKind.STREAMING or options.recompute != "none"
-    products_s = flops * (4 / 3 if again else 1) / (machine.tflops * 1e12)
-    updates_s = sizes.trained / (machine.updates_g_s * 1e9)
-    if options.kind is EngineKind.RESIDENT:
-        on_gpu = machine.device == "cuda"
-        # Rows whose expert is elsewhere, where routing is even.
-        rows = run.train.batch_tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
-        itemsize = DTYPES[options.compute].itemsize
-        crossing = crossing_bytes(rows, run.model, itemsize, again=again)
-        bus_s = run.model.num_hidden_layers * crossing / (machine.bus_gb_s * 1e9)
-        return products_s + bus_s + (updates_s / 50 if on_gpu else updates_s)
-    layers = run.model.num_hidden_layers
-    stay = layers if options.resident_layers is None else options.resident_layers
-    frozen = frozen_layer_bytes(run, num_owned, options)
-    weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
-    passes = -(-micro_batches // (options.pass_micro_batches or micro_batches))
-    # Sums of gradients go to the host after each pass, and come back for the next one.
-    inward = passes * weights + (passes - 1) * 4 * sizes.trained
-    bus_s = max(inward, passes * 4 * sizes.trained) / (machine.bus_gb_s * 1e9)
-    return max(products_s, bus_s, updates_s)
+    # An owned expert always needs more than a frozen one.
+    numbers = range(run.model.num_experts + 1)
+    found = bisect.bisect_left(numbers, x=True, key=lambda number: not fit(number))
+    return found - 1 if found else None
 
 
 def describe(options: EngineOptions, run: RunConfig) -> str:

@@ -78,13 +78,15 @@ class HostPeaks:
 
 
 def host_peaks(
-    run: RunConfig, num_owned: int, options: EngineOptions, *, num_peers: int
+    run: RunConfig, num_owned: int, options: EngineOptions, *, num_peers: int, workers: int = 0
 ) -> HostPeaks:
     """The peaks of a peer that owns so many experts, in a swarm of so many peers.
 
+    With several workers, of one of them; `workers` as in `need_of`.
+
     Letters: c bytes of an element on the wire, C elements of a chunk, n values behind a mean.
     """
-    need = need_of(run, num_owned, options)
+    need = need_of(run, num_owned, options, workers)
     on_host = options.device == "cpu"
     experts, chunk, matrix = run.model.num_experts, CHUNK_ELEMENTS, expert_matrix_bytes(run.model)
     rest = PROCESS_BYTES + SLACK_BYTES + need.host

@@ -15,7 +15,8 @@ from swarm.config import ComputeSection, RunConfig
 from swarm.model.initialise import initial_tensors
 from swarm.peer.machine import engine_for
 from swarm.peer.threads import ThreadedEngine, is_exact, start_threads, usable_cores
-from swarm.train.ladder import Machine, plan_engine
+from swarm.train.hardware import Machine
+from swarm.train.ladder import plan_engine
 from swarm.train.resident import ResidentEngine
 from swarm.train.stepping import SteppingEngine
 from swarm.train.threads import REST_S, WINDOW

@@ -13,17 +13,20 @@ from swarm.config import ComputeSection
 from swarm.errors import ConfigError, WorkersFailed
 from swarm.peer.machine import engine_for
 from swarm.peer.workers import (
-    dealings,
+    fabric_of,
+    for_workers,
+    meshes_of,
     nodes_of,
     num_elsewhere,
-    num_stages,
     num_workers,
     place_of,
     share_of,
 )
-from swarm.train.ladder import Machine
+from swarm.train.hardware import Machine
+from swarm.train.ladder import Wishes
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Place
+from swarm.train.parallel.fabric import NVLINK
 from tests.train.runs import tiny_run
 
 RUN, IN_BF16 = tiny_run(), tiny_run(train={"compute": "bf16"})
@@ -93,15 +96,44 @@ def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:
     assert place_of(RUN, asked, on_cpu, 2) == Place(2, "cpu", 3, "gloo")
 
 
+def cuts(compute: ComputeSection, workers: int, experts: int, layers: int) -> list[tuple[int, int]]:
+    model = RUN.model.model_copy(update={"num_experts": experts, "num_hidden_layers": layers})
+    return [(mesh.ep, mesh.pp) for mesh in meshes_of(compute, workers, model)]
+
+
 def test_experts_may_be_dealt_out_over_every_divisor_of_the_workers() -> None:
-    assert dealings(ComputeSection(parallel=8), 8, 128) == (1, 2, 4, 8)
-    assert dealings(ComputeSection(parallel=8), 8, 4) == (1, 2, 4)
-    assert dealings(ComputeSection(), 0, 128) == (1,)
-    assert dealings(ComputeSection(expert_parallel=4), 8, 128) == (4,)
-    assert dealings(ComputeSection(expert_parallel=1), 8, 128) == (1,)
+    without = ComputeSection(parallel=8, pipeline=1)
+    assert cuts(without, 8, 128, 16) == [(1, 1), (2, 1), (4, 1), (8, 1)]
+    assert cuts(without, 8, 4, 16) == [(1, 1), (2, 1), (4, 1)]
+    assert cuts(ComputeSection(), 0, 128, 16) == [(1, 1)]
+    assert cuts(ComputeSection(expert_parallel=4), 8, 128, 16) == [(4, 1)]
+    assert cuts(ComputeSection(expert_parallel=1, pipeline=1), 8, 128, 16) == [(1, 1)]
     for asked, workers, experts in ((3, 8, 128), (8, 4, 128), (8, 8, 4), (2, 0, 128)):
         with pytest.raises(ConfigError, match=f"compute.expert_parallel = {asked}: it has to"):
-            dealings(ComputeSection(expert_parallel=asked), workers, experts)
+            cuts(ComputeSection(expert_parallel=asked), workers, experts, 16)
+
+
+def test_layers_may_be_cut_over_every_divisor_of_the_workers() -> None:
+    without = ComputeSection(parallel=8, expert_parallel=1)
+    assert cuts(without, 8, 128, 16) == [(1, 1), (1, 2), (1, 4), (1, 8)]
+    assert cuts(without, 8, 128, 4) == [(1, 1), (1, 2), (1, 4)]
+    assert cuts(ComputeSection(pipeline=4), 8, 128, 32) == [(1, 4)]
+    assert cuts(ComputeSection(), 4, 4, 4) == [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
+    for asked, workers, layers in ((3, 8, 32), (8, 8, 4), (2, 0, 32)):
+        with pytest.raises(ConfigError, match=f"compute.pipeline = {asked}: it has to divide"):
+            cuts(ComputeSection(pipeline=asked), workers, 128, layers)
+    with pytest.raises(ConfigError, match="a pipeline whose experts are dealt out is not built"):
+        cuts(ComputeSection(pipeline=2, expert_parallel=2), 4, 128, 32)
+
+
+def test_workers_are_planned_with_what_they_reach_each_other_by() -> None:
+    compute = ComputeSection(parallel=8, remote_workers=8, between_gbit=100.0)
+    fabric = fabric_of(compute, 8, NVLINK)
+    assert (fabric.size, fabric.nodes, fabric.between_gb_s) == (16, 2, 12.5)
+    machine, wishes = for_workers(RUN, compute, NODE, Wishes(), fabric)
+    assert (machine.host_bytes, machine.fabric) == (100e9, fabric)
+    assert {mesh.size for mesh in wishes.meshes} == {16}
+    assert (wishes.engine, wishes.schedule) == ("resident", "1f1b")
 
 
 def test_a_peers_engine_deals_experts_out_where_it_is_asked_to(
@@ -131,18 +163,6 @@ def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(
     with pytest.raises(ConfigError, match="no process is started here"):
         engine_for(RUN, compute, tmp_path)
     assert places == [Place(2, "cpu", 1, "gloo")]
-
-
-def test_layers_may_be_cut_over_a_divisor_of_the_workers() -> None:
-    assert num_stages(ComputeSection(parallel=8), 8, 32) == 1
-    assert num_stages(ComputeSection(pipeline=1), 0, 32) == 1
-    assert num_stages(ComputeSection(pipeline=4), 8, 32) == 4
-    assert dealings(ComputeSection(pipeline=4), 8, 128) == (1,)
-    for asked, workers, layers in ((3, 8, 32), (8, 8, 4), (2, 0, 32)):
-        with pytest.raises(ConfigError, match=f"compute.pipeline = {asked}: it has to divide"):
-            num_stages(ComputeSection(pipeline=asked), workers, layers)
-    with pytest.raises(ConfigError, match="a pipeline whose experts are dealt out is not built"):
-        num_stages(ComputeSection(pipeline=2, expert_parallel=2), 4, 32)
 
 
 def test_a_peers_engine_is_a_pipeline_where_it_is_asked_for(

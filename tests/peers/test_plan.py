@@ -319,3 +319,70 @@ def test_links_are_written_in_these_ways(
 )
 def test_times_are_in_the_unit_that_suits_them(duration_s: float, words: str) -> None:
     assert in_words(duration_s) == words
+
+
+EIGHT = ("--gpus", "8x80GB", "--host", "800GB", "--disk", "4TB")
+
+
+def test_many_gpus_are_planned_as_one_peer() -> None:
+    figures = plan("spes_7b", *EIGHT, "--bus", "nvlink")
+    workers = figures["workers"]
+    assert (workers["number"], workers["machines"], workers["bus"]) == (8, 1, "nvlink")
+    (rank,) = workers["ranks"]
+    assert (rank["workers"], rank["holds"]) == (8, "all layers, 32 experts")
+    assert rank["device_bytes"] == figures["device_peak_bytes"] < 80e9
+    assert rank["host_bytes"] == figures["host_peak_bytes"] and rank["disk_bytes"] == 0
+    best, *rest = workers["ways"]
+    assert (best["expert_parallel"], best["pipeline"], best["fits"]) == (1, 1, True)
+    assert best["step_s"] == figures["step_s"]
+    assert best["tokens_per_s"] == pytest.approx(1_048_576 / best["step_s"], rel=1e-3)
+    parts = ("products", "waiting", "tokens", "stream", "sums", "updates")
+    for way in workers["ways"]:
+        assert sum(way[f"{part}_s"] for part in parts) == pytest.approx(way["step_s"], abs=1e-3)
+        assert way["step_s"] >= best["step_s"] or not way["fits"]
+    assert {(way["expert_parallel"], way["pipeline"]) for way in rest} == {
+        (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8),
+    }  # fmt: skip
+    assert "workers" not in plan("demo")
+
+
+def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
+    cards = ("--gpus", "8x24GB", "--host", "512GB", "--disk", "4TB", "--bus", "pcie")
+    figures = plan("spes_7b", *cards)
+    assert [rank["workers"] for rank in figures["workers"]["ranks"]] == [2] * 4
+    assert figures["workers"]["ranks"][0]["holds"] == "layers 0-4, 32 experts"
+    nodes = plan("spes_7b", *cards, "--remote-workers", "8", "--between", "25gbit")["workers"]
+    assert (nodes["number"], nodes["machines"], nodes["between_gbit"]) == (16, 2, 25.0)
+    asked = plan("spes_7b", *EIGHT, "--bus", "nvlink", "--set", "compute.expert_parallel=4")
+    assert asked["workers"]["ranks"][0]["holds"] == "all layers, 1/4 of 32 experts"
+    assert len(asked["workers"]["ways"]) == 1
+
+
+def test_people_read_what_each_worker_holds_and_every_other_way() -> None:
+    args = ["--run", str(RUNS / "spes_7b.toml"), *EIGHT, "--bus", "pcie"]
+    said = CliRunner().invoke(main, args, env={"COLUMNS": "120"}).stdout
+    assert "on a machine with 8 x 80.0 GB GPU, 800.0 GB memory" in said
+    assert "8 workers: 8 in a machine over pcie" in said
+    assert re.search(r"4 +layers 0-10, 32 experts +45\.\d GB", said)
+    assert re.search(r"\n +8 +1 +fp32 +yes +29\.\d GB +9\.\d+ +0 ", said)
+    assert "of matrix products, assumed" in said
+    assert "of each worker" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--gpus", "8x80GB"], "say --bus nvlink or --bus pcie"),
+        (["--gpus", "8x80GB", "--gpu", "24GB"], "both say what a GPU has"),
+        (["--gpus", "80GBx8"], "write 8x80GB, 8 or all"),
+        (["--gpus", "all", "--gpu", "80GB", "--bus", "pcie"], "write 8x80GB"),
+        (["--gpus", "0x80GB"], "is no number of GPUs"),
+        (["--remote-workers", "8"], "give --gpus too"),
+        (["--gpus", "2x80"], "write it as 80GB"),
+        (["--gpus", "2x80GB", "--bus", "pcie", "--between", "25GB"], "write 200000mbit"),
+    ],
+)
+def test_gpus_that_could_mean_two_things_are_refused(args: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["--run", str(RUNS / "demo.toml"), *args])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())

@@ -5,16 +5,9 @@ from pathlib import Path
 import pytest
 
 from swarm.config import RunConfig, parse_config
-from swarm.train.ladder import (
-    Machine,
-    Wishes,
-    describe,
-    most_experts,
-    plan_engine,
-    rungs,
-    step_seconds,
-)
-from swarm.train.memory import need_of, pipeline_cut
+from swarm.train.hardware import Machine
+from swarm.train.ladder import Wishes, describe, most_experts, plan_engine, rungs
+from swarm.train.memory import need_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from tests.train.runs import tiny_run
 
@@ -209,37 +202,8 @@ def test_a_step_takes_what_the_slowest_lane_takes():
 
 # ------------------------------------------------ several GPUs
 
-EIGHT = {"engine": "resident", "ep": (1, 2, 4, 8)}
 
-
-def test_workers_that_hold_the_whole_model_are_taken_where_it_fits():
-    plan = plan_engine(of_file("spes_7b"), 8, gpu(80, 100), Wishes(**EIGHT))
-    assert plan.fits and plan.options.ep == 1
-    assert "dealt out" not in plan.reason
-
-
-def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
-    """An eighth of 128 experts owned: with all of them a GPU would need 398 GB of state."""
-    plan = plan_engine(model_of_120b(), 16, gpu(141, 200), Wishes(**EIGHT))
-    assert plan.fits and (plan.options.ep, plan.options.moments) == (8, "fp32")
-    assert "experts dealt out over 8: the fastest that fits" in plan.reason
-    assert all(options.ep == 8 or options.moments != "fp32" for options in plan.below)
-    small = plan_engine(model_of_120b(), 16, gpu(80, 200), Wishes(**EIGHT))
-    assert small.fits and (small.options.ep, small.options.moments) == (8, "int8")
-    with_all = need_of(model_of_120b(), 16, replace(plan.options, ep=1))
-    assert with_all.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
-
-
-def test_a_slow_bus_makes_dealt_experts_slow():
-    run = model_of_120b()
-    slow, fast = (
-        plan_engine(run, 16, gpu(80, 200, bus_gb_s=bus), Wishes(**EIGHT)) for bus in (10, 400)
-    )
-    assert slow.options == fast.options
-    assert slow.step_s > 2 * fast.step_s
-
-
-def test_a_pipeline_of_eight_holds_an_eighth_and_waits_for_its_slowest_stage():
+def test_a_pipeline_of_eight_holds_an_eighth():
     run = model_of_120b()
     alone = EngineOptions.of(run, device="cuda")
     cut = replace(alone, pp=8)
@@ -248,8 +212,7 @@ def test_a_pipeline_of_eight_holds_an_eighth_and_waits_for_its_slowest_stage():
     assert need_of(run, 16, alone).device_state / need.device_state == pytest.approx(5.5, rel=0.02)
     # 1F1B keeps as many micro-batches as there are stages behind, GPipe all.
     assert need_of(run, 16, replace(cut, schedule="gpipe")).activations > 1.5 * need.activations
+    # Of two pipelines each has buffers for half of the micro-batches, here at one side.
     micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
-    machine = gpu(141, 200)
-    ratio = step_seconds(run, 16, cut, machine) / step_seconds(run, 16, alone, machine)
-    share = max(pipeline_cut(run, cut).shares)
-    assert ratio == pytest.approx(share * (micro + 7) / micro, rel=0.02)
+    two = need_of(run, 16, cut, 16)
+    assert need.device_state - two.device_state == micro / 2 * 4 * 2 * 2048 * 2880

@@ -1,4 +1,5 @@
 import gc
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,7 @@ slow = pytest.mark.exhaustive
         ),
         (RESIDENT, {}, BF16, NO_QK_NORM),
         (RESIDENT, {}, {}, {"attention": "document"}),
+        (RESIDENT, {"recompute": "routing"}, {"batch_tokens": 256}, {"layers": 5}),
         pytest.param(STREAMING, {}, BF16, NO_QK_NORM, marks=slow),
         pytest.param(RESIDENT, {}, {}, {"length": 300}, marks=slow),
         pytest.param(RESIDENT, {}, BF16, {"length": 300}, marks=slow),
@@ -136,25 +138,28 @@ slow = pytest.mark.exhaustive
         pytest.param(STREAMING, {"moments": "bf16", "pass_micro_batches": 1}, {}, {}, marks=slow),
     ],
 )
-def test_peaks_are_predicted_within_15_percent(kind, options, train, sizes):
+def test_peaks_are_predicted_within_5_percent(kind, options, train, sizes):
     run = sized(train, **sizes)
     _, peak = measured(run, kind, **options)
     need = planned(run, kind, **options)
     # On a CPU device and host are one memory.
-    assert need.device + need.host == pytest.approx(peak, rel=0.15)
+    assert need.device + need.host == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("ep", "options", "train", "within"),
+    ("size", "ep", "options", "train"),
     [
-        (2, {}, {}, 0.05),
-        pytest.param(2, {"recompute": "routing"}, BF16, 0.05, marks=slow),
-        pytest.param(2, {"frozen": "int8"}, BF16, 0.15, marks=slow),
-        pytest.param(4, {}, {}, 0.15, marks=slow),
+        (2, 1, {"recompute": "routing"}, BF16),
+        (2, 2, {}, {}),
+        pytest.param(2, 2, {"recompute": "routing"}, BF16, marks=slow),
+        pytest.param(2, 2, {"frozen": "int8"}, BF16, marks=slow),
+        pytest.param(4, 2, {"recompute": "routing"}, BF16, marks=slow),
+        pytest.param(4, 4, {}, {}, marks=slow),
     ],
 )
-def test_state_and_peak_of_a_rank_that_holds_a_share_of_the_experts(ep, options, train, within):
-    run = sized({**train, "batch_tokens": ep * 2 * 2 * 128})
+def test_state_and_peak_of_a_rank(size, ep, options, train):
+    """The mean of the peaks where experts are dealt out: tokens crowd on some of the ranks."""
+    run = sized({**train, "batch_tokens": size * 2 * 2 * 128})
     chosen = replace(EngineOptions.of(run), ep=ep, **options)
 
     def work(ranks):
@@ -169,11 +174,12 @@ def test_state_and_peak_of_a_rank_that_holds_a_share_of_the_experts(ep, options,
             engine.step(tokens_of(run), lr=1e-3)
             return state, live.peak
 
-    need = need_of(run, len(OWNED), chosen)
-    for state, peak in together(ep, work):
+    need, found = need_of(run, len(OWNED), chosen, size), together(size, work)
+    for state, peak in found:
         # Beside it only each layer's group numbers.
         assert state == pytest.approx(need.device_state, rel=2e-4)
-        assert need.device == pytest.approx(peak, rel=within)
+        assert need.device == pytest.approx(peak, rel=0.05 if ep == 1 else 0.15)
+    assert need.device == pytest.approx(statistics.mean(peak for _, peak in found), rel=0.05)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -215,16 +221,23 @@ def in_a_stage(rank, run, options, folder):
 
 @slow
 @pytest.mark.parametrize(
-    ("schedule", "train"), [("1f1b", {}), ("gpipe", {}), ("1f1b", BF16)], ids=str
+    ("schedule", "recompute", "train"),
+    [
+        ("1f1b", "none", {}),
+        ("gpipe", "none", {}),
+        ("1f1b", "none", BF16),
+        ("gpipe", "routing", BF16),
+    ],
+    ids=str,
 )
-def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, train):
+def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, recompute, train):
     run = sized({**train, "batch_tokens": 4 * 2 * 128}, layers=4)
-    options = replace(EngineOptions.of(run), pp=2, schedule=schedule)
+    options = replace(EngineOptions.of(run), pp=2, schedule=schedule, recompute=recompute)
     torch.multiprocessing.spawn(in_a_stage, (run, options, tmp_path), nprocs=2)
     for rank, need in enumerate(stage_needs(run, len(OWNED), options)):
         state, peak = torch.load(tmp_path / f"{rank}.pt")
         assert state == pytest.approx(need.device_state, rel=0.01)
-        assert need.device == pytest.approx(peak, rel=0.15)
+        assert need.device == pytest.approx(peak, rel=0.05)
 
 
 def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routing():
@@ -254,7 +267,7 @@ def test_activations_at_four_times_the_context_are_as_planned():
         # Inputs of layers are part of what is measured here: this level keeps them on the device.
         found[length] = peak - state
         need = planned(run, STREAMING)
-        assert need.activations == pytest.approx(peak - state, rel=0.15)
+        assert need.activations == pytest.approx(peak - state, rel=0.05)
     assert 3 < found[256] / found[64] < 4.1
 
 

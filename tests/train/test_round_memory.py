@@ -13,7 +13,8 @@ from swarm.model import huggingface, merge
 from swarm.network import fetch
 from swarm.protocol import digests
 from swarm.train import checkpoint, round_memory, tensor_file
-from swarm.train.ladder import Machine, Wishes, fits, plan_engine
+from swarm.train.hardware import Machine
+from swarm.train.ladder import Wishes, fits, plan_engine
 from swarm.train.memory import largest_tensor_bytes, need_of
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.round_memory import (

@@ -6,7 +6,8 @@ import torch
 from swarm.errors import OutOfMemory
 from swarm.model.initialise import initial_tensors
 from swarm.model.transformer import Transformer
-from swarm.train.ladder import Machine, Wishes, rungs
+from swarm.train.hardware import Machine
+from swarm.train.ladder import Wishes, rungs
 from swarm.train.options import EngineKind
 from swarm.train.stepping import SteppingEngine
 from swarm.train.streaming.device import DeviceSide

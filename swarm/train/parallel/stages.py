@@ -7,6 +7,7 @@ can cost as much as several layers; the embedding looks rows up and costs none.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
@@ -63,6 +64,12 @@ def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:
         stages: number of parts, of one item at least; at most the number of items.
     """
     assert 0 < stages <= len(costs), (stages, len(costs))
+    return _cut_evenly(tuple(costs), stages)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_evenly(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
+    """A planner asks for the same cut again and again."""
     sums = [0.0, *accumulate(costs)]
     possible = sorted(sums[stop] - sums[start] for start, stop in combinations(range(len(sums)), 2))
     limit = possible[

@@ -1,0 +1,158 @@
+"""How long a step takes, from what a machine is taken to be able to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.config import RunConfig
+from swarm.model.cost import step_flops_with
+from swarm.model.transformer import DTYPES
+from swarm.train.hardware import Machine
+from swarm.train.memory import frozen_layer_bytes, pipeline_cut, sizes_of, trained_by_stage
+from swarm.train.options import EngineKind, EngineOptions
+from swarm.train.parallel.dispatch import crossing_bytes
+from swarm.train.parallel.mesh import Mesh
+
+GPU_UPDATES_G_S = 50.0
+"""10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""
+SUM_BYTES = 8
+"""Bytes of each element that leave a rank where gradients are added up: fp32, to the one that adds
+it up and back to all."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step, one part after the other.
+
+    Attributes:
+        products: if all ranks computed all the time.
+        waiting: of the slowest rank for others: stages that fill and drain, micro-batches that
+            cannot be dealt out evenly, stages of unequal size.
+        tokens: on their way to experts and back.
+        stream: the residual stream between stages.
+        sums: of gradients.
+        updates: of masters; in the streaming engine what copies and updates take longer than
+            products, beside which they run.
+    """
+
+    products: float
+    waiting: float = 0.0
+    tokens: float = 0.0
+    stream: float = 0.0
+    sums: float = 0.0
+    updates: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        computing = self.products + self.waiting + self.updates
+        return computing + self.tokens + self.stream + self.sums
+
+    def longest_part(self, than: StepTime) -> str:
+        """Which part takes most longer than another step's, in words."""
+        words = {
+            "products": "layers are computed again",
+            "waiting": "workers wait for each other",
+            "tokens": "tokens travel to experts and back",
+            "stream": "the residual stream travels between stages",
+            "sums": "gradients are added up",
+            "updates": "masters are updated",
+        }
+        part = max(words, key=lambda name: vars(self)[name] - vars(than)[name])
+        return f"{words[part]} for {vars(self)[part]:.3g} s"
+
+
+def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> StepTime:
+    """The seconds of a step of a peer that owns so many experts.
+
+    Nothing is taken to overlap in the resident engine; in the streaming engine copies and updates
+    run beside products.
+    """
+    if options.kind is EngineKind.STREAMING:
+        return _streaming(run, num_owned, options, machine)
+    fabric = machine.fabric
+    mesh = Mesh(fabric.size, options.ep, options.pp)
+    again = options.recompute != "none"
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
+    micro_s = flops / (machine.tflops * 1e12)
+    micro_batches = run.train.batch_tokens // tokens
+    # Each stream of micro-batches goes through all stages; slots are those of its slowest rank.
+    slots = -(-micro_batches * options.pp // mesh.size) + options.pp - 1
+    stages = pipeline_cut(run, options) if options.pp > 1 else None
+    share = max(stages.shares) if stages else 1.0
+    layers = run.model.num_hidden_layers
+    if stages:
+        layers = max(len(stage.layers) for stage in stages.stages)
+    products_s = micro_batches * micro_s / mesh.size
+    trained = max(sum(each) for each in trained_by_stage(run, num_owned, options))
+    on_gpu = machine.device == "cuda"
+    return StepTime(
+        products=products_s,
+        waiting=max(slots * share * micro_s - products_s, 0.0),
+        tokens=slots * layers * _tokens_s(run, options, machine, mesh),
+        stream=slots * _stream_s(run, machine, mesh),
+        sums=_sums_s(run, num_owned, options, machine),
+        updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
+    )
+
+
+def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one layer and micro-batch of each rank, where routing is even."""
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+    itemsize = DTYPES[options.compute].itemsize
+    leaving = crossing_bytes(rows, run.model, itemsize, again=options.recompute != "none")
+    ranks = range(mesh.size)
+    parts = [ranks[first : first + options.ep] for first in ranks[:: options.ep]]
+    return machine.fabric.exchange_s(parts, leaving)
+
+
+def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
+    """Of one micro-batch: the residual stream to the next stage, its gradient to the one before."""
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    pairs = []
+    for group in mesh.groups:
+        # The ranks of a stage are consecutive.
+        ahead = list(zip(group, group[mesh.ep :], strict=False))
+        pairs += ahead + [(receiver, sender) for sender, receiver in ahead]
+    return machine.fabric.stream_s(pairs, 4 * tokens * run.model.hidden_size)
+
+
+def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
+    """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
+    mesh, fabric = Mesh(machine.fabric.size, options.ep, options.pp), machine.fabric
+    of_stage = [
+        [r for r in range(mesh.size) if mesh.seat(r) // mesh.ep == stage]
+        for stage in range(mesh.pp)
+    ]
+    shared, owned = max(trained_by_stage(run, num_owned, options), key=sum)
+    if options.ep == 1:
+        shared, owned = shared + owned, 0
+    seconds = 0.0
+    for number, parts in ((shared, of_stage), (owned, mesh.replicas)):
+        others = len(parts[0]) - 1
+        seconds += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+    if mesh.pp > 1 and run.model.tie_word_embeddings:
+        seconds += fabric.exchange_s(mesh.ends, SUM_BYTES / 2 * sizes_of(run.model, 0).table)
+    return seconds
+
+
+def _streaming(
+    run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine
+) -> StepTime:
+    sizes = sizes_of(run.model, num_owned)
+    flops = run.train.batch_tokens * step_flops_with(run, num_owned)
+    products_s = flops * 4 / 3 / (machine.tflops * 1e12)
+    micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    micro_batches = run.train.batch_tokens // micro_tokens
+    layers = run.model.num_hidden_layers
+    stay = layers if options.resident_layers is None else options.resident_layers
+    frozen = frozen_layer_bytes(run, num_owned, options)
+    weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
+    passes = -(-micro_batches // (options.pass_micro_batches or micro_batches))
+    # Sums of gradients go to the host after each pass, and come back for the next one.
+    inward = passes * weights + (passes - 1) * 4 * sizes.trained
+    bus_s = max(inward, passes * 4 * sizes.trained) / (machine.bus_gb_s * 1e9)
+    updates_s = sizes.trained / (machine.updates_g_s * 1e9)
+    return StepTime(products_s, updates=max(0.0, bus_s - products_s, updates_s - products_s))

@@ -1,0 +1,306 @@
+"""What the planner takes for a peer of many GPUs, and why; and that it starts."""
+
+import functools
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.config import ComputeSection
+from swarm.peer.workers import meshes_of
+from swarm.train.hardware import Machine
+from swarm.train.ladder import Wishes, plan_engine
+from swarm.train.memory import need_of, pipeline_cut
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Lost
+from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
+from swarm.train.step_time import step_time
+from tests.train.crews import lent_engines, shared_crews
+from tests.train.runs import batch, new_engine, tiny_run
+from tests.train.test_ladder import GB, model_of_120b, of_file
+
+AUTO = ComputeSection()
+
+
+def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, model, **speeds):
+    """Machines alike, each with so many GPUs of so many GB; 100 GB of host memory for each."""
+    size = gpus * machines
+    fabric = Fabric(size, gpus, BUSES[bus] if isinstance(bus, str) else bus, gbit / 8)
+    machine = Machine("cuda", device * GB, 100 * GB, 4000 * GB, fabric=fabric, **speeds)
+    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model))
+    return machine, wishes
+
+
+def planned(run, owned, *args, **more):
+    machine, wishes = site(*args, model=run.model, **more)
+    return plan_engine(run, owned, machine, wishes)
+
+
+def cut(plan):
+    return plan.options.ep, plan.options.pp
+
+
+# ------------------------------------------------ five choices
+
+
+def test_what_fits_one_gpu_is_on_each_of_them():
+    plan = planned(of_file("spes_7b"), 8, 8, 80, "nvlink")
+    assert plan.fits and cut(plan) == (1, 1)
+    assert plan.reason.startswith("resident: the fastest that fits; next best: experts dealt out ")
+    assert "since tokens travel to experts and back for 0.1" in plan.reason
+    # All eight at work on 256 micro-batches.
+    assert plan.time.products == pytest.approx(plan.step_s, rel=0.02)
+    assert plan.time.waiting == 0
+
+
+def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
+    """An eighth of 128 experts owned: with all of them a GPU would need 398 GB of state."""
+    run = model_of_120b()
+    plan = planned(run, 16, 8, 141, "nvlink")
+    assert plan.fits and (cut(plan), plan.options.moments) == ((8, 1), "fp32")
+    assert "experts dealt out over 8: the fastest that fits; next best: a pipeline of 8" in (
+        plan.reason
+    )
+    # Shared tensors are whole on each GPU: what is not an expert's is not cut yet.
+    whole = need_of(run, 16, replace(plan.options, ep=1), 8)
+    assert whole.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
+    small = planned(run, 16, 8, 80, "nvlink")
+    assert small.fits and (cut(small), small.options.moments) == ((8, 1), "int8")
+    assert "faster, if it did fit: the whole model on each, 376.8 GB of GPU memory" in small.reason
+
+
+def test_a_slow_bus_makes_it_a_pipeline():
+    run = model_of_120b()
+    slow, fast = (planned(run, 16, 8, 141, bus) for bus in ("pcie", "nvlink"))
+    assert (cut(slow), cut(fast)) == ((1, 8), (8, 1))
+    assert "next best: experts dealt out over 8" in slow.reason
+    assert "since tokens travel to experts and back for 31" in slow.reason
+    # 4 bytes an element of the residual stream, not each token to four experts and back.
+    dealt = next(rung for rung in slow.others if rung.cut == (8, 1))
+    assert slow.time.stream < dealt.time.tokens / 20
+
+
+def test_wide_layers_and_long_sequences_on_a_fast_bus():
+    """Layers and sequences are not cut across (tensor and sequence parallel are not built).
+
+    Where the shared tensors are too much for a GPU, a pipeline is what is left.
+    """
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
+    wide = of_file("spes_7b", model={**sizes, "num_key_value_heads": 64, "num_experts": 8})
+    plan = planned(wide, 2, 8, 141, "nvlink")
+    assert plan.fits and plan.options.pp > 1
+    assert all(rung.options.pp > 1 for rung in plan.others if rung.fits)
+    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and have to
+    # compute layers again, which stages need not.
+    length = 131_072
+    long = of_file(
+        "spes_7b",
+        data={"sequence_length": length, "validation_bytes": 200_000},
+        train={"batch_tokens": 2 * length, "micro_batch_sequences": 1},
+        phases={},
+    )
+    plan = planned(long, 8, 8, 80, "nvlink")
+    assert plan.fits and (cut(plan), plan.options.recompute) == ((1, 4), "none")
+    whole = next(rung for rung in plan.others if rung.cut == (1, 1))
+    assert whole.fits and whole.options.recompute == "routing"
+    assert whole.time.waiting == pytest.approx(3 * whole.time.products)
+
+
+def test_more_gpus_than_one_copy_takes_hold_several():
+    run = model_of_120b()
+    nodes = planned(run, 16, 8, 141, "nvlink", machines=2, gbit=400)
+    assert cut(nodes) == (8, 1)  # and twice: tokens stay within a machine
+    assert nodes.time.tokens == pytest.approx(planned(run, 16, 8, 141, "nvlink").time.tokens / 2)
+    # Only sums of gradients cross: 5 GB of 8 bytes for each of 16 GPUs, half of them far away.
+    assert nodes.time.sums > 20 * planned(run, 16, 8, 141, "nvlink").time.sums
+    cards = planned(of_file("spes_7b"), 8, 8, 24, "pcie")
+    assert cards.fits and cut(cards) == (1, 4)  # two pipelines
+
+
+def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():
+    plan = planned(of_file("spes_7b"), 8, 8, 24, "pcie", machines=2)
+    assert plan.options.moments == "fp32"
+    assert "faster, with bf16 moments: a pipeline of 4" in plan.reason
+    rounded = next(rung for rung in plan.others if rung.cut == (1, 4))
+    assert rounded.fits and rounded.time.total < plan.step_s
+
+
+# ------------------------------------------------ what holds of every choice
+
+SIZES = st.sampled_from([(8, 1), (8, 2), (4, 1), (6, 1), (1, 4), (5, 3)])
+RUNS = st.sampled_from(["7b", "120b", "2b"])
+
+
+@functools.cache
+def run_named(name):
+    return model_of_120b() if name == "120b" else of_file(f"spes_{name}")
+
+
+@st.composite
+def sites(draw):
+    """A run, experts owned, and machines with any bus and network."""
+    run = run_named(draw(RUNS))
+    gpus, machines = draw(SIZES)
+    rates = [draw(st.floats(1, 500)) for _ in range(4)]
+    bus = Bus("pcie", rates[0], rates[1])
+    owned = draw(st.sampled_from([1, run.model.num_experts // 8]))
+    machine, wishes = site(
+        gpus,
+        draw(st.sampled_from([16, 24, 80, 141])),
+        bus,
+        machines=machines,
+        gbit=rates[2],
+        model=run.model,
+        tflops=rates[3],
+    )
+    return run, owned, machine, wishes
+
+
+@settings(max_examples=12, deadline=None)
+@given(sites(), st.sampled_from(["bus", "mixed", "between"]), st.floats(1, 20))
+def test_more_bandwidth_never_makes_a_plan_slower(found, what, times):
+    run, owned, machine, wishes = found
+    bus, fabric = machine.fabric.bus, machine.fabric
+    if what == "bus":
+        fabric = replace(fabric, bus=replace(bus, gpu_gb_s=times * bus.gpu_gb_s))
+    elif what == "mixed":
+        fabric = replace(fabric, bus=replace(bus, mixed_gb_s=times * bus.mixed_gb_s))
+    else:
+        fabric = replace(fabric, between_gb_s=times * fabric.between_gb_s)
+    before = plan_engine(run, owned, machine, wishes)
+    after = plan_engine(run, owned, replace(machine, fabric=fabric), wishes)
+    assert before.fits == after.fits
+    if before.fits:  # what does not fit is chosen by what it needs
+        assert after.step_s <= before.step_s * (1 + 1e-12)
+
+
+@settings(max_examples=12, deadline=None)
+@given(sites())
+def test_the_choice_is_the_fastest_of_what_fits(found):
+    run, owned, machine, wishes = found
+    plan = plan_engine(run, owned, machine, wishes)
+    rest = [each for each in plan.others if each.fits]
+    assert plan.fits or not rest
+    alike = [each for each in rest if each.options.moments == plan.options.moments]
+    assert all(plan.step_s <= each.time.total for each in alike)
+    if not plan.fits:
+        return
+    # And of all its variants the one that computes nothing twice, if that fits.
+    for ways, mesh in product(("none", "routing"), wishes.meshes):
+        options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp)
+        need = need_of(run, owned, options, mesh.size)
+        if need.device <= machine.usable_device:
+            assert plan.step_s <= step_time(run, owned, options, machine).total
+    needs = [need_of(run, owned, options, machine.fabric.size).device for options in plan.below]
+    assert [plan.need.device, *needs] == sorted([plan.need.device, *needs], reverse=True)
+
+
+# ------------------------------------------------ seconds
+
+
+def test_bytes_take_as_long_as_the_slowest_hop_that_they_cross():
+    fabric = Fabric(8, 4, Bus("pcie", 10.0, 25.0), 1.0)
+    network = 0.96e9
+    assert fabric.nodes == 2
+    # Within machines: three times 25 GB/s for 4 x 8 GB is more than 10 GB/s for 8 GB each.
+    near = [range(4), range(4, 8)]
+    assert fabric.exchange_s(near, 8e9) == pytest.approx(32 / 25)
+    assert replace(fabric, bus=Bus("pcie", 10.0)).exchange_s(near, 8e9) == pytest.approx(0.8)
+    # Among all: 4 of 7 others are in the other machine, and four ranks share its network.
+    assert fabric.exchange_s([range(8)], 7e9) == pytest.approx(4 * 4e9 / network)
+    assert fabric.exchange_s([(rank,) for rank in range(8)], 7e9) == 0
+    pairs = [(rank, rank + 1) for rank in range(7)]
+    assert fabric.stream_s(pairs, 1e9) == pytest.approx(1e9 / network)
+    assert fabric.stream_s(pairs[:3], 1e9) == pytest.approx(0.1)
+    assert str(Fabric(16, 8, NVLINK, 50.0)) == (
+        "8 in a machine over nvlink, 2 machines over 400 Gbit/s"
+    )
+    assert "machines" not in str(Fabric(8, 8, PCIE))
+
+
+def test_a_pipeline_waits_for_its_slowest_stage_and_while_it_fills():
+    run = model_of_120b()
+    options = replace(EngineOptions.of(run, device="cuda"), pp=8)
+    machine, _ = site(8, 141, "nvlink", model=run.model)
+    time = step_time(run, 16, options, machine)
+    micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
+    share = max(pipeline_cut(run, options).shares)
+    assert (time.products + time.waiting) / time.products == pytest.approx(
+        8 * share * (micro + 7) / micro
+    )
+    assert time.sums == 0
+
+
+def test_ranks_without_a_micro_batch_wait():
+    run = of_file("spes_2b", train={"batch_tokens": 9 * 4096}, phases={})
+    machine, _ = site(8, 80, "nvlink", model=run.model)
+    for ep in (1, 4):
+        options = replace(EngineOptions.of(run, device="cuda"), ep=ep)
+        time = step_time(run, 1, options, machine)
+        # One of them has two of nine micro-batches.
+        assert time.waiting / time.products == pytest.approx(2 * 8 / 9 - 1)
+
+
+# ------------------------------------------------ what is chosen starts
+
+
+def test_every_mesh_is_one_that_a_person_may_ask_for():
+    model = of_file("spes_7b").model  # 16 layers, 32 experts
+    found = [(mesh.ep, mesh.pp) for mesh in meshes_of(AUTO, 48, model)]
+    assert (1, 1) in found and (16, 1) in found and (1, 16) in found
+    assert (24, 1) in found and (1, 24) not in found  # no more stages than layers
+    for ep, pp in found:
+        asked = ComputeSection(expert_parallel=ep, pipeline=pp)
+        assert [(mesh.ep, mesh.pp) for mesh in meshes_of(asked, 48, model)] == [(ep, pp)]
+    assert [mesh.ep for mesh in meshes_of(ComputeSection(pipeline=1), 4, model)] == [1, 2, 4]
+    assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, model)] == [1, 2, 4]
+    (alone,) = meshes_of(AUTO, 0, model)
+    assert (alone.size, alone.width) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def crews():
+    with shared_crews() as crews:
+        yield crews
+
+
+def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_planned(crews):
+    run = tiny_run(
+        model={"num_hidden_layers": 4},
+        train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16},  # one of four has none
+    )
+    owned, meshes = (0, 1), meshes_of(AUTO, 4, run.model)
+    assert len(meshes) == 5
+    losses = []
+    with lent_engines(crews, workers=4) as make:
+        for mesh in meshes:
+            cut = {"ep": mesh.ep, "pp": mesh.pp}
+            engine = make(run, owned, **cut)
+            losses.append(engine.step(batch(run, 0), lr=1e-2).cross_entropy)
+            engine.close()
+            options = replace(EngineOptions.of(run), **cut)
+            machine = replace(
+                Machine("cpu", 0, GB, GB), fabric=Fabric(4, 4, Bus("pcie", 1e-9, math.inf))
+            )
+            planned = step_time(run, len(owned), options, machine).sums
+            _, num_bytes = engine.traffic.get("sums", (0, 0))
+            assert num_bytes == pytest.approx(planned, rel=0.02)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def test_workers_without_memory_go_on_with_another_mesh(crews):
+    run = tiny_run(model={"num_hidden_layers": 4}, train={"micro_batch_sequences": 1})
+    owned, below = (0, 1), replace(EngineOptions.of(run), ep=4)
+    straight = new_engine(run, owned)
+    with lent_engines(crews, workers=4) as make:
+        engine = make(run, owned, pp=4, below=[below])
+        for step in range(2):
+            stats, alone = (each.step(batch(run, step), lr=1e-2) for each in (engine, straight))
+            assert stats.loss == pytest.approx(alone.loss, rel=1e-4)
+            if step == 0:
+                engine._force._judge(Lost("no memory", is_memory=True), 0)
+                engine._force.close()
+        assert "experts dealt out over 4" in engine.describe()
