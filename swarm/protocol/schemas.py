@@ -14,7 +14,6 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import (
     AfterValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetPydanticSchema,
@@ -30,6 +29,7 @@ from swarm.config.explaining import refusal
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import Head
+from swarm.protocol.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
@@ -113,14 +113,12 @@ def read_as(form: Any) -> GetPydanticSchema:
 NamedHead = Annotated[Head, AfterValidator(_named)]
 
 
-class OnWire:
-    """Base of dataclasses that are read from JSON: unknown and missing keys are errors.
+class OnWire(Strict):
+    """Base of dataclasses that are read from JSON: missing keys are errors too.
 
     A default is for the code alone: JSON has one form of each value, and leaves out only what
     `IfAny` says.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     @classmethod
     def __get_pydantic_core_schema__(
