@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import click
 from rich.console import Console
@@ -24,19 +24,12 @@ from swarm.monitor.snapshot import Snapshot
 from swarm.monitor.terminal import render, waiting
 from swarm.protocol.printable import printable
 
+if TYPE_CHECKING:  # loads hivemind and torch
+    from swarm.peer.looking import History
+
 REFRESH_S = 2.0
 FILE_WIDTH = 160
 """Characters a line in a file or pipe."""
-
-
-class History(Protocol):
-    """What is known from before the first look; see `swarm.peer.looking`."""
-
-    def before(self, first: Snapshot) -> Snapshot | None:
-        """What was known before the first look."""
-
-    def keep(self, snapshot: Snapshot) -> None:
-        """Keeps what is new."""
 
 
 class Source(Protocol):

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and that a power cut does not take back.
+"""Files that are replaced as a whole or get whole lines, and that a power cut does not take back.
 
 POSIX promises neither by itself: a file written in place may be seen half written, and a name is on
 disk only once the folder that holds it was synced, the folder's own name once its parent was.
@@ -54,6 +54,27 @@ def put_in_place(path: Path, *, previous: Path | None = None) -> None:
         linked.replace(previous)
     beside(path).replace(path)
     sync_folder(path.parent)
+
+
+def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
+    """Adds whole lines to a file, which is made when missing; a line that a crash tore is ended.
+
+    Args:
+        path: the file.
+        lines: each with its end.
+        sync: makes them durable.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        file.write(lines)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def make_folder(folder: Path, *, mode: int = 0o777) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swarm import durable
 from swarm.protocol.manifest import Digest
 from swarm.protocol.records import MAX_SCORES, Score, ScoreRecord
 
@@ -52,9 +53,7 @@ def append_scores(
     """
     head = {"manifest_digest": digest, "round": round_, "at": round(at, 3)}
     lines = [json.dumps(head | asdict(figure)) + "\n" for figure in measured]
-    with path.open("ab+") as file:
-        is_cut = file.tell() > 0 and not _ends_a_line(path)
-        file.write((("\n" if is_cut else "") + "".join(lines)).encode())
+    durable.append_lines(path, "".join(lines).encode())
 
 
 def score_record(digest: Digest, round_: int, measured: Sequence[Measured]) -> ScoreRecord | None:
@@ -87,9 +86,3 @@ def newest_scores(path: Path) -> ScoreRecord | None:
 
 def _name(text: str) -> str:
     return _NO_NAME.sub("-", text).lstrip("_.,-")[:64] or "unnamed"
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

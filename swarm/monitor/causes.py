@@ -20,7 +20,6 @@ SLOW_S = 1.0
 """A peer is slow when it was busy longer than the others' median by both of these."""
 WAITING = "averaging"
 """The phase that is mostly the wait for others."""
-MAX_NAMED = 3
 _GOING = (PeerState.LEAVING, PeerState.FINISHED)
 
 
@@ -75,9 +74,9 @@ def _unheard(snapshot: Snapshot) -> list[Cause]:
         gone = sorted(by for by, of in said if of == peer and said[by, of] is Silence.GONE)
         others = sorted(partners[peer])
         if gone:
-            text = f"nothing listens on its machine any more, as {_names(snapshot, gone)} found"
+            text = f"nothing listens on its machine any more, as {snapshot.names(gone)} found"
         else:
-            text = f"its line to {_names(snapshot, others)} is cut: no message gets through"
+            text = f"its line to {snapshot.names(others)} is cut: no message gets through"
         fault = Fault.DEAD if gone else Fault.CUT
         found.append(Cause(fault, peer, f"{snapshot.called(peer)}: {text}{_owned(snapshot, peer)}"))
         said = {pair: silence for pair, silence in said.items() if peer not in pair}
@@ -181,8 +180,3 @@ def _longest(row: PeerRow) -> str:
     phases.pop(WAITING, None)
     name = max(phases, key=lambda phase: (phases[phase], phase), default="")
     return f"{name.replace('_', ' ')}, {phases[name]:.1f} s" if name else "unknown"
-
-
-def _names(snapshot: Snapshot, peers: list[PeerId]) -> str:
-    named = ", ".join(map(snapshot.called, peers[:MAX_NAMED]))
-    return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"

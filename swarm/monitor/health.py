@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from swarm.monitor.causes import Fault, causes_of
 from swarm.monitor.snapshot import Agreement, Snapshot
-from swarm.protocol.manifest import PeerId
 from swarm.protocol.records import PeerState
 
 USUAL_ROUNDS = 20
@@ -17,7 +15,6 @@ USUAL_ROUNDS = 20
 STALLED_TIMES = 3.0
 STALLED_S = 60.0
 """A run stalls when its round takes longer than both: so many usual ones, and this."""
-MAX_NAMED = 3
 MAX_CAUSES = 2
 """In the reason; the snapshot has all."""
 
@@ -90,9 +87,9 @@ def _health(snapshot: Snapshot) -> Health:
         if row.agreement is Agreement.DIFFERENT and (row.votes is not None or not snapshot.members)
     ]
     if split:
-        return Health(Word.SPLIT, f"{_names(snapshot, split)}: another tip than the others")
+        return Health(Word.SPLIT, f"{snapshot.names(split)}: another tip than the others")
     if snapshot.quorum is False:
-        gone = _names(snapshot, snapshot.absent)
+        gone = snapshot.names(snapshot.absent)
         return Health(Word.HALTED, f"the voters that are present are no quorum; absent: {gone}")
     usual_s, last = pace_of(snapshot).round_s, snapshot.rounds[-1] if snapshot.rounds else None
     since_s = snapshot.at - last.at if last else 0.0
@@ -102,9 +99,9 @@ def _health(snapshot: Snapshot) -> Health:
     if snapshot.members is None:
         return Health(Word.UNKNOWN, "no peer has shown the newest manifest yet")
     if snapshot.absent:
-        return Health(Word.DEGRADED, f"absent: {_names(snapshot, snapshot.absent)}")
+        return Health(Word.DEGRADED, f"absent: {snapshot.names(snapshot.absent)}")
     if snapshot.left_out:
-        names = _names(snapshot, snapshot.left_out)
+        names = snapshot.names(snapshot.left_out)
         return Health(Word.DEGRADED, f"round {snapshot.round} went without {names}")
     told = f"round {snapshot.round} has the work of all {snapshot.members} members"
     return Health(Word.HEALTHY, told if snapshot.round else "the first round has begun")
@@ -134,8 +131,3 @@ def pace_of(snapshot: Snapshot) -> Pace:
         statistics.median(shares) if shares else None,
         left * round_s,
     )
-
-
-def _names(snapshot: Snapshot, peers: Sequence[PeerId]) -> str:
-    named = ", ".join(map(snapshot.called, peers[:MAX_NAMED]))
-    return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"

@@ -8,7 +8,7 @@ by that manifest come first and speak for the run: anybody may sign a record wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -18,6 +18,8 @@ from swarm.protocol.dealing import num_samples
 from swarm.protocol.manifest import Digest, Manifest, PeerId
 from swarm.protocol.records import MergeRecord, PeerRecord, ScoreRecord, ValidationRecord
 from swarm.protocol.voting import TRIAL_ROUNDS
+
+MAX_NAMED = 3
 
 
 class Agreement(Enum):
@@ -235,6 +237,11 @@ class Snapshot:
         """What people call a peer, also one that is not there."""
         rows = (row.called for row in self.peers if row.record.peer_id == peer)
         return next(rows, f"…{peer[-6:]}")
+
+    def names(self, peers: Sequence[PeerId]) -> str:
+        """What people call some peers, of many the first."""
+        named = ", ".join(map(self.called, peers[:MAX_NAMED]))
+        return named if len(peers) <= MAX_NAMED else f"{named} and {len(peers) - MAX_NAMED} more"
 
 
 def snapshot_of(seen: Sighting) -> Snapshot | None:

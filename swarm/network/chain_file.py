@@ -10,7 +10,6 @@ prove less to others, and believes nothing more.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +34,7 @@ class ChainFile:
         """Makes links durable, behind those that are there."""
         if not links:
             return
-        lines = b"".join(_line(link) for link in links)
-        with self.path.open("a+b") as file:
-            if file.tell() and not self._ends_whole(file.tell()):
-                lines = b"\n" + lines
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        durable.append_lines(self.path, b"".join(_line(link) for link in links), sync=True)
 
     def rewrite(self, links: Sequence[Link]) -> None:
         """Puts these links in the place of all that are there, durably; raises OSError."""
@@ -65,11 +58,6 @@ class ChainFile:
                 yield decode_link(body)
             except BadMessage as error:
                 logger.warning("%s: line %d: %s", self.path.name, number, error)
-
-    def _ends_whole(self, num_bytes: int) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(num_bytes - 1)
-            return file.read(1) == b"\n"
 
 
 def _line(link: Link) -> bytes:

@@ -81,7 +81,7 @@ class Proving:
         return self._blob(digest)
 
     def _proved(self, proof: bytes, body: Digest, parent: Digest | None) -> tuple[Link, ...] | None:
-        _, path = decode_proof(proof)
+        path = decode_proof(proof).path
         return self._foothold().proved(path, body, parent, self._sound)
 
     async def _fetch(

@@ -10,10 +10,10 @@ from swarm.network.patience import awaited
 from swarm.network.traffic import Traffic
 from swarm.peer.moved import Moved
 from swarm.peer.observing import RoundReport
+from swarm.peer.telling import with_short_names
 from swarm.protocol.events import Reason, Topic
 from swarm.protocol.figures import MAX_BRIEF, MAX_LEFT_OUT, TOO_LATE, LinkFigures, RoundFigures
 from swarm.protocol.manifest import Kind, Manifest, PeerId
-from swarm.protocol.printable import PEER_ID
 from swarm.protocol.records import shortened
 
 _EACH = re.compile(r"peer (\S+?) (.*?)(?=, peer \S+ |$)", re.DOTALL)
@@ -123,7 +123,7 @@ def left_out_by(reasons: Iterable[Reason], manifest: Manifest) -> dict[PeerId, s
     for reason in reasons:
         found |= {peer: why for peer, why in _said(reason) if peer in out}
     kept = sorted(found)[:MAX_LEFT_OUT]
-    return {peer: shortened(_without_ids(found[peer]), MAX_BRIEF) for peer in kept}
+    return {peer: shortened(with_short_names(found[peer]), MAX_BRIEF) for peer in kept}
 
 
 def _said(reason: Reason) -> list[tuple[PeerId, str]]:
@@ -133,7 +133,3 @@ def _said(reason: Reason) -> list[tuple[PeerId, str]]:
     if _EXCLUDED.match(reason.text) or _CLOSED.match(reason.text):
         return _EACH.findall(_CLOSED.sub("", reason.text))
     return []
-
-
-def _without_ids(text: str) -> str:
-    return PEER_ID.sub(lambda found: f"…{found[0][-6:]}", text)

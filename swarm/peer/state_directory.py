@@ -190,9 +190,7 @@ class RunDirectory:
     def append_event(self, kind: str, /, **fields: Any) -> None:
         """Adds one line to the run's history, also after a line that a kill tore off."""
         line = json.dumps({"event": kind, "time": round(_clock(), 3), **fields})
-        with self.events_path.open("ab+") as file:
-            is_torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
-            file.write((b"\n" if is_torn else b"") + line.encode() + b"\n")
+        durable.append_lines(self.events_path, line.encode() + b"\n")
 
 
 class StateDirectory:
@@ -332,11 +330,6 @@ def _run_directory(path: Path, run_id: str) -> RunDirectory:
             hint="a run id is a name of letters, digits and _.-, then - and 16 hex digits",
         )
     return RunDirectory(path / "runs" / run_id)
-
-
-def _last_byte(file: IO[bytes]) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
 
 
 def _read_text(path: Path) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from swarm.protocol.schemas import GENERATION, PEER
+from swarm.protocol.schemas import DigestText, PeerText
+from swarm.protocol.strict import Strict
 
 MAX_REASON = 300
 TOO_LATE = "too late"
@@ -25,12 +26,11 @@ MAX_SHARES = 256
 
 # People see these texts on their terminals: no control characters.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-Id = Annotated[str, Field(pattern=PEER)]
-Generation = Annotated[str, Field(pattern=GENERATION)]
+Id = PeerText
 Word = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Reason = Annotated[str, Field(max_length=MAX_REASON, pattern=PRINTABLE)]
 Brief = Annotated[str, Field(max_length=MAX_BRIEF, pattern=PRINTABLE)]
-Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Hex = DigestText
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Height = Annotated[int, Field(ge=0, lt=2**31)]
@@ -43,14 +43,11 @@ Share = Annotated[int, Field(ge=0, le=1000)]
 Alike = Annotated[int, Field(ge=-1000, le=1000)]
 Pair = tuple[Expert, Expert, Alike]
 """Two experts, and a thousand times the CKA of what they make of the same tokens."""
-STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
-class RoutingFigures:
+class RoutingFigures(Strict):
     """How a peer's last local steps spread their tokens over the experts."""
-
-    __pydantic_config__ = STRICT
 
     max_load: Amount
     """Tokens of the busiest expert by the mean over experts, in the layer where that is largest."""
@@ -68,10 +65,8 @@ class RoutingFigures:
 
 
 @dataclass(frozen=True)
-class RoundFigures:
+class RoundFigures(Strict):
     """What a peer's last round took; durations, since clocks differ."""
-
-    __pydantic_config__ = STRICT
 
     round: Height
     counted: bool
@@ -98,10 +93,8 @@ class Silence(Enum):
 
 
 @dataclass(frozen=True)
-class LinkFigures:
+class LinkFigures(Strict):
     """What a peer knows of its line; None: not measured."""
-
-    __pydantic_config__ = STRICT
 
     rtt_ms: Amount | None
     """Shortest of the last control messages to each peer, handling included; median over peers."""

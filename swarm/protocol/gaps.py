@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pydantic import TypeAdapter
+
 from swarm.canonical import canonical
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
 from swarm.protocol.manifest import Code, Digest, Head, Kind
 from swarm.protocol.messages import Link
 from swarm.protocol.recording import decode_link, encode_link
-from swarm.protocol.schemas import MAX_LINKS, CodeList, DigestText, Schema, parse
+from swarm.protocol.schemas import MAX_LINKS, CodeText, DigestText, OnWire, parse
 from swarm.protocol.trust import Chain, Sound, counted, step_problem
 
 MAX_PAGE_BYTES = 900_000
@@ -28,12 +30,12 @@ MAX_PAGE_BYTES = 900_000
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(OnWire):
     """Which heads a peer lacks: those after one, up to and with another."""
 
-    since: Digest
-    until: Digest
-    place: Code
+    since: DigestText
+    until: DigestText
+    place: CodeText
     """The code of `until`, so that it is found without going through the chain."""
 
 
@@ -183,10 +185,7 @@ def _place_of_parent(head: Head) -> Code:
 # ---------------------------------------------------------------- as bytes
 
 
-class _QuestionSchema(Schema):
-    since: DigestText
-    until: DigestText
-    place: CodeList
+_QUESTION = TypeAdapter(Question)
 
 
 def encode_question(question: Question) -> bytes:
@@ -200,8 +199,7 @@ def decode_question(encoded: Buffer) -> Question:
     Raises:
         BadMessage: not of the schema.
     """
-    parsed = parse(_QuestionSchema, encoded, "heads_question")
-    return Question(parsed.since, parsed.until, tuple(parsed.place))
+    return parse(_QUESTION, encoded, "heads_question")
 
 
 def encode_page(links: Sequence[Link]) -> bytes:

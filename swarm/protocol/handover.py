@@ -15,14 +15,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, TypeAdapter
 
 from swarm.canonical import canonical
 from swarm.experts import Shape, Slice, UnitLayout, expert_unit
 from swarm.protocol.deadlines import ASSUMED_RATE_BYTES_PER_S, SAFETY
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId
-from swarm.protocol.schemas import Count, DigestText, Schema, parse
+from swarm.protocol.schemas import Count, DigestText, OnWire, parse
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """AdamW's first and second moment, in the order of a blob."""
@@ -35,10 +35,8 @@ for a new owner that does not ask."""
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(OnWire):
     """One expert's moments as a blob."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     expert: Annotated[int, Field(ge=0, lt=2**16)]
     round: Count
@@ -287,12 +285,17 @@ class Taking:
 # ---------------------------------------------------------------- question and answer
 
 
-class _QuestionSchema(Schema):
-    settled: Annotated[list[DigestText], Field(max_length=MAX_EXPERTS)]
+@dataclass(frozen=True)
+class _Question(OnWire):
+    settled: Annotated[tuple[DigestText, ...], Field(max_length=MAX_EXPERTS)]
 
 
-class _AnswerSchema(Schema):
-    moments: Annotated[list[Moments], Field(max_length=MAX_EXPERTS)]
+@dataclass(frozen=True)
+class _Answer(OnWire):
+    moments: Annotated[tuple[Moments, ...], Field(max_length=MAX_EXPERTS)]
+
+
+_QUESTION, _ANSWER = TypeAdapter(_Question), TypeAdapter(_Answer)
 
 
 def encode_question(settled: Iterable[Digest]) -> bytes:
@@ -306,7 +309,7 @@ def decode_question(encoded: bytes) -> tuple[Digest, ...]:
     Raises:
         BadMessage: not of the schema.
     """
-    return tuple(parse(_QuestionSchema, encoded, "moments_question").settled)
+    return parse(_QUESTION, encoded, "moments_question").settled
 
 
 def encode_answer(moments: Iterable[Moments]) -> bytes:
@@ -320,4 +323,4 @@ def decode_answer(encoded: bytes) -> tuple[Moments, ...]:
     Raises:
         BadMessage: not of the schema.
     """
-    return tuple(parse(_AnswerSchema, encoded, "moments_answer").moments)
+    return parse(_ANSWER, encoded, "moments_answer").moments

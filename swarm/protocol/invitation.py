@@ -16,27 +16,25 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from swarm.errors import InvitationError
 from swarm.protocol.digests import digest_of
+from swarm.protocol.strict import Strict
 
 MAX_USES = 1024
 MAX_ROUND = 2**31 - 1
 MAX_TEXT = 4096
 """Characters of an invitation as people pass it on; it has about 370."""
 _PREFIX = "swarm-invitation-"
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _Peer = Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,128}$")]
 _Signature = Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{85}[AQgw]==)?$")]
 _Round = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 
 
 @dataclass(frozen=True)
-class Invitation:
+class Invitation(Strict):
     """What an anchor signed, with its signature in base64."""
-
-    __pydantic_config__ = _STRICT
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -62,10 +60,8 @@ class Invitation:
 
 
 @dataclass(frozen=True)
-class Used:
+class Used(Strict):
     """What became of an invitation that is still good."""
-
-    __pydantic_config__ = _STRICT
 
     last_round: _Round
     peers: tuple[_Peer, ...]

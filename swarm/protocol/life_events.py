@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from swarm.protocol.figures import STRICT, Real
+from swarm.protocol.figures import Real
+from swarm.protocol.strict import Strict
 
 Totals = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class BytesMoved:
+class BytesMoved(Strict):
     """Bytes that a peer has moved, by kind."""
 
     blobs_sent: int
@@ -33,7 +34,6 @@ class BytesMoved:
 class Started(BytesMoved):
     """The peer takes part from now on; bytes since its process began."""
 
-    __pydantic_config__ = STRICT
     run: str
     peer_id: str
     height: int
@@ -41,27 +41,24 @@ class Started(BytesMoved):
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Strict):
     """A sentence about local steps under way, or about what is waited for."""
 
-    __pydantic_config__ = STRICT
     text: str
 
 
 @dataclass(frozen=True)
-class AppliedPhase:
+class AppliedPhase(Strict):
     """What one phase took."""
 
-    __pydantic_config__ = STRICT
     seconds: float
     peak_rss_bytes: int
 
 
 @dataclass(frozen=True)
-class AppliedRouting:
+class AppliedRouting(Strict):
     """`RoutingStats` of the local steps."""
 
-    __pydantic_config__ = STRICT
     max_load: float
     idle_experts: int
     dropped: float
@@ -71,10 +68,9 @@ class AppliedRouting:
 
 
 @dataclass(frozen=True)
-class Applied:
+class Applied(Strict):
     """A manifest became the peer's tip; figures since the one before."""
 
-    __pydantic_config__ = STRICT
     generation: str
     height: int
     round: int
@@ -106,10 +102,9 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(Strict):
     """This peer measured the state after a round."""
 
-    __pydantic_config__ = STRICT
     round: int
     digest: str
     val_loss: float
@@ -117,19 +112,17 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class RefusedOwn:
+class RefusedOwn(Strict):
     """A value of its own that nobody would take; it began anew from the agreed one."""
 
-    __pydantic_config__ = STRICT
     unit: str
     reason: str
 
 
 @dataclass(frozen=True)
-class MomentsGiven:
+class MomentsGiven(Strict):
     """Moments of an expert are out for its next owners."""
 
-    __pydantic_config__ = STRICT
     expert: int
     round: int
     digest: str
@@ -138,10 +131,9 @@ class MomentsGiven:
 
 
 @dataclass(frozen=True)
-class MomentsTaken:
+class MomentsTaken(Strict):
     """An expert that was taken up goes on with these moments; null: with zeros."""
 
-    __pydantic_config__ = STRICT
     expert: int
     round: int | None
     digest: str | None
@@ -149,10 +141,9 @@ class MomentsTaken:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(Strict):
     """All rounds are done."""
 
-    __pydantic_config__ = STRICT
     round: int
     digest: str
 
@@ -161,7 +152,6 @@ class Finished:
 class Ended(BytesMoved):
     """The process ends; totals since it began."""
 
-    __pydantic_config__ = STRICT
     refused: Totals
     phases: Mapping[str, AppliedPhase]
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Annotated
 
 from blake3 import blake3
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from swarm.canonical import canonical
 from swarm.config.explaining import refusal
@@ -23,6 +23,7 @@ from swarm.errors import BadManifest
 from swarm.protocol.contributed import Sources, packed_sources, sources_from
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.invitation import Invitation, Used, as_plain
+from swarm.protocol.strict import Strict
 from swarm.protocol.texts import Text, TokenizerFile
 
 PeerId = str
@@ -119,14 +120,12 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Strict):
     """What of a manifest decides who may decide what comes next; its digest is the identity.
 
     A chain of heads with certificates proves a manifest to who has none of those between
     (`swarm.protocol.trust`). Everything else is in the body, which the head names.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     run: str
     generation: str

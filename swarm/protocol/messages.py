@@ -6,70 +6,115 @@ message is created, so a vote never crosses tips, generations or electorates [H1
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter
 
 from swarm.canonical import canonical
 from swarm.experts import expert_of_unit
 from swarm.protocol.digests import digest_of
 from swarm.protocol.invitation import Invitation
-from swarm.protocol.manifest import Code, Digest, Head, Manifest, PeerId, Unit, Wish
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.schemas import (
+    BESIDE,
+    MAX_HOLDERS,
+    MAX_MISSING,
+    MAX_RESULTS,
+    Capacity,
+    CodeText,
+    Count,
+    DigestText,
+    Generation,
+    IfAny,
+    NamedHead,
+    OnWire,
+    PeerText,
+    RoundCount,
+    Seconds,
+    SignatureText,
+    UnitText,
+    Uplink,
+    Why,
+    in_order,
+    read_as,
+)
 
 SIGNATURE_BYTES = 64
-Signature = bytes
+
+
+def _text(signature: bytes) -> str:
+    return b64encode(signature).decode()
+
+
+_SIGNATURE = Annotated[SignatureText, AfterValidator(b64decode), PlainSerializer(_text)]
+Signature = Annotated[bytes, read_as(_SIGNATURE)]
 """Ed25519, 64 bytes; the signer's key follows from its peer id."""
 UNSIGNED: Signature = bytes(SIGNATURE_BYTES)
 """For peers that trust each other, as in tests of the machine alone."""
-Uplinks = Mapping[PeerId, int]
+Uplinks = Annotated[Mapping[PeerText, Uplink], Field(max_length=4096), AfterValidator(in_order)]
 """Mbit/s from each peer; 0 where it is not known."""
+MAX_REPORTS = 4096
 MAX_ATTEMPT = 2**31
 """Nobody begins a later attempt, sends one or believes one [A5]."""
 
 
-class Ballot(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Ballot(OnWire):
     """Number of one attempt to decide; compared as a tuple.
 
     Only the first convener uses attempt 0, which needs no phase 1.
     """
 
-    attempt: int
-    convener: PeerId
+    attempt: Count
+    convener: PeerText
+
+
+def _possible(ballot: Ballot) -> Ballot:
+    if ballot.attempt > MAX_ATTEMPT:
+        raise ValueError(f"an attempt over {MAX_ATTEMPT}")
+    return ballot
+
+
+PossibleBallot = Annotated[Ballot, AfterValidator(_possible)]
+"""That somebody may send [A5]."""
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(OnWire):
     """The sender's tip at the moment the message was created."""
 
-    code: Code
-    tip: Digest
-    generation: str
+    code: CodeText
+    tip: DigestText
+    generation: Generation
 
 
 @dataclass(frozen=True)
-class OfferedUnit:
+class OfferedUnit(OnWire):
     """One unit's value as its owner offers it."""
 
-    digest: Digest
+    digest: DigestText
     """Of the value; of a unit whose deltas are averaged, of the delta, and no value is offered."""
-    num_bytes: int
-    base: Digest
+    num_bytes: Count
+    base: DigestText
     """Digest of the agreed value that it was trained from [S3]."""
-    delta: Digest | None = None
+    delta: IfAny = None
     """The blob that makes the value of the base, where one writer's delta is taken verbatim."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(OnWire):
     """What one peer puts into a round. Travels as a blob; messages carry its digest."""
 
-    tip: Digest
+    tip: DigestText
     """Manifest that the local steps started from."""
-    steps: int
-    tokens: int
-    units: Mapping[Unit, OfferedUnit]
-    seconds: float = 0.0
+    steps: RoundCount
+    tokens: RoundCount
+    units: Mapping[UnitText, OfferedUnit]
+    seconds: Seconds = 0.0
     """How long the local steps took."""
 
     @cached_property
@@ -80,16 +125,7 @@ class Offer:
     @cached_property
     def encoded(self) -> bytes:
         """Canonical JSON: the offer's blob."""
-        units = {unit: with_delta(vars(offered)) for unit, offered in self.units.items()}
-        return canonical(
-            {
-                "tip": self.tip,
-                "steps": self.steps,
-                "tokens": self.tokens,
-                "seconds": float(self.seconds),
-                "units": units,
-            }
-        )
+        return canonical(OFFER.dump_python(self))
 
     @cached_property
     def digest(self) -> Digest:
@@ -98,14 +134,14 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Declaration:
+class Declaration(OnWire):
     """What a peer puts its name to with a READY: others see it behind a proposal [A6]."""
 
-    offer: Digest | None
+    offer: DigestText | None
     """Of its offer's blob; None without an offer."""
-    seconds: float
+    seconds: Seconds
     """Of its offer."""
-    capacity: float
+    capacity: Capacity
     leave: bool
 
 
@@ -118,104 +154,127 @@ class Declared:
 
 
 @dataclass(frozen=True)
-class Report:
+class _Signed(Declaration):
+    """How JSON has it: all in one."""
+
+    signature: Signature
+
+
+def _declared(said: _Signed) -> Declared:
+    declaration = Declaration(said.offer, said.seconds, said.capacity, said.leave)
+    return Declared(declaration, said.signature)
+
+
+def _signed(declared: Declared) -> Mapping[str, object]:
+    return vars(declared.declaration) | {"signature": _text(declared.signature)}
+
+
+_SIGNED = Annotated[_Signed, AfterValidator(_declared), PlainSerializer(_signed)]
+DeclaredText = Annotated[Declared, read_as(_SIGNED)]
+
+
+@dataclass(frozen=True)
+class Report(OnWire):
     """Results of a reducer, with its signature over `reduced_statement`."""
 
-    reducer: PeerId
-    results: Mapping[Unit, ReducedUnit]
+    reducer: PeerText
+    results: Mapping[UnitText, ReducedUnit]
     signature: Signature
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(OnWire):
     """What is behind the manifest of a round: who has signed what of it [A6]. Travels as a blob."""
 
-    declared: Mapping[PeerId, Declared]
+    declared: Mapping[PeerText, DeclaredText]
     """Of every member that the convener heard, and of the strangers that it takes in."""
     able: Uplinks
     """Who was asked to reduce, in peer-id order, with the uplinks by which units were dealt; for
     both there is the convener's word alone."""
-    roster_id: Digest
+    roster_id: DigestText
     """Under which the reducers signed."""
-    reports: tuple[Report, ...]
+    reports: Annotated[tuple[Report, ...], Field(max_length=MAX_REPORTS)]
     """What they found; the first of a reducer that has a unit counts."""
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(OnWire):
     """Why a manifest counts as decided: the signed ACCEPTs of a quorum of the parent's members.
 
     Of a reform: those of the parent's members that have left for it, under the ballot 0 of its
     author; a quorum would not have needed it.
     """
 
-    ballot: Ballot
-    signatures: Mapping[PeerId, Signature]
+    ballot: PossibleBallot
+    signatures: Annotated[Mapping[PeerText, Signature], AfterValidator(in_order)]
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(OnWire):
     """One step of a proof: a manifest's head and why it counts, see `swarm.protocol.trust`."""
 
-    head: Head
+    head: NamedHead
     certificate: Certificate | None = None
     """None where a proof begins."""
-    parent: Head | None = None
+    parent: NamedHead | None = None
     """Its parent's head, unless that is the link before."""
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(OnWire):
     """Gossip. `ask`: send me your tip if it is newer than mine."""
 
     ask: bool
+    type: Literal["hello"] = field(default="hello", repr=False)
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(OnWire):
     """Phase 1a, and the convener's poll and heartbeat while it collects."""
 
-    ballot: Ballot
+    ballot: PossibleBallot
+    type: Literal["prepare"] = field(default="prepare", repr=False)
 
 
 @dataclass(frozen=True)
-class Accepted:
+class Accepted(OnWire):
     """A vote that a peer has durably cast."""
 
-    ballot: Ballot
-    manifest: Manifest
-    evidence: Evidence | None = None
+    ballot: PossibleBallot
+    manifest: Annotated[Manifest, BESIDE]
+    evidence: Annotated[Evidence, BESIDE] | None = None
     """None of a merge. A convener that proposes the manifest again shows it again [C2]."""
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(OnWire):
     """Phase 1b and the offer. A higher ballot than asked refuses; from a stranger it is a join."""
 
-    ballot: Ballot
-    offer: Offer | None
+    ballot: PossibleBallot
+    offer: Annotated[Offer, BESIDE] | None
     accepted: Accepted | None
-    capacity: float
+    capacity: Capacity
     leave: bool = False
     dialable: bool = True
     """Whether others can dial the sender, and it did not get stuck as a reducer lately: only then
     is it asked to reduce, if anybody else can."""
-    remaining_s: float | None = None
+    remaining_s: Seconds | None = None
     """Until the sender's local steps are done, as it expects; None: it does not know."""
-    worked_s: float = 0.0
+    worked_s: Seconds = 0.0
     """What the sender's local steps have taken so far; with an offer, until it was made."""
-    fetched_s: float = 0.0
+    fetched_s: Seconds = 0.0
     """What it took the sender to fetch the tip before it could begin them."""
-    wish: Wish | None = None
+    wish: SignatureText | None = None
     """Goes with `leave`: over `leave_statement`, so that nobody else can have the sender leave."""
     invitation: Invitation | None = None
     """Of a stranger that asks to join, if it has one [R8]."""
-    stalls_in_s: float | None = None
+    stalls_in_s: Seconds | None = None
     """Until the sender would wait for its offer to be decided, where rounds overlap; None: now."""
-    uplink_mbit: int = 0
+    uplink_mbit: Uplink = 0
     """What the sender's line carries away from it, as it was measured; 0: not known [D3]."""
     signature: Signature = UNSIGNED
     """Over `ready_statement` of its declaration and the header's tip; verified on receipt."""
+    type: Literal["ready"] = field(default="ready", repr=False)
 
     @cached_property
     def declared(self) -> Declared:
@@ -238,48 +297,53 @@ class Roster:
 
 
 @dataclass(frozen=True)
-class ReducedUnit:
+class ReducedUnit(OnWire):
     """Digest and size of a mean."""
 
-    digest: Digest
-    num_bytes: int
-    delta: Digest | None = None
+    digest: DigestText
+    num_bytes: Count
+    delta: IfAny = None
     """The blob that makes it of the agreed value before, where deltas are averaged [W5]."""
 
 
 @dataclass(frozen=True)
-class Reduced:
+class Reduced(OnWire):
     """A reducer's (partial) result; answers every repeat of the roster."""
 
-    ballot: Ballot
-    roster_id: Digest
-    results: Mapping[Unit, ReducedUnit]
-    missing: Mapping[PeerId, str]
+    ballot: PossibleBallot
+    roster_id: DigestText
+    results: Annotated[
+        Mapping[UnitText, ReducedUnit], Field(max_length=MAX_RESULTS), AfterValidator(in_order)
+    ]
+    missing: Annotated[Mapping[PeerText, Why], Field(max_length=MAX_MISSING)]
     """Contributors whose values could not be had, with the reason."""
     signature: Signature = UNSIGNED
     """Over `reduced_statement`; verified on receipt."""
+    type: Literal["reduced"] = field(default="reduced", repr=False)
 
 
 @dataclass(frozen=True)
-class Propose:
+class Propose(OnWire):
     """Phase 2a, repeated to those that have not accepted."""
 
-    ballot: Ballot
-    manifest: Manifest
-    holders: tuple[PeerId, ...]
+    ballot: PossibleBallot
+    manifest: Annotated[Manifest, BESIDE]
+    holders: Annotated[tuple[PeerText, ...], Field(max_length=MAX_HOLDERS)]
     """Peers known to hold every blob of the manifest."""
-    evidence: Evidence | None = None
+    evidence: Annotated[Evidence, BESIDE] | None = None
     """None of a merge."""
+    type: Literal["propose"] = field(default="propose", repr=False)
 
 
 @dataclass(frozen=True)
-class Accept:
+class Accept(OnWire):
     """Phase 2b: the manifest and all its blobs are on my disk."""
 
-    ballot: Ballot
-    digest: Digest
+    ballot: PossibleBallot
+    digest: DigestText
     signature: Signature
     """Over `accept_statement`; verified by the shell on receipt."""
+    type: Literal["accept"] = field(default="accept", repr=False)
 
 
 @dataclass(frozen=True)
@@ -296,9 +360,7 @@ class Commit:
 Message = Hello | Prepare | Ready | Roster | Reduced | Propose | Accept | Commit
 
 
-def with_delta(content: dict[str, Any]) -> dict[str, Any]:
-    """What JSON says of a unit: its delta only where there is one."""
-    return {name: each for name, each in content.items() if name != "delta" or each is not None}
+OFFER = TypeAdapter(Offer)
 
 
 def accept_statement(run: str, ballot: Ballot, digest: Digest) -> bytes:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
+from pydantic import AfterValidator, TypeAdapter
+
+from swarm.canonical import canonical
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer, digest_of
-from swarm.protocol.messages import Offer, OfferedUnit
-from swarm.protocol.schemas import BlobSchema, OfferSchema, RosterListSchema, parse
+from swarm.protocol.messages import OFFER, Offer, Uplinks
+from swarm.protocol.schemas import Blob, OnWire, PeerText, in_order, parse
 
 MAX_OFFER_BYTES = 2 * 2**20
 MAX_ROSTER_BYTES = 2**18
@@ -33,39 +38,33 @@ def decode_offer(encoded: Buffer) -> Offer:
     """
     if len(encoded) > MAX_OFFER_BYTES:
         raise BadMessage("offer_size", f"an offer of {len(encoded)} bytes is too large")
-    parsed = parse(OfferSchema, encoded, "offer")
-    offer = Offer(
-        parsed.tip,
-        parsed.steps,
-        parsed.tokens,
-        {
-            unit: OfferedUnit(offered.digest, offered.num_bytes, offered.base, offered.delta)
-            for unit, offered in sorted(parsed.units.items())
-        },
-        parsed.seconds,
-    )
+    offer = parse(OFFER, encoded, "offer")
     if offer.encoded != bytes(encoded):
         raise BadMessage("offer_schema", "the offer is not in canonical form")
     return offer
 
 
+@dataclass(frozen=True)
+class RosterList(OnWire):
+    """The blob beside a ROSTER: it grows with the swarm, and names blobs itself."""
+
+    offers: Annotated[Mapping[PeerText, Blob], AfterValidator(in_order)]
+    reducers: Uplinks
+
+
+_ROSTER_LIST = TypeAdapter(RosterList)
+
+
 @lru_cache(maxsize=2)
-def decode_roster(encoded: bytes) -> RosterListSchema:
+def decode_roster(encoded: bytes) -> RosterList:
     """The list of a roster; its repetition costs nothing.
 
     Raises:
         BadMessage: not of the schema.
     """
-    return parse(RosterListSchema, encoded, "roster")
+    return parse(_ROSTER_LIST, encoded, "roster")
 
 
-def offers_in(listed: RosterListSchema | None) -> Iterator[BlobSchema]:
-    """The blobs that a roster's list names.
-
-    Raises:
-        BadMessage: one is announced too large for an offer.
-    """
-    for blob in listed.offers.values() if listed else ():
-        if blob.num_bytes > MAX_OFFER_BYTES:
-            raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
-        yield blob
+def encode_roster(listed: RosterList) -> bytes:
+    """The list of a roster as a blob."""
+    return canonical(_ROSTER_LIST.dump_python(listed))

@@ -25,13 +25,11 @@ from swarm.protocol.digests import Buffer
 from swarm.protocol.figures import (
     MAX_REASON,
     MAX_REFUSED,
-    STRICT,
     Address,
     Amount,
     Brief,
     Count,
     Expert,
-    Generation,
     Height,
     Hex,
     Id,
@@ -44,6 +42,8 @@ from swarm.protocol.figures import (
     Word,
 )
 from swarm.protocol.manifest import RUN_ID
+from swarm.protocol.schemas import Generation
+from swarm.protocol.strict import Strict
 from swarm.protocol.texts import Text, TokenizerFile
 
 MAX_RECORD_BYTES = 20_000
@@ -89,10 +89,8 @@ class PeerState(Enum):
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Strict):
     """A run that can be joined; every member repeats it, so it outlives its founder."""
-
-    __pydantic_config__ = STRICT
 
     run: RunId
     """Of a run that gathers: `gathering-` and the founder's nonce."""
@@ -116,10 +114,8 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class PeerRecord:
+class PeerRecord(Strict):
     """Presence, progress and ownership of one peer, in one record, so they belong together."""
-
-    __pydantic_config__ = STRICT
 
     peer_id: Id
     name: Word
@@ -184,10 +180,8 @@ class PeerRecord:
 
 
 @dataclass(frozen=True)
-class MergeRecord:
+class MergeRecord(Strict):
     """A peer announces the donors of the experts that it owns in a merge."""
-
-    __pydantic_config__ = STRICT
 
     generation: Generation
     round: Height
@@ -199,10 +193,8 @@ class MergeRecord:
 
 
 @dataclass(frozen=True)
-class ValidationRecord:
+class ValidationRecord(Strict):
     """Held-out loss of an agreed state, measured by the round's first convener."""
-
-    __pydantic_config__ = STRICT
 
     round: Height
     manifest_digest: Hex
@@ -221,10 +213,8 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Strict):
     """How good an agreed model is at one task, by one metric."""
-
-    __pydantic_config__ = STRICT
 
     manifest_digest: Hex
     """Which model."""
@@ -237,10 +227,8 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ScoreRecord:
+class ScoreRecord(Strict):
     """What somebody measured of a run's models, member or not; it binds nobody to believe it."""
-
-    __pydantic_config__ = STRICT
 
     scores: Annotated[tuple[Score, ...], Field(min_length=1, max_length=MAX_SCORES)]
 

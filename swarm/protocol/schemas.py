@@ -1,29 +1,35 @@
-"""What messages, offers and the record must look like as JSON: strict, bounded, nothing extra."""
+"""How the dataclasses of messages and blobs are read from JSON: strict, bounded, nothing extra.
+
+Types of fields carry their bounds here, as pydantic's annotations; a `TypeAdapter` of a dataclass
+checks foreign bytes against them and makes the value. Values that the code itself makes are not
+checked.
+"""
 
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
-from collections.abc import Iterable
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 
 from swarm.config.bounds import MAX_ROUND_TOKENS
 from swarm.config.explaining import refusal
 from swarm.errors import BadMessage
 from swarm.protocol.digests import Buffer
-from swarm.protocol.invitation import Invitation
 from swarm.protocol.manifest import Head
-from swarm.protocol.messages import (
-    MAX_ATTEMPT,
-    Ballot,
-    Certificate,
-    Header,
-    Link,
-    ReducedUnit,
-    Signature,
-)
+from swarm.protocol.strict import Strict
 
 MAX_REASON_CHARACTERS = 120
 MAX_LINKS = 256
@@ -46,6 +52,12 @@ MAX_MISSING = 64
 MAX_RESULTS = 100
 """Units of one REDUCED."""
 
+
+def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, whoever wrote them: what follows from them must not depend on their order."""
+    return dict(sorted(values.items()))
+
+
 DigestText = Annotated[str, Field(pattern=_HEX_DIGEST)]
 PeerText = Annotated[str, Field(pattern=PEER)]
 SignatureText = Annotated[str, Field(pattern=_SIGNATURE)]
@@ -54,116 +66,21 @@ Generation = Annotated[str, Field(pattern=GENERATION)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 # Sums over a run stay below the bound of counts.
 RoundCount = Annotated[int, Field(ge=0, le=MAX_ROUND_TOKENS)]
-Peers = Annotated[list[PeerText], Field(max_length=4096)]
-UplinkMbit = Annotated[int, Field(ge=0, le=10**6)]
-Reducers = Annotated[dict[PeerText, UplinkMbit], Field(max_length=4096)]
-Height = Annotated[int, Field(ge=0, le=2**40)]
+Uplink = Annotated[int, Field(ge=0, le=10**6)]
+"""Mbit/s; 0 where it is not known."""
 Electors = Annotated[int, Field(ge=0, le=2**20)]
-CodeList = Annotated[
-    list[tuple[Height, tuple[Electors, Generation] | tuple[()]]],
-    Field(min_length=1, max_length=MAX_REFORMS + 1),
-]
+Place = tuple[Annotated[int, Field(ge=0, le=2**40)], tuple[Electors, Generation] | tuple[()]]
+CodeText = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_REFORMS + 1)]
 Why = Annotated[str, Field(pattern=rf"^[ !#-\[\]-~]{{0,{MAX_REASON_CHARACTERS}}}$")]
 """A reason of which each character takes one byte in JSON."""
-Capacity = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-
-
-class Schema(BaseModel):
-    """Base: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
-
-
-class BlobSchema(Schema):
-    """Digest and size of something that travels, or lies, beside the message."""
-
-    digest: DigestText
-    num_bytes: Count
-
-
-class ResultSchema(BlobSchema):
-    """What a reducer found of a unit."""
-
-    delta: DigestText | None = None
-
-    def value(self) -> ReducedUnit:
-        """As the protocol knows it."""
-        return ReducedUnit(self.digest, self.num_bytes, self.delta)
-
-
-class BallotSchema(Schema):
-    """A ballot."""
-
-    attempt: Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
-    convener: PeerText
-
-    def value(self) -> Ballot:
-        """As the protocol knows it."""
-        return Ballot(self.attempt, self.convener)
-
-
-class RecordedBallotSchema(BallotSchema):
-    """A ballot on disk: one beyond the bound must be repaired, not lost (`abstaining.repaired`)."""
-
-    attempt: Count
-
-
-class HeaderSchema(Schema):
-    """A header."""
-
-    code: CodeList
-    tip: DigestText
-    generation: Generation
-
-    def value(self) -> Header:
-        """As the protocol knows it."""
-        return Header(tuple(self.code), self.tip, self.generation)
-
-
-class AcceptedSchema(Schema):
-    """A vote inside a READY."""
-
-    ballot: BallotSchema
-    manifest: BlobSchema
-    evidence: BlobSchema | None
-
-
-def signature_text(signature: Signature) -> str:
-    """A signature in JSON."""
-    return b64encode(signature).decode()
-
-
-class CertificateSchema(Schema):
-    """A certificate."""
-
-    ballot: BallotSchema
-    signatures: dict[PeerText, SignatureText]
-
-    def value(self) -> Certificate:
-        """As the protocol knows it."""
-        signatures = {peer: b64decode(signed) for peer, signed in sorted(self.signatures.items())}
-        return Certificate(self.ballot.value(), signatures)
-
-
-class LinkSchema(Schema):
-    """One step of a proof."""
-
-    head: Head
-    certificate: CertificateSchema | None
-    parent: Head | None
-
-    def value(self) -> Link:
-        """As the protocol knows it.
-
-        Raises:
-            BadMessage: something in a head is no name.
-        """
-        for head in (self.head, self.parent):
-            if head is not None:
-                _require_names(head)
-        certificate = self.certificate.value() if self.certificate else None
-        return Link(self.head, certificate, self.parent)
+Capacity = Annotated[
+    float, Field(gt=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
+]
+Seconds = Annotated[
+    float, Field(ge=0, le=1e9, allow_inf_nan=False), PlainSerializer(float, return_type=float)
+]
+IfAny = Annotated[DigestText | None, Field(exclude_if=lambda digest: digest is None)]
+"""Left out of the JSON where there is none."""
 
 
 def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
@@ -172,7 +89,8 @@ def wrong_name(*kinds: tuple[re.Pattern[str], Iterable[str]]) -> str | None:
     return next((name for pattern, name in names if not pattern.fullmatch(name)), None)
 
 
-def _require_names(head: Head) -> None:
+def _named(head: Head) -> Head:
+    """A head whose names are names."""
     digests = [name for name in (head.parent, head.seed, head.body) if name is not None]
     generations = [head.generation, *(id_ for _, (_, id_) in head.lineage)]
     wrong = wrong_name(
@@ -184,171 +102,80 @@ def _require_names(head: Head) -> None:
         raise BadMessage("head_names", f"{wrong[:80]!r} is no name in a head")
     if list(head.voters) != sorted(set(head.voters)):
         raise BadMessage("head_names", "a head's voters are not in order")
+    return head
 
 
-class ProofSchema(Schema):
-    """Why a COMMIT's manifest counts as decided."""
-
-    certificate: CertificateSchema | None
-    path: Annotated[list[LinkSchema], Field(max_length=MAX_LINKS)]
+def read_as(form: Any) -> GetPydanticSchema:
+    """Marks a type that JSON has in another form, which its own validators turn into the type."""
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(form))
 
 
-class HelloSchema(Schema):
-    """HELLO."""
-
-    type: Literal["hello"]
-    ask: bool
+NamedHead = Annotated[Head, AfterValidator(_named)]
 
 
-class PrepareSchema(Schema):
-    """PREPARE."""
+class OnWire(Strict):
+    """Base of dataclasses that are read from JSON: missing keys are errors too.
 
-    type: Literal["prepare"]
-    ballot: BallotSchema
+    A default is for the code alone: JSON has one form of each value, and leaves out only what
+    `IfAny` says.
+    """
 
-
-class ReadySchema(Schema):
-    """READY."""
-
-    type: Literal["ready"]
-    ballot: BallotSchema
-    offer: BlobSchema | None
-    accepted: AcceptedSchema | None
-    capacity: Capacity
-    leave: bool
-    dialable: bool
-    remaining_s: Seconds | None
-    worked_s: Seconds
-    fetched_s: Seconds
-    wish: SignatureText | None
-    invitation: Invitation | None
-    stalls_in_s: Seconds | None
-    uplink_mbit: UplinkMbit
-    signature: SignatureText
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type, handler: GetCoreSchemaHandler
+    ) -> Any:  # pydantic_core's type, which is a module of its own
+        schema = handler(source)
+        whole: Any = handler.resolve_ref_schema(schema)
+        for field in whole["schema"]["fields"]:
+            if field["schema"]["type"] == "default" and "serialization_exclude_if" not in field:
+                field["schema"] = field["schema"]["schema"]
+        return schema
 
 
-class RosterSchema(Schema):
-    """ROSTER."""
-
-    type: Literal["roster"]
-    ballot: BallotSchema
-    roster_id: DigestText
-    list: BlobSchema | None
+# ---------------------------------------------------------------- what lies beside
 
 
-class RosterListSchema(Schema):
-    """The blob beside a ROSTER: it grows with the swarm, and names blobs itself."""
-
-    offers: dict[PeerText, BlobSchema]
-    reducers: Reducers
-
-
-class ReducedSchema(Schema):
-    """REDUCED."""
-
-    type: Literal["reduced"]
-    ballot: BallotSchema
-    roster_id: DigestText
-    results: Annotated[dict[UnitText, ResultSchema], Field(max_length=MAX_RESULTS)]
-    missing: Annotated[dict[PeerText, Why], Field(max_length=MAX_MISSING)]
-    signature: SignatureText
-
-
-class ProposeSchema(Schema):
-    """PROPOSE."""
-
-    type: Literal["propose"]
-    ballot: BallotSchema
-    manifest: BlobSchema
-    holders: Annotated[list[PeerText], Field(max_length=MAX_HOLDERS)]
-    evidence: BlobSchema | None
-
-
-class AcceptSchema(Schema):
-    """ACCEPT."""
-
-    type: Literal["accept"]
-    ballot: BallotSchema
-    digest: DigestText
-    signature: SignatureText
-
-
-class CommitSchema(Schema):
-    """COMMIT."""
-
-    type: Literal["commit"]
-    manifest: BlobSchema
-    parent: BlobSchema | None
-    proof: BlobSchema
-
-
-AnyMessage = (
-    HelloSchema
-    | PrepareSchema
-    | ReadySchema
-    | RosterSchema
-    | ReducedSchema
-    | ProposeSchema
-    | AcceptSchema
-    | CommitSchema
-)
-
-
-class FrameSchema(Schema):
-    """A whole message."""
-
-    header: HeaderSchema
-    message: Annotated[AnyMessage, Field(discriminator="type")]
-
-
-class OfferedUnitSchema(Schema):
-    """One unit of an offer."""
+@dataclass(frozen=True)
+class Blob(OnWire):
+    """Digest and size of something that travels beside the message."""
 
     digest: DigestText
     num_bytes: Count
-    base: DigestText
-    delta: DigestText | None = None
 
 
-class OfferSchema(Schema):
-    """An offer's blob."""
+class Attachments(Protocol):
+    """The context in which messages are read and written."""
 
-    tip: DigestText
-    steps: RoundCount
-    tokens: RoundCount
-    seconds: Seconds
-    units: dict[UnitText, OfferedUnitSchema]
+    def received(self, kind: type, blob: Blob) -> object:
+        """What a message refers to, or the blob's name as long as it is not here."""
 
-
-class RecordedVoteSchema(Schema):
-    """The record's vote."""
-
-    ballot: RecordedBallotSchema
-    manifest: str
-    evidence: str | None
+    def sent(self, value: Any) -> Blob:
+        """Puts what a message refers to beside it; returns what the message says."""
 
 
-class RecordSchema(Schema):
-    """The record; manifests are kept as their exact bytes."""
+def _beside(kind: type, handler: GetCoreSchemaHandler) -> Any:
+    def received(blob: Blob, info: ValidationInfo[Attachments]) -> object:
+        return info.context.received(kind, blob)
 
-    tip: str
-    certificate: CertificateSchema | None
-    parent: str | None
-    promised: RecordedBallotSchema | None
-    accepted: RecordedVoteSchema | None
-    abstain_until_height: Count
+    def sent(value: object, info: SerializationInfo[Attachments]) -> Mapping[str, object]:
+        return vars(info.context.sent(value))
 
-
-S = TypeVar("S", bound=Schema)
+    return handler.generate_schema(Annotated[Blob, AfterValidator(received), PlainSerializer(sent)])
 
 
-def parse(schema: type[S], encoded: Buffer, what: str) -> S:
+BESIDE = GetPydanticSchema(_beside)
+"""Marks the type of a field whose value travels as a blob; `Attachments` know how."""
+
+T = TypeVar("T")
+
+
+def parse(schema: TypeAdapter[T], encoded: Buffer, what: str, context: object = None) -> T:
     """Checks foreign bytes against a schema.
 
     Raises:
         BadMessage: they are not of it; the message names the first wrong field.
     """
     try:
-        return schema.model_validate_json(bytes(encoded))
+        return schema.validate_json(bytes(encoded), context=context)
     except ValidationError as error:
         raise BadMessage(f"{what}_schema", f"{what} field {refusal(error)}") from error

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
+
+from swarm.protocol.strict import Strict
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TextCount = Annotated[int, Field(ge=1, le=2**48)]
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Strict):
     """The common text of a run, as its founder has it: every peer must have the same.
 
     All but the name must be equal; documents and tokens are those that are trained on.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     # People see the name on their terminals: no control characters.
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -33,10 +33,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class TokenizerFile:
+class TokenizerFile(Strict):
     """The tokenizer of a run that does not use bytes: its file, and what its founder made of it."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     digest: Digest
     """Blob that is a tokenizer.json."""

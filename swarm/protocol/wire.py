@@ -12,62 +12,138 @@ value: unknown keys, wrong types, names that could be file paths, sizes out of b
 from __future__ import annotations
 
 import re
-from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from swarm.canonical import canonical
 from swarm.errors import BadMessage, StateError
 from swarm.protocol.digests import Buffer, digest_of
 from swarm.protocol.evidence import MAX_EVIDENCE_BYTES, encode_evidence, known_evidence
 from swarm.protocol.foreign import foreign_manifest
-from swarm.protocol.invitation import as_plain
 from swarm.protocol.manifest import MAX_MANIFEST_BYTES, Manifest
 from swarm.protocol.messages import (
     Accept,
-    Accepted,
     Commit,
     Evidence,
     Header,
     Hello,
     Message,
     Offer,
+    PossibleBallot,
     Prepare,
     Propose,
     Ready,
     Reduced,
     Roster,
-    with_delta,
 )
 from swarm.protocol.offers import (
     MAX_OFFER_BYTES,
     MAX_ROSTER_BYTES,
+    RosterList,
     decode_roster,
+    encode_roster,
     known_offer,
-    offers_in,
 )
-from swarm.protocol.proofs import MAX_PROOF_BYTES, decode_proof, encode_proof
+from swarm.protocol.proofs import MAX_PROOF_BYTES, Proof, decode_proof, encode_proof
 from swarm.protocol.schemas import (
+    BESIDE,
     MAX_REASON_CHARACTERS,
-    AcceptedSchema,
-    AcceptSchema,
-    AnyMessage,
-    BlobSchema,
-    CommitSchema,
-    FrameSchema,
-    HelloSchema,
-    PrepareSchema,
-    ProposeSchema,
-    ReadySchema,
-    ReducedSchema,
-    RosterListSchema,
-    RosterSchema,
+    Blob,
+    DigestText,
+    OnWire,
     parse,
-    signature_text,
 )
 
 MAX_MESSAGE_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class SentRoster(OnWire):
+    """A ROSTER as it travels."""
+
+    ballot: PossibleBallot
+    roster_id: DigestText
+    list: Annotated[RosterList, BESIDE] | None
+    type: Literal["roster"] = "roster"
+
+
+@dataclass(frozen=True)
+class SentCommit(OnWire):
+    """A COMMIT as it travels; its fields are in the order that `Claim` promises."""
+
+    manifest: Annotated[Manifest, BESIDE]
+    proof: Annotated[Proof, BESIDE]
+    parent: Annotated[Manifest, BESIDE] | None
+    type: Literal["commit"] = "commit"
+
+
+SentMessage = Hello | Prepare | Ready | SentRoster | Reduced | Propose | Accept | SentCommit
+
+
+@dataclass(frozen=True)
+class Frame(OnWire):
+    """A whole message."""
+
+    header: Header
+    message: Annotated[SentMessage, Field(discriminator="type")]
+
+
+_FRAME = TypeAdapter(Frame)
+
+
+_KINDS: Mapping[type, tuple[int, Callable[[bytes], object]]] = {
+    Offer: (MAX_OFFER_BYTES, known_offer),
+    Manifest: (MAX_MANIFEST_BYTES, foreign_manifest),
+    Evidence: (MAX_EVIDENCE_BYTES, known_evidence),
+    RosterList: (MAX_ROSTER_BYTES, decode_roster),
+    Proof: (MAX_PROOF_BYTES, decode_proof),
+}
+"""Of what may lie beside a message: bytes at most, and how it is read."""
+
+
+class _Beside:
+    """The blobs beside one message that is written or read; see `schemas.Attachments`."""
+
+    def __init__(self, blobs: Mapping[str, bytes] | None = None) -> None:
+        """Reads with these blobs; without, fields keep the names of what travels beside them."""
+        self._blobs = blobs
+        self.named: list[Blob] = []
+        self.out: dict[str, bytes] = {}
+
+    def received(self, kind: type, blob: Blob) -> object:
+        """What a message refers to.
+
+        Raises:
+            BadMessage: it is announced larger than its kind may be, missing or wrong.
+        """
+        limit, read = _KINDS[kind]
+        _require_size(blob, limit)
+        self.named.append(blob)
+        return blob if self._blobs is None else read(_content(blob, self._blobs))
+
+    def sent(self, value: object) -> Blob:
+        """Puts a value beside the message."""
+        if isinstance(value, Manifest):
+            digest, encoded = value.blob, value.encoded
+        elif isinstance(value, Offer):
+            digest, encoded = value.digest, value.encoded
+        else:
+            encoded = _encoded(value)
+            digest = digest_of(encoded)
+        self.out[digest] = encoded
+        return Blob(digest, len(encoded))
+
+
+def _encoded(value: object) -> bytes:
+    if isinstance(value, RosterList):
+        return encode_roster(value)
+    if isinstance(value, Proof):
+        return encode_proof(value)
+    assert isinstance(value, Evidence)
+    return encode_evidence(value)
 
 
 def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
@@ -80,17 +156,13 @@ def encode(header: Header, message: Message) -> tuple[bytes, dict[str, bytes]]:
     Raises:
         StateError: the message is too large; none is whose lists have the lengths of the schemas.
     """
-    attachments: dict[str, bytes] = {}
-    body = _body(message, attachments)
-    frame = {
-        "header": {"code": header.code, "tip": header.tip, "generation": header.generation},
-        "message": {"type": type(message).__name__.lower(), **body},
-    }
-    payload = canonical(frame)
+    beside = _Beside()
+    frame = Frame(header, _as_sent(message, beside))
+    payload = canonical(_FRAME.dump_python(frame, context=beside))
     if len(payload) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__.upper()
         raise StateError(f"a {kind} of {len(payload)} bytes would be over {MAX_MESSAGE_BYTES}")
-    return payload, attachments
+    return payload, beside.out
 
 
 def attachments_of(payload: Buffer) -> tuple[tuple[str, int], ...]:
@@ -108,9 +180,10 @@ def summary_of(payload: Buffer) -> tuple[Header, str, tuple[tuple[str, int], ...
     Raises:
         BadMessage: the payload is not of the schema, or a blob is announced too large.
     """
-    frame = _frame(payload)
-    attached = tuple((blob.digest, blob.num_bytes) for blob in _attached(frame.message))
-    return frame.header.value(), frame.message.type, attached
+    beside = _Beside()
+    frame = _frame(payload, beside)
+    attached = tuple((blob.digest, blob.num_bytes) for blob in beside.named)
+    return frame.header, frame.message.type, attached
 
 
 def attachments_within(
@@ -121,8 +194,13 @@ def attachments_within(
     Raises:
         BadMessage: an attachment is missing or wrong, or announces a blob too large.
     """
-    listed = _roster_list(_frame(payload).message, attachments)
-    return tuple((blob.digest, blob.num_bytes) for blob in offers_in(listed))
+    beside = _Beside()
+    if not isinstance(_frame(payload, beside).message, SentRoster) or not beside.named:
+        return ()
+    listed = decode_roster(_content(beside.named[0], attachments))
+    for blob in listed.offers.values():
+        _require_size(blob, MAX_OFFER_BYTES)
+    return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
 
 def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
@@ -136,13 +214,14 @@ def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, t
     Raises:
         BadMessage: the payload is not of the schema, or an attachment is not.
     """
-    message = _frame(payload).message
-    if isinstance(message, ProposeSchema):
-        blobs = [message.manifest, message.evidence]
-        return {blob.digest: tuple(message.holders) for blob in blobs if blob}
-    if isinstance(message, RosterSchema) and message.list and message.list.digest in attachments:
-        listed = _roster_list(message, attachments)
-        return {blob.digest: (peer,) for peer, blob in listed.offers.items()} if listed else {}
+    beside = _Beside()
+    message = _frame(payload, beside).message
+    named = [blob.digest for blob in beside.named]
+    if isinstance(message, Propose):
+        return dict.fromkeys(named, message.holders)
+    if isinstance(message, SentRoster) and named and named[0] in attachments:
+        listed = decode_roster(_content(beside.named[0], attachments))
+        return {blob.digest: (peer,) for peer, blob in listed.offers.items()}
     return {}
 
 
@@ -155,14 +234,48 @@ def decode(payload: Buffer, attachments: Mapping[str, bytes]) -> tuple[Header, M
         BadMessage: not of the schema, or an attachment is missing, wrong or not of its schema.
         BadManifest: an attached manifest is none.
     """
-    frame = _frame(payload)
-    beside = [*_attached(frame.message)]
-    listed = _roster_list(frame.message, attachments)
-    blobs = {blob.digest: _content(blob, attachments) for blob in (*beside, *offers_in(listed))}
-    return frame.header.value(), _message(frame.message, blobs)
+    frame = _frame(payload, _Beside(attachments))
+    match frame.message:
+        case SentRoster(ballot, roster_id, listed):
+            offers = {}
+            for peer, blob in listed.offers.items() if listed else ():
+                _require_size(blob, MAX_OFFER_BYTES)
+                offers[peer] = known_offer(_content(blob, attachments))
+            return frame.header, Roster(
+                ballot, roster_id, offers, listed.reducers if listed else {}
+            )
+        case SentCommit(manifest, proof, parent):
+            return frame.header, Commit(manifest, proof.certificate, parent, proof.path)
+        case message:
+            return frame.header, message
 
 
-def _content(blob: BlobSchema, attachments: Mapping[str, bytes]) -> bytes:
+def _as_sent(message: Message, beside: _Beside) -> SentMessage:
+    """The message with all that travels apart from it in the place where the schema has it."""
+    match message:
+        case Roster(ballot, roster_id, offers, reducers):
+            named = {peer: beside.sent(offer) for peer, offer in offers.items()}
+            return SentRoster(ballot, roster_id, RosterList(named, reducers) if named else None)
+        case Commit(manifest, certificate, parent, path):
+            return SentCommit(manifest, Proof(certificate, path), parent)
+        case Reduced():
+            return replace(message, missing={p: _brief(why) for p, why in message.missing.items()})
+        case _:
+            return message
+
+
+def _frame(payload: Buffer, beside: _Beside) -> Frame:
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise BadMessage("message_size", f"a message of {len(payload)} bytes is too large")
+    return parse(_FRAME, payload, "message", beside)
+
+
+def _require_size(blob: Blob, limit: int) -> None:
+    if blob.num_bytes > limit:
+        raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
+
+
+def _content(blob: Blob, attachments: Mapping[str, bytes]) -> bytes:
     """What is beside a message, if it is what the message says."""
     content = attachments.get(blob.digest)
     if content is None:
@@ -172,201 +285,6 @@ def _content(blob: BlobSchema, attachments: Mapping[str, bytes]) -> bytes:
     return content
 
 
-def _roster_list(message: AnyMessage, attachments: Mapping[str, bytes]) -> RosterListSchema | None:
-    """The list beside a ROSTER; None for all other messages."""
-    if not isinstance(message, RosterSchema) or message.list is None:
-        return None
-    return decode_roster(_content(message.list, attachments))
-
-
-def _body(message: Message, attachments: dict[str, bytes]) -> dict[str, Any]:
-    """The message's own fields, with all that travels beside it moved to the attachments."""
-    attach = partial(_attach, attachments)
-    body: dict[str, Any]
-    match message:
-        case Hello(ask):
-            return {"ask": ask}
-        case Ready():
-            body = {
-                "offer": attach(message.offer),
-                "accepted": _vote(message.accepted, attach),
-                "capacity": float(message.capacity),
-                "leave": message.leave,
-                "dialable": message.dialable,
-                "remaining_s": message.remaining_s,
-                "worked_s": message.worked_s,
-                "fetched_s": message.fetched_s,
-                "wish": message.wish,
-                "invitation": as_plain(message.invitation) if message.invitation else None,
-                "stalls_in_s": message.stalls_in_s,
-                "uplink_mbit": message.uplink_mbit,
-                "signature": signature_text(message.signature),
-            }
-        case Roster():
-            offers = {peer: attach(offer) for peer, offer in message.offers.items()}
-            named = {"offers": offers, "reducers": dict(message.reducers)} if offers else None
-            listed = canonical(named) if named else None
-            body = {"roster_id": message.roster_id, "list": attach(listed)}
-        case Reduced():
-            body = {
-                "roster_id": message.roster_id,
-                "results": {unit: with_delta(vars(each)) for unit, each in message.results.items()},
-                "signature": signature_text(message.signature),
-                "missing": {peer: _brief(why) for peer, why in message.missing.items()},
-            }
-        case Propose():
-            body = {
-                "manifest": attach(message.manifest),
-                "holders": list(message.holders),
-                "evidence": attach(message.evidence),
-            }
-        case Accept():
-            body = {"digest": message.digest, "signature": signature_text(message.signature)}
-        case Commit():
-            return {
-                "manifest": attach(message.manifest),
-                "parent": attach(message.parent),
-                "proof": attach(encode_proof(message)),
-            }
-        case Prepare():
-            body = {}
-    return {"ballot": message.ballot._asdict(), **body}
-
-
-def _attach(
-    attachments: dict[str, bytes], content: Offer | Manifest | Evidence | bytes | None
-) -> dict[str, Any] | None:
-    """Adds what travels beside a message to its attachments; returns what the message says."""
-    if content is None:
-        return None
-    if isinstance(content, Manifest):
-        digest, blob = content.blob, content.encoded
-    elif isinstance(content, Offer):
-        digest, blob = content.digest, content.encoded
-    else:
-        blob = encode_evidence(content) if isinstance(content, Evidence) else content
-        digest = digest_of(blob)
-    attachments[digest] = blob
-    return {"digest": digest, "num_bytes": len(blob)}
-
-
 def _brief(why: str) -> str:
     """A reason as a message may hold it: short, and a byte for each character."""
     return re.sub(r"[^ !#-\[\]-~]", "?", why[:MAX_REASON_CHARACTERS])
-
-
-def _vote(
-    accepted: Accepted | None, attach: Callable[[Manifest | Evidence | None], dict[str, Any] | None]
-) -> dict[str, Any] | None:
-    if accepted is None:
-        return None
-    return {
-        "ballot": accepted.ballot._asdict(),
-        "manifest": attach(accepted.manifest),
-        "evidence": attach(accepted.evidence),
-    }
-
-
-def _frame(payload: Buffer) -> FrameSchema:
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise BadMessage("message_size", f"a message of {len(payload)} bytes is too large")
-    return parse(FrameSchema, payload, "message")
-
-
-def _attached(message: AnyMessage) -> Iterator[BlobSchema]:
-    """The blobs beside a message.
-
-    Raises:
-        BadMessage: one is announced larger than its kind may be.
-    """
-    for blob, limit in _references(message):
-        if blob.num_bytes > limit:
-            raise BadMessage("attachment_size", f"an attachment of {blob.num_bytes} bytes")
-        yield blob
-
-
-def _references(message: AnyMessage) -> Iterator[tuple[BlobSchema, int]]:
-    """The blobs beside a message, and how large each may be."""
-    if isinstance(message, ReadySchema):
-        if message.offer:
-            yield message.offer, MAX_OFFER_BYTES
-        if message.accepted:
-            yield message.accepted.manifest, MAX_MANIFEST_BYTES
-            if message.accepted.evidence:
-                yield message.accepted.evidence, MAX_EVIDENCE_BYTES
-    elif isinstance(message, RosterSchema):
-        if message.list:
-            yield message.list, MAX_ROSTER_BYTES
-    elif isinstance(message, ProposeSchema | CommitSchema):
-        yield message.manifest, MAX_MANIFEST_BYTES
-        if isinstance(message, ProposeSchema):
-            if message.evidence:
-                yield message.evidence, MAX_EVIDENCE_BYTES
-        else:  # in the order that `Claim` promises
-            yield message.proof, MAX_PROOF_BYTES
-            if message.parent:
-                yield message.parent, MAX_MANIFEST_BYTES
-
-
-def _message(body: AnyMessage, blobs: Mapping[str, bytes]) -> Message:
-    """The message's value, with its attachments decoded."""
-    match body:
-        case HelloSchema():
-            return Hello(body.ask)
-        case PrepareSchema():
-            return Prepare(body.ballot.value())
-        case ReadySchema():
-            return Ready(
-                body.ballot.value(),
-                known_offer(blobs[body.offer.digest]) if body.offer else None,
-                _accepted(body.accepted, blobs) if body.accepted else None,
-                body.capacity,
-                body.leave,
-                body.dialable,
-                body.remaining_s,
-                body.worked_s,
-                body.fetched_s,
-                body.wish,
-                body.invitation,
-                body.stalls_in_s,
-                body.uplink_mbit,
-                b64decode(body.signature),
-            )
-        case RosterSchema():
-            listed = _roster_list(body, blobs)
-            named = sorted(listed.offers.items()) if listed else ()
-            offers = {peer: known_offer(blobs[blob.digest]) for peer, blob in named}
-            able = dict(sorted(listed.reducers.items())) if listed else {}
-            return Roster(body.ballot.value(), body.roster_id, offers, able)
-        case ReducedSchema():
-            results = {unit: found.value() for unit, found in sorted(body.results.items())}
-            return Reduced(
-                body.ballot.value(),
-                body.roster_id,
-                results,
-                body.missing,
-                b64decode(body.signature),
-            )
-        case ProposeSchema():
-            manifest = _manifest(body.manifest, blobs)
-            evidence = _evidence(body.evidence, blobs)
-            return Propose(body.ballot.value(), manifest, tuple(body.holders), evidence)
-        case AcceptSchema():
-            return Accept(body.ballot.value(), body.digest, b64decode(body.signature))
-        case CommitSchema():
-            certificate, path = decode_proof(blobs[body.proof.digest])
-            parent = _manifest(body.parent, blobs) if body.parent else None
-            return Commit(_manifest(body.manifest, blobs), certificate, parent, path)
-
-
-def _manifest(blob: BlobSchema, blobs: Mapping[str, bytes]) -> Manifest:
-    return foreign_manifest(blobs[blob.digest])
-
-
-def _evidence(blob: BlobSchema | None, blobs: Mapping[str, bytes]) -> Evidence | None:
-    return known_evidence(blobs[blob.digest]) if blob else None
-
-
-def _accepted(vote: AcceptedSchema, blobs: Mapping[str, bytes]) -> Accepted:
-    manifest = _manifest(vote.manifest, blobs)
-    return Accepted(vote.ballot.value(), manifest, _evidence(vote.evidence, blobs))

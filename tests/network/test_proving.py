@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import pytest
 
-from swarm.canonical import canonical
 from swarm.network import inbound
 from swarm.network.ledger import (
     LIMITS,
@@ -37,7 +36,7 @@ from swarm.protocol.messages import (
     Link,
     Signature,
 )
-from swarm.protocol.proofs import certified, linked
+from swarm.protocol.proofs import Proof, encode_proof
 from swarm.protocol.rounds import RoundMachine
 from swarm.protocol.trust import Chain, Foothold
 from swarm.protocol.wire import encode
@@ -259,6 +258,5 @@ def test_sixteen_links_of_256_peers_with_small_signatures_fit_into_a_strangers_p
     parent = found(RULES, NAMES)
     tip = replace(parent, kind=Kind.QUORUM, height=1, run="run-1", parent=parent.digest)
     link = signed(tip, parent, bytes(64))
-    proof = {"certificate": certified(link.certificate), "path": [linked(link)] * 16}
-    size = len(canonical(proof))
+    size = len(encode_proof(Proof(link.certificate, (link,) * 16)))
     assert MAX_STRANGER_PROOF_BYTES * 2 / 3 < size <= MAX_STRANGER_PROOF_BYTES
