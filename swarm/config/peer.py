@@ -108,6 +108,9 @@ class ComputeSection(Section):
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
     tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
+    shard: Literal["auto", "none", "state"] = "auto"
+    """state: each of these processes keeps masters and moments of its share of every tensor that
+    several hold alike. none: all keep them whole. auto cuts them where they do not fit whole."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """The layers are cut over so many of these processes, which divides their number, as stages of
     a pipeline through which micro-batches flow: for GPUs without NVLink. 0 and 1: no pipeline."""

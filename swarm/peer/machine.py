@@ -167,6 +167,7 @@ def engine_for(
     if workers:
         machine, schedule = share_of(machine, workers), compute.pipeline_schedule
         wishes = replace(wishes, engine="resident", ep=ep, pp=pp, schedule=schedule)
+        wishes = replace(wishes, workers=in_all, shard=compute.shard)
     owned = owned_per_peer(run, run.run.peers)
     plan = plan_engine(run, owned, machine, wishes)
     logger.log(

@@ -131,6 +131,12 @@ def num_stages(compute: ComputeSection, workers: int, num_layers: int) -> int:
             f"(--gpus), and not to exceed the {num_layers} layers",
             hint="leave it out: then each worker takes its share of the micro-batches",
         )
+    if compute.shard == "state":
+        raise ConfigError(
+            f'compute.pipeline = {asked} and compute.shard = "state": '
+            "a pipeline whose stages share masters and moments is not built",
+            hint="leave out one of both",
+        )
     if compute.expert_parallel > 1:
         raise ConfigError(
             f"compute.pipeline = {asked} and compute.expert_parallel = {compute.expert_parallel}: "

@@ -69,6 +69,9 @@ class Wishes:
         ep: over how many workers the resident engine's experts may be dealt out, the fastest first.
         pp: over how many workers its layers are cut, as the stages of a pipeline.
         schedule: of the pipeline.
+        workers: in all.
+        shard: whether masters and moments may be cut over workers that hold a tensor alike: where
+            it needs to be ("auto"), never or always.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -81,6 +84,15 @@ class Wishes:
     ep: tuple[int, ...] = (1,)
     pp: int = 1
     schedule: ScheduleName = "1f1b"
+    workers: int = 1
+    shard: Literal["auto", "none", "state"] = "auto"
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Over how many workers the state may be cut, the fastest first."""
+        if self.workers == 1 or self.pp > 1 or self.shard == "none":
+            return (1,)
+        return (self.workers,) if self.shard == "state" else (1, self.workers)
 
 
 @dataclass(frozen=True)
@@ -129,8 +141,11 @@ def _rungs(
         ways: Sequence[Recompute] = ("none", "routing")
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
-        for ep, way in itertools.product(wishes.ep, ways):
-            yield replace(base, ep=ep, pp=wishes.pp, schedule=wishes.schedule, recompute=way)
+        dealt = replace(base, pp=wishes.pp, schedule=wishes.schedule)
+        for ep, way, shards in itertools.product(wishes.ep, ways, wishes.shards):
+            # State that is whole and layers that are computed again need more than the rung above.
+            if shards == wishes.shards[-1] or way == ways[0]:
+                yield replace(dealt, ep=ep, recompute=way, shards=shards)
     if wishes.engine == "resident":
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
@@ -257,6 +272,8 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
             words += ", layers computed again for backward"
         if options.ep > 1:
             words += f", experts dealt out over {options.ep}"
+        if options.shards > 1:
+            words += f", masters and moments cut over {options.shards}"
         if options.pp > 1:
             why = pipeline_cut(run, options).reason
             words += f", a pipeline of {options.pp} stages ({options.schedule}; {why})"

@@ -195,7 +195,7 @@ def _resident(
     sizes = sizes_of(run.model, -(-num_owned // options.ep))
     layers, trained = len(held.stage.layers), held.trained(run.model, sizes)
     frozen = layers * frozen_layer_bytes(run, num_owned, options)
-    state = (MASTER + MOMENT_BYTES[options.moments]) * trained + frozen
+    state = _trained_state(sizes, layers, trained, options) + frozen
     micro = _Micro(run, options)
     one_layer = micro.kept() + micro.cast_matrices(sizes)
     if options.recompute == "none":
@@ -217,8 +217,34 @@ def _resident(
         head, layer = head + micro.head(sizes.table) + waiting, layer + waiting
     # A bucket of gradients, what other workers send of it, and its sums.
     bucket = min(BUCKET, trained - layers * sizes.layer_owned)
-    adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if options.ep > 1 else 0
+    several_ranks = options.ep > 1 or options.shards > 1
+    adding = gradients + GRADIENT * bucket * (2 + 1 / options.ep) if several_ranks else 0
     return Need(state + held.buffers(micro), max(kept + max(head, layer), adding), 0.0, 0.0)
+
+
+def _trained_state(sizes: Sizes, layers: int, trained: int, options: EngineOptions) -> float:
+    """Bytes of masters and moments on a rank, and of copies in the compute type."""
+    moments, ways = MOMENT_BYTES[options.moments], alike_of(options)
+    experts = layers * sizes.layer_owned
+    state = 0.0
+    for count, over, cast in (
+        (trained - experts, ways[0], layers * sizes.layer_cast + head_of(sizes, layers, trained)),
+        (experts, ways[1], experts),
+    ):
+        copies = cast if over > 1 and DTYPES[options.compute].itemsize < 4 else 0
+        state += MASTER * (count - copies) + moments * count / over
+        state += copies * (DTYPES[options.compute].itemsize + MASTER / over)
+    return state
+
+
+def head_of(sizes: Sizes, layers: int, trained: int) -> int:
+    """Parameters of the head; none where it is the embedding."""
+    return sizes.table if trained - layers * sizes.layer > 2 * sizes.table else 0
+
+
+def alike_of(options: EngineOptions) -> tuple[int, int]:
+    """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
+    return options.shards, max(1, options.shards // options.ep)
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
@@ -316,7 +342,8 @@ class _Micro:
 
     def cast_matrices(self, sizes: Sizes) -> float:
         """Attention matrices in the compute type, which the graph keeps beside their masters."""
-        return self.compute * sizes.layer_cast if self.compute < 4 else 0.0
+        kept = self.compute < 4 and self.options.shards == 1  # else they are there anyway
+        return self.compute * sizes.layer_cast if kept else 0.0
 
     def backward(self, sizes: Sizes, frozen_layer: float) -> float:
         """Bytes beside all that while one layer goes backward."""
@@ -329,7 +356,8 @@ class _Micro:
         gathered = c * rows * model.hidden_size + 3 * self.checkpoint()
         if self.options.ep > 1:
             gathered += c * self.inputs() * model.hidden_size
-        dense = (sizes.layer_owned * c if c < 4 else 0) + frozen_layer
+        is_cast = c < 4 and alike_of(self.options)[1] == 1
+        dense = (sizes.layer_owned * c if is_cast else 0) + frozen_layer
         matrices = dense if self.grouped else dense / self.experts
         return products + gathered + matrices + 4 * sizes.layer_owned
 

@@ -230,6 +230,23 @@ def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
     assert with_all.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
 
 
+def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
+    eight = Wishes(**EIGHT, workers=8)
+    found = [plan_engine(of_file("spes_7b"), 8, gpu(size, 100), eight) for size in (80, 48, 40)]
+    assert [(p.options.ep, p.options.shards) for p in found] == [(1, 1), (1, 8), (1, 8)]
+    assert [p.options.recompute for p in found] == ["none", "none", "routing"]
+    assert "masters and moments cut over 8: the fastest that fits" in found[1].reason
+    assert found[0].need.device_state - found[1].need.device_state == pytest.approx(
+        20.7e9, rel=0.01
+    )
+    both = plan_engine(model_of_120b(), 16, gpu(141, 200), eight)
+    assert both.fits and (both.options.ep, both.options.shards) == (4, 8)
+    for wished, shards in (("none", {1}), ("state", {8})):
+        options = rungs(of_file("spes_7b"), gpu(40, 100), replace(eight, shard=wished))
+        assert {each.shards for each in options} == shards
+    assert {each.shards for each in rungs(tiny_run(), gpu(40, 100), Wishes(workers=4, pp=2))} == {1}
+
+
 def test_a_slow_bus_makes_dealt_experts_slow():
     run = model_of_120b()
     slow, fast = (
