@@ -32,6 +32,7 @@ from tests.train.test_parallel import (
     RUN,
     THEN,
     WIDE,
+    OnceImpatient,
     allow_no_more,
     assert_equal,
     is_same,
@@ -235,6 +236,19 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(cut, caplog):
     timer.join()
     assert "worker 1 was killed" in caplog.text
     assert is_same(run, engine, straight)
+
+
+@SLOW
+def test_a_worker_that_hangs_costs_no_bit(cut, caplog):
+    patience = OnceImpatient()
+    engine, straight = cut(RUN, OWNED, given={"patience": patience}), new_engine(RUN, OWNED)
+    assert train(engine, RUN, [0]) == train(straight, RUN, [0])
+    object.__setattr__(patience, "is_armed", True)
+    stopped(engine, 1)
+    with caplog.at_level(logging.WARNING):
+        assert train(engine, RUN, [1]) == train(straight, RUN, [1])
+    assert "no answer to 'step' from worker 0 and 1 within 2 s" in caplog.text
+    assert is_same(RUN, engine, straight)
 
 
 @SLOW
