@@ -11,6 +11,7 @@ from swarm.config import RunConfig
 from swarm.peer.planning import RunPlan
 from swarm.train.comparing import Rung
 from swarm.train.memory import Need, need_of, pipeline_cut, stage_needs
+from swarm.train.options import EngineOptions
 
 PARTS = ("products", "waiting", "tokens", "stream", "sums", "updates")
 """Of a step, as `StepTime` has them."""
@@ -39,7 +40,8 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
     share = f"1/{options.ep} of {experts} experts" if options.ep > 1 else f"{experts} experts"
     if options.pp == 1:
         need = need_of(run, owned, options, workers)
-        return [(f"all layers, {share}", need)]
+        cut = f", 1/{options.shards} of masters and moments" if options.shards > 1 else ""
+        return [(f"all layers, {share}{cut}", need)]
     stages = pipeline_cut(run, options).stages
     needs = stage_needs(run, owned, options, workers)
     return [
@@ -62,7 +64,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
         table.add_row(
             str(options.ep),
             str(options.pp),
-            options.moments + (" *" if options.recompute != "none" else ""),
+            options.moments + _marks(options),
             "yes" if rung.fits else "no",
             _gigabytes(rung.need.device),
             *(f"{each:.3g}" for each in seconds),
@@ -70,7 +72,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
         )
     table.caption = (
         "ep: experts dealt out over so many; pp: layers cut over so many.\n"
-        "*: layers are computed again for backward.\n"
+        "*: layers are computed again for backward; +: masters and moments cut over all.\n"
     )
     table.caption_justify = "left"
     return table
@@ -104,6 +106,7 @@ def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
     return {
         "expert_parallel": options.ep,
         "pipeline": options.pp,
+        "shards": options.shards,
         "moments": options.moments,
         "recompute": options.recompute,
         "fits": rung.fits,
@@ -112,6 +115,11 @@ def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
         "step_s": round(rung.time.total, 4),
         "tokens_per_s": round(run.train.batch_tokens / rung.time.total, 1),
     }
+
+
+def _marks(options: EngineOptions) -> str:
+    marks = ("*" if options.recompute != "none" else "") + ("+" if options.shards > 1 else "")
+    return f" {marks}" if marks else ""
 
 
 def _gigabytes(num_bytes: float) -> str:

@@ -109,6 +109,9 @@ class ComputeSection(Section):
     """The experts are dealt out over so many of these processes, which divides their number, and
     tokens travel to them; 1: not at all; 0 does what is predicted to be fastest of all that
     fits."""
+    shard: Literal["auto", "none", "state"] = "auto"
+    """state: each of these processes keeps masters and moments of its share of every tensor that
+    several hold alike. none: all keep them whole. auto cuts them where they do not fit whole."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """The layers are cut over so many of these processes, which divides their number, as stages of
     a pipeline through which micro-batches flow: for GPUs without NVLink. 1: no pipeline; 0 does

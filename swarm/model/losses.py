@@ -68,7 +68,7 @@ def output_losses(
 
     Args:
         hidden_ND: input of the head, in the compute type.
-        head_VD: fp32 matrix of the head.
+        head_VD: matrix of the head, fp32 or in the compute type.
         labels_N: the token that follows each position.
         z_weight: weight of the output z-loss.
         mean_over: what sums over the tokens are divided by; None: the number of the tokens.
@@ -102,7 +102,7 @@ class _Output(torch.autograd.Function):
             weight_RD = F.pad(weight_RD, (0, 0, 0, missing))
         sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
         dhidden_ND = torch.empty_like(hidden_ND) if wanted else None
-        dhead_RD = torch.zeros_like(weight_RD, dtype=head_VD.dtype) if wanted else None
+        dhead_RD = torch.zeros_like(weight_RD, dtype=torch.float32) if wanted else None
         step = slice_tokens(num_tokens, vocab_size, device)
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)

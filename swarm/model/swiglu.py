@@ -76,8 +76,9 @@ def mix_experts(
         x_ND: the tokens.
         weight_NK: fp32 weight of each of a token's experts. Pairs that the plan leaves out must
             have a constant 0: the gradient that comes back for it means nothing.
-        owned: fp32 masters of the owned experts, gate and up [E, I, D], down [E, D, I]. Only
-            these and the two arguments before get gradients; an expert without tokens gets zeros.
+        owned: matrices of the owned experts, fp32 or in the compute type, gate and up [E, I, D],
+            down [E, D, I]. Only these, in fp32, and the two arguments before get gradients; an
+            expert without tokens gets zeros.
         setting: the plan, the frozen experts and the compute type.
 
     Returns:
@@ -174,7 +175,7 @@ class RowGradients:
         self.scale_M = F.pad(weight_NK.flatten(), (0, 1))[plan.pair_M].to(setting.compute)
         self.x_MD = x_ND.new_empty(plan.num_rows, x_ND.shape[1])
         self.weight_M = weight_NK.new_empty(plan.num_rows)
-        self.matrices = [torch.empty_like(stack) for stack in owned]
+        self.matrices = [torch.empty_like(stack, dtype=torch.float32) for stack in owned]
 
     def add(self, block: Block, gate_mI: Tensor, up_mI: Tensor) -> None:
         """Goes back through the rows of one block."""

@@ -107,8 +107,16 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
             "a pipeline whose experts are dealt out is not built",
             hint="leave out one of both",
         )
+    if asked[0] > 1 and compute.shard == "state":
+        raise ConfigError(
+            f'compute.pipeline = {asked[0]} and compute.shard = "state": '
+            "a pipeline whose stages share masters and moments is not built",
+            hint="leave out one of both",
+        )
     dealt = _dealings(compute, workers, model.num_experts)
     cut = _stagings(compute, workers, model.num_hidden_layers)
+    if compute.shard == "state":
+        cut = (1,)
     size = max(workers, 1)
     # What `Mesh` and the engines of a rank can do: one of both.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp}]
@@ -162,6 +170,7 @@ def for_workers(
     meshes = meshes_of(compute, workers.size, run.model)
     schedule = compute.pipeline_schedule
     wishes = replace(wishes, engine="resident", meshes=meshes, schedule=schedule)
+    wishes = replace(wishes, shard=compute.shard)
     return replace(share_of(machine, workers.per_node), fabric=workers), wishes
 
 

@@ -99,7 +99,8 @@ class MicroBatchBytes:
 
     def cast_matrices(self, layer_cast: int) -> float:
         """So many parameters of a layer in the compute type, kept beside their masters."""
-        return self.compute * layer_cast if self.compute < 4 else 0.0
+        kept = self.compute < 4 and self.options.shards == 1  # else they are there anyway
+        return self.compute * layer_cast if kept else 0.0
 
     def backward(self, layer_owned: int, frozen_layer: float) -> float:
         """Bytes beside all that while one layer goes backward.
@@ -114,7 +115,8 @@ class MicroBatchBytes:
         one_expert = rows / self.experts
         together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
         products = c * together * (2 * model.hidden_size + 4 * model.moe_intermediate_size)
-        dense = (layer_owned * c if c < 4 else 0) + frozen_layer
+        is_cast = c < 4 and self.options.alike[1] == 1
+        dense = (layer_owned * c if is_cast else 0) + frozen_layer
         products += dense if self.grouped else dense / self.experts
         # The gradients of the rows, and of the residual stream.
         gathered = c * rows * model.hidden_size + self.checkpoint() + rows * (4 + c)

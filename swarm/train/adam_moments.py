@@ -106,13 +106,30 @@ class Moments:
         scales = [self.parts[kind + SCALE][row, _blocks(part)] for kind in KINDS]
         return _decode_mean(mean, scales[0]), _decode_square(square, scales[1])
 
-    def store(self, row: int, part: slice, values: tuple[Tensor, Tensor], *, seed: int) -> None:
-        """Puts a piece back, rounded; `seed` draws the directions in bf16."""
+    def store(
+        self,
+        row: int,
+        part: slice,
+        values: tuple[Tensor, Tensor],
+        *,
+        seed: int,
+        among: tuple[int, int] | None = None,
+    ) -> None:
+        """Puts a piece back, rounded.
+
+        Args:
+            row: of the piece.
+            part: of the row.
+            values: of the piece, both fp32 [x].
+            seed: draws the directions in bf16.
+            among: where the piece begins in a longer one, whose directions are drawn, and the
+                length of that; None for a piece of its own.
+        """
         if self.form == "bf16":
             generator = torch.Generator(values[0].device).manual_seed(seed)
             values = (
-                round_up_or_down(values[0], generator),
-                round_up_or_down(values[1], generator),
+                round_up_or_down(values[0], generator, among),
+                round_up_or_down(values[1], generator, among),
             )
         if self.form != "int8":
             for kind, value in zip(KINDS, values, strict=True):
@@ -185,22 +202,29 @@ def update_piece(
     values = moments.load(piece.row, piece.in_row)
     update_tensors([master_x], [gradient_x], [values], update)
     if moments.form != "fp32":
-        # Of place and count alone, so that a resumed peer draws the same numbers.
-        place = f"{update.count} {piece.name} {piece.row} {piece.start}"
-        moments.store(piece.row, piece.in_row, values, seed=zlib.crc32(place.encode()))
+        moments.store(piece.row, piece.in_row, values, seed=seed_of(piece, update))
 
 
-def round_up_or_down(values: Tensor, generator: torch.Generator) -> Tensor:
+def seed_of(piece: Piece, update: Update) -> int:
+    """Of place and count alone, so that a resumed peer draws the same numbers."""
+    place = f"{update.count} {piece.name} {piece.row} {piece.start}"
+    return zlib.crc32(place.encode())
+
+
+def round_up_or_down(
+    values: Tensor, generator: torch.Generator, among: tuple[int, int] | None = None
+) -> Tensor:
     """fp32 to bf16, up or down with the probability that keeps the mean.
 
     An update below half a unit in the last place, which rounding to nearest would always lose,
-    survives on average. Values that are not finite stay so.
+    survives on average. Values that are not finite stay so. `among` is as in `Moments.store`.
 
     Source: Gupta et al., arXiv 1502.02551 (stochastic rounding); the carry trick on the bits of
     fp32 is common practice.
     """
-    noise = torch.empty_like(values, dtype=torch.int32)
-    noise.random_(0, 2**16, generator=generator)
+    first, count = among or (0, len(values))
+    noise = torch.empty(count, dtype=torch.int32, device=values.device)
+    noise = noise.random_(0, 2**16, generator=generator)[first : first + len(values)]
     raised = (values.view(torch.int32) + noise).bitwise_and_(-(2**16)).view(torch.float32)
     return torch.where(values.isfinite(), raised, values).bfloat16()
 

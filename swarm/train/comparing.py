@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.hardware import Machine
@@ -43,9 +44,9 @@ class Rung:
 def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
     """The fastest first, of each format of moments; of equally fast ones those that cut least."""
 
-    def key(rung: Rung) -> tuple[int, float, int]:
-        ep, pp = rung.cut
-        return FORMATS.index(rung.options.moments), rung.time.total, ep * pp
+    def key(rung: Rung) -> tuple[int, float, int, int]:
+        options = rung.options
+        return FORMATS.index(options.moments), rung.time.total, prod(rung.cut), options.shards
 
     return sorted(ladder, key=key)
 
@@ -115,6 +116,8 @@ def name_of(options: EngineOptions) -> str:
         words.append(f"experts dealt out over {options.ep}")
     if options.pp > 1:
         words.append(f"a pipeline of {options.pp} stages")
+    if options.shards > 1:
+        words.append(f"masters and moments cut over {options.shards}")
     return ", ".join(words) or "the whole model on each"
 
 

@@ -20,6 +20,8 @@ SPIKE = 4.0
 """A gradient norm of so many times its running mean is counted as a spike."""
 MEMORY = 0.98
 """Of the running mean of gradient norms: it looks back some 50 steps."""
+SQUARED = 2**16
+"""Elements that a CPU converts to fp64 at once: they stay in its cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,27 @@ def unit_of(name: str) -> str:
     if layer is not None:
         return f"layer.{layer}"
     return "embedding" if name == EMBEDDING else "head"
+
+
+def square_sum(gradient: Tensor) -> Tensor:
+    """The sum of the squares of an fp32 gradient, as an fp64 scalar.
+
+    In fp64, so that sums of parts, however a gradient is cut, make the same fp32 norm as a sum of
+    the whole; an fp32 norm of 2^24 elements is 0.07 % too small on a CPU, besides.
+    """
+    if gradient.is_cuda:
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in gradient.view(-1).split(SQUARED):
+        doubles = piece.double()
+        total += torch.dot(doubles, doubles)
+    return total
+
+
+def norm_of(square: Tensor, scale: float) -> Tensor:
+    """The fp32 norm whose square is given, of a gradient that was multiplied by a scale."""
+    return (square.sqrt() / scale).float()
 
 
 def total_norm(norms: Mapping[str, Tensor]) -> Tensor:

@@ -44,6 +44,8 @@ class Wishes:
         meshes: over how many workers the resident engine's experts may be dealt out, and its layers
             be cut as the stages of a pipeline; each of as many workers as the machine's fabric has.
         schedule: of a pipeline.
+        shard: whether masters and moments may be cut over workers that hold a tensor alike: where
+            it needs to be ("auto"), never or always; those of a pipeline never are.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -55,6 +57,13 @@ class Wishes:
     folder: Path | None = None
     meshes: tuple[Mesh, ...] = (Mesh(1, 1),)
     schedule: ScheduleName = "1f1b"
+    shard: Literal["auto", "none", "state"] = "auto"
+
+    def shards(self, mesh: Mesh) -> tuple[int, ...]:
+        """Over how many workers of a mesh the state may be cut, whole ones first."""
+        if mesh.size == 1 or mesh.pp > 1 or self.shard == "none":
+            return (1,)
+        return (mesh.size,) if self.shard == "state" else (1, mesh.size)
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,11 @@ def _rungs(
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
         for mesh, way in itertools.product(wishes.meshes, ways):
-            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=wishes.schedule)
-            yield replace(cut, recompute=way)
+            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=wishes.schedule, recompute=way)
+            shards = wishes.shards(mesh)
+            # State that is whole and layers that are computed again need more than the rung before.
+            for number in shards[-1:] if way != ways[0] else shards:
+                yield replace(cut, shards=number)
     if wishes.engine == "resident":
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
@@ -216,6 +228,8 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
             words += ", layers computed again for backward"
         if options.ep > 1:
             words += f", experts dealt out over {options.ep}"
+        if options.shards > 1:
+            words += f", masters and moments cut over {options.shards}"
         if options.pp > 1:
             why = pipeline_cut(run, options).reason
             words += f", a pipeline of {options.pp} stages ({options.schedule}; {why})"

@@ -254,7 +254,7 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Hel
     sizes = sizes_of(run.model, -(-num_owned // options.ep))
     layers, trained = len(held.stage.layers), held.trained(run.model, sizes)
     frozen = layers * frozen_layer_bytes(run, num_owned, options)
-    state = (MASTER + MOMENT_BYTES[options.moments]) * trained + frozen
+    state = _trained_state(sizes, layers, trained, options) + frozen
     micro = MicroBatchBytes(run, options)
     cast = micro.cast_matrices(sizes.layer_cast)
     if options.recompute == "none":
@@ -290,6 +290,26 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Hel
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
     after = gradients + max(adding, UPDATE_BYTES[options.moments] * piece)
     return Need(state + held.buffers(micro), max(kept + beside + max(head, layer), after), 0.0, 0.0)
+
+
+def _trained_state(sizes: Sizes, layers: int, trained: int, options: EngineOptions) -> float:
+    """Bytes of masters and moments on a rank, and of copies in the compute type."""
+    moments, ways = MOMENT_BYTES[options.moments], options.alike
+    experts = layers * sizes.layer_owned
+    state = 0.0
+    for count, over, cast in (
+        (trained - experts, ways[0], layers * sizes.layer_cast + head_of(sizes, layers, trained)),
+        (experts, ways[1], experts),
+    ):
+        copies = cast if over > 1 and DTYPES[options.compute].itemsize < 4 else 0
+        state += MASTER * (count - copies) + moments * count / over
+        state += copies * (DTYPES[options.compute].itemsize + MASTER / over)
+    return state
+
+
+def head_of(sizes: Sizes, layers: int, trained: int) -> int:
+    """Parameters of the head; none where it is the embedding."""
+    return sizes.table if trained - layers * sizes.layer > 2 * sizes.table else 0
 
 
 def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:

@@ -190,7 +190,7 @@ class OwnedAdamW:
                 rows[of_row] = (self._moments[name], row, shape)
         return rows
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """Views of masters and moments: "master.", "exp_avg." ... before Hugging Face names."""
         state = {f"master.{name}": value for name, value in self.masters().items()}
         for name, (moments, row, shape) in self._rows().items():
@@ -198,6 +198,12 @@ class OwnedAdamW:
                 whole = part[row] if kind.endswith(SCALE) else part[row].view(shape)
                 state[f"{kind}.{name}"] = whole
         return state
+
+    def take(self, stored: Mapping[str, Tensor]) -> None:
+        """Overwrites some tensors under the names of `state`, as they are stored."""
+        views = self.state()
+        for name, tensor in stored.items():
+            views[name].copy_(tensor)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over masters and moments under the names of `state`, in whatever format.
@@ -208,17 +214,17 @@ class OwnedAdamW:
             CorruptState: a tensor is missing or of another shape; nothing was changed then.
         """
         for name, master in self.masters().items():
-            _stored_moments(tensors, name)
+            stored_moments(tensors, name)
             if tensors[f"master.{name}"].shape != master.shape:
                 raise CorruptState(f"the private state belongs to another model: {name}")
         for name, master in self.masters().items():
             master.copy_(tensors[f"master.{name}"])
         for name, moments in self._moments.items():
             for row, of_row in enumerate(stacked_tensors(name, self._owned) or (name,)):
-                moments.copy_row(row, _stored_moments(tensors, of_row), 0)
+                moments.copy_row(row, stored_moments(tensors, of_row), 0)
 
 
-def _stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:
+def stored_moments(tensors: Mapping[str, Tensor], name: str) -> Moments:
     """Moments of one tensor as a private state has them; raises CorruptState."""
     forms: dict[int, MomentsFormat] = {4: "fp32", 2: "bf16", 1: "int8"}
     parts = {}

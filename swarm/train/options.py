@@ -44,6 +44,8 @@ class EngineOptions:
         ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
             with each.
         pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
+        shards: ranks over which masters and moments of what they hold alike are cut; 1 leaves all
+            of them with each. With fewer ranks than that, they are cut over these.
         schedule: of a pipeline; both take as long, 1f1b keeps fewer micro-batches for backward.
         recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.
@@ -68,6 +70,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     ep: int = 1
     pp: int = 1
+    shards: int = 1
     schedule: ScheduleName = "1f1b"
     kind: EngineKind = EngineKind.RESIDENT
     resident_layers: int | None = 0
@@ -82,6 +85,11 @@ class EngineOptions:
     def of(cls, run: RunConfig, *, device: str = "cpu") -> EngineOptions:
         """The run's settings, everything else at its default."""
         return cls(device=device, compute=run.train.compute, frozen=run.train.frozen)
+
+    @property
+    def alike(self) -> tuple[int, int]:
+        """Over how many ranks the state of a shared tensor is cut, and that of an expert."""
+        return self.shards, max(1, self.shards // self.ep)
 
     def but(
         self,

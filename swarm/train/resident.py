@@ -26,7 +26,7 @@ from swarm.model.routing import RoutingControls
 from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
-from swarm.train.guard import Guard, clip_factors, total_norm
+from swarm.train.guard import Guard, clip_factors, norm_of, square_sum, total_norm
 from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
@@ -64,10 +64,14 @@ class ResidentEngine:
             bank=bank,
             stage=stage,
         )
-        self._optimizer = OwnedAdamW(run.optimizer, options.moments)
+        self._optimizer = self._adamw(options)
         self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
         self._guard = Guard(options.compute)
         self._intact = True
+
+    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
+        """What updates the trained tensors."""
+        return OwnedAdamW(self._run.optimizer, options.moments)
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -129,7 +133,7 @@ class ResidentEngine:
     def _norms(self, scale: float) -> dict[str, Tensor]:
         """The norm of the gradient of each parameter of the peer, by name."""
         return {
-            name: torch.linalg.vector_norm(gradient) / scale
+            name: norm_of(square_sum(gradient), scale)
             for name, gradient in self._gradients_by_name().items()
         }
 
@@ -221,15 +225,18 @@ class ResidentEngine:
             restore()  # of a layer that failed
 
     def state_dict(self) -> EngineState:
-        biases = self._model.read(self._biases())
         return EngineState(
-            tensors=self._optimizer.state() | {f"master.{n}": each for n, each in biases.items()},
+            tensors=self._state_tensors(),
             owned=self.owned,
             updates=self._optimizer.updates,
             skipped=self._guard.skipped,
             skipped_in_a_row=self._guard.skipped_in_a_row,
             scale=self._guard.scale,
         )
+
+    def _state_tensors(self) -> Mapping[str, Tensor]:
+        biases = self._model.read(self._biases())
+        return {**self._optimizer.state(), **{f"master.{n}": each for n, each in biases.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: EngineState) -> None:

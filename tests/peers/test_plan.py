@@ -349,8 +349,12 @@ def test_many_gpus_are_planned_as_one_peer() -> None:
 def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
     cards = ("--gpus", "8x24GB", "--host", "512GB", "--disk", "4TB", "--bus", "pcie")
     figures = plan("spes_7b", *cards)
-    assert [rank["workers"] for rank in figures["workers"]["ranks"]] == [2] * 4
-    assert figures["workers"]["ranks"][0]["holds"] == "layers 0-4, 32 experts"
+    assert [rank["holds"] for rank in figures["workers"]["ranks"]] == [
+        "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
+    ]
+    stages = plan("spes_7b", *cards, "--set", "compute.shard=none")["workers"]["ranks"]
+    assert [rank["workers"] for rank in stages] == [2] * 4
+    assert stages[0]["holds"] == "layers 0-4, 32 experts"
     nodes = plan("spes_7b", *cards, "--remote-workers", "8", "--between", "25gbit")["workers"]
     assert (nodes["number"], nodes["machines"], nodes["between_gbit"]) == (16, 2, 25.0)
     asked = plan("spes_7b", *EIGHT, "--bus", "nvlink", "--set", "compute.expert_parallel=4")

@@ -7,7 +7,7 @@ import torch
 from swarm.config import OptimizerConfig
 from swarm.errors import TrainingDiverged
 from swarm.model.routing import RoutingControls
-from swarm.train.guard import Guard, LossScale, clip_factors, total_norm
+from swarm.train.guard import Guard, LossScale, clip_factors, norm_of, square_sum, total_norm
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 
 FP16 = {"compute": "fp16"}
@@ -142,3 +142,15 @@ def test_clipping_by_unit_never_exceeds_the_global_limit():
     assert total_norm(clipped) <= 2.0
     unclipped = clip_factors(norms, OptimizerConfig(lr=0.1, clip_norm=100.0))
     assert all(factor == 1 for factor in unclipped.values())
+
+
+def test_a_norm_does_not_depend_on_how_its_gradient_is_cut():
+    gradient = torch.randn(2**20 + 77, generator=torch.Generator().manual_seed(0))
+    whole = norm_of(square_sum(gradient), 4.0)
+    assert torch.equal(whole, (gradient.double().norm() / 4).float())
+    for size in (64, 1000, 2**16, 2**19):
+        parts = torch.stack([square_sum(part) for part in gradient.split(size)])
+        assert torch.equal(norm_of(parts.sum(), 4.0), whole)
+    in_fp32 = torch.stack([part.norm() for part in gradient.split(64)]).norm() / 4
+    assert not torch.equal(in_fp32, whole)
+    assert norm_of(square_sum(torch.tensor([1.0, math.inf])), 1.0) == math.inf

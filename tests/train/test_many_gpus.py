@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm.config import ComputeSection
 from swarm.peer.workers import meshes_of
 from swarm.train.hardware import Machine
-from swarm.train.ladder import Wishes, plan_engine
+from swarm.train.ladder import Wishes, plan_engine, rungs
 from swarm.train.memory import need_of, pipeline_cut
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Lost
@@ -64,12 +64,27 @@ def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
     assert "experts dealt out over 8: the fastest that fits; next best: a pipeline of 8" in (
         plan.reason
     )
-    # Shared tensors are whole on each GPU: what is not an expert's is not cut yet.
     whole = need_of(run, 16, replace(plan.options, ep=1), 8)
     assert whole.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
     small = planned(run, 16, 8, 80, "nvlink")
-    assert small.fits and (cut(small), small.options.moments) == ((8, 1), "int8")
-    assert "faster, if it did fit: the whole model on each, 376.8 GB of GPU memory" in small.reason
+    assert small.fits and (cut(small), small.options.moments) == ((8, 1), "bf16")
+    assert small.options.shards == 8  # and the rest of the state with them
+    assert "faster, if it did fit: masters and moments cut over 8, 322.9 GB" in small.reason
+
+
+def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
+    run = of_file("spes_7b")
+    found = [planned(run, 8, 8, size, "nvlink") for size in (80, 48)]
+    assert [(cut(p), p.options.shards) for p in found] == [((1, 1), 1), ((1, 1), 8)]
+    assert [p.options.recompute for p in found] == ["none", "none"]
+    assert "masters and moments cut over 8: the fastest that fits" in found[1].reason
+    saved = found[0].need.device_state - found[1].need.device_state
+    assert saved == pytest.approx(20.7e9, rel=0.01)
+    machine, wishes = site(8, 40, "nvlink", model=run.model)
+    for wished, shards in (("none", {1}), ("state", {1, 8})):
+        options = rungs(run, machine, replace(wishes, shard=wished))
+        assert {each.shards for each in options} == shards
+        assert all(each.pp > 1 for each in options if each.shards == 1 and wished == "state")
 
 
 def test_a_slow_bus_makes_it_a_pipeline():
@@ -86,13 +101,13 @@ def test_a_slow_bus_makes_it_a_pipeline():
 def test_wide_layers_and_long_sequences_on_a_fast_bus():
     """Layers and sequences are not cut across (tensor and sequence parallel are not built).
 
-    Where the shared tensors are too much for a GPU, a pipeline is what is left.
+    Where the shared tensors are too much for a GPU, their masters and moments are cut.
     """
     sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
     wide = of_file("spes_7b", model={**sizes, "num_key_value_heads": 64, "num_experts": 8})
     plan = planned(wide, 2, 8, 141, "nvlink")
-    assert plan.fits and plan.options.pp > 1
-    assert all(rung.options.pp > 1 for rung in plan.others if rung.fits)
+    assert plan.fits and (cut(plan), plan.options.shards) == ((2, 1), 8)
+    assert all(max(rung.options.pp, rung.options.shards) > 1 for rung in plan.others if rung.fits)
     # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and have to
     # compute layers again, which stages need not.
     length = 131_072
@@ -117,7 +132,8 @@ def test_more_gpus_than_one_copy_takes_hold_several():
     # Only sums of gradients cross: 5 GB of 8 bytes for each of 16 GPUs, half of them far away.
     assert nodes.time.sums > 20 * planned(run, 16, 8, 141, "nvlink").time.sums
     cards = planned(of_file("spes_7b"), 8, 8, 24, "pcie")
-    assert cards.fits and cut(cards) == (1, 4)  # two pipelines
+    assert cards.fits and cut(cards) == (4, 1)
+    assert cards.options.shards == 8  # shared tensors' over all, the experts' over two each
 
 
 def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():

@@ -8,6 +8,7 @@ Shapes: N micro-batches, X elements of a bucket, M rows.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,12 +142,63 @@ class Ranks:
         """
         if self.size == 1:
             return
-        for bucket in _buckets(tensors):
+        for bucket in _buckets(tensors, BUCKET):
             sizes = [len(part) for part in bucket]
             padding = bucket[0].new_zeros(-sum(sizes) % self.size)
             sums_X = self._summed(torch.cat([each.to(self.device) for each in (*bucket, padding)]))
             for part, total in zip(bucket, sums_X[: sum(sizes)].split(sizes), strict=True):
                 part.copy_(total)
+
+    def add_up_shares(self, shares: Sequence[Sequence[Tensor]]) -> None:
+        """Replaces this rank's share of fp32 tensors by its sums over the ranks, in their order.
+
+        As `add_up`, without the way back.
+
+        Args:
+            shares: for each rank, flat views of what it is to have the sums of.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return
+        for parts in _rounds(shares, BUCKET // self.size):
+            cut = [sum(map(len, part)) for part in parts]
+            own = cut[self.rank]
+            mine_X = torch.cat([each.to(self.device) for part in parts for each in part])
+            received_X = mine_X.new_empty(own * self.size)
+            self.traffic.count("sums", 4 * (sum(cut) - own))
+            self._all_to_all(received_X, mine_X, [own] * self.size, cut)
+            total = _in_order(received_X.view(self.size, own))
+            sizes = [len(each) for each in parts[self.rank]]
+            for each, found in zip(parts[self.rank], total.split(sizes), strict=True):
+                each.copy_(found)
+
+    def spread(self, shares: Sequence[Sequence[Tensor]]) -> None:
+        """Gives each rank the shares of all, of which each has its own; of any one type.
+
+        Args:
+            shares: for each rank, flat views of what it has.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return
+        for parts in _rounds(shares, BUCKET // self.size):
+            cut = [sum(map(len, part)) for part in parts]
+            dtype = next(each.dtype for part in parts for each in part)
+            # As bytes: gloo has not all types.
+            padding = torch.zeros(max(cut) - cut[self.rank], dtype=dtype, device=self.device)
+            mine = torch.cat([*(each.to(self.device) for each in parts[self.rank]), padding])
+            found = mine.new_empty(self.size * max(cut))
+            self.traffic.count("values", mine.nbytes * (self.size - 1))
+            self._all_gather(found.view(torch.uint8), mine.view(torch.uint8))
+            for rank, whole in enumerate(found.view(self.size, max(cut))):
+                sizes = [len(each) for each in parts[rank]]
+                theirs = whole[: cut[rank]].split(sizes) if sizes and rank != self.rank else ()
+                for each, values in zip(parts[rank], theirs, strict=False):
+                    each.copy_(values)
 
     def shared(self, mine: Sequence[Sequence[float]], count: int, width: int) -> Tensor:
         """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
@@ -204,10 +256,7 @@ class Ranks:
         crossing = 4 * cut[0] * (self.size - 1)
         self.traffic.count("sums", crossing)
         self._all_to_all(received_X, mine_X, cut, cut)
-        parts = received_X.view(self.size, -1)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+        total = _in_order(received_X.view(self.size, -1))
         self.traffic.count("sums", crossing)
         self._all_gather(mine_X, total)
         return mine_X
@@ -247,10 +296,23 @@ class Ranks:
         _collective(lambda: dist.all_reduce(numbers, group=self.handle))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in lists of `BUCKET` elements at most."""
+def _in_order(parts_RX: Tensor) -> Tensor:
+    """The sum of what R ranks have sent, one after the other."""
+    total = parts_RX[0].clone()
+    for part in parts_RX[1:]:
+        total += part
+    return total
+
+
+def _rounds(shares: Sequence[Sequence[Tensor]], most: int) -> Iterator[Sequence[Sequence[Tensor]]]:
+    """The shares of all ranks, of each so many elements at once at most."""
+    yield from itertools.zip_longest(*(_buckets(each, most) for each in shares), fillvalue=())
+
+
+def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Flat views of all elements, in lists of so many elements at most."""
     bucket: list[Tensor] = []
-    room = BUCKET
+    room = most
     for tensor in tensors:
         rest = tensor.view(-1)
         while len(rest):
@@ -258,7 +320,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             rest, room = rest[room:], room - len(bucket[-1])
             if not room:
                 yield bucket
-                bucket, room = [], BUCKET
+                bucket, room = [], most
     if bucket:
         yield bucket
 

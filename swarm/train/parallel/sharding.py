@@ -38,6 +38,7 @@ from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
 from swarm.train.adam_moments import SCALE, Moments
 from swarm.train.engine import TERMS, is_trained, mean_over
+from swarm.train.guard import norm_of, square_sum
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.dispatch import DealtBank
@@ -86,6 +87,10 @@ class RankEngine(ResidentEngine):
         if expert_of(name) is None:
             return self._ranks.rank == 0
         return self._ranks.rank < self._mesh.ep and self.holds(name)
+
+    def takes_part(self, name: str) -> bool:
+        """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
+        return self.answers(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, wherever it is; raises BadBlob as `read`."""
@@ -137,9 +142,7 @@ class RankEngine(ResidentEngine):
         for layer in range(self._run.model.num_hidden_layers):
             found |= self._moved_moments(moves, layer)
         super().own(wanted)
-        views = self._optimizer.state()
-        for name, tensor in found.items():
-            views[name].copy_(tensor)
+        self._optimizer.take(found)
 
     def _moved_moments(self, moves: Sequence[Move], layer: int) -> dict[str, Tensor]:
         """Those of a layer that come to this rank, by their names in the private state."""
@@ -182,7 +185,7 @@ class RankEngine(ResidentEngine):
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
-                parameter.grad = torch.full_like(parameter, -0.0)
+                parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
         rows = self._ranks.shared([form.row(each) for each in found], len(parts), form.width)
@@ -212,10 +215,9 @@ class RankEngine(ResidentEngine):
         for row, name in enumerate(stacks if columns else ()):
             gradient = parameters[name].grad
             assert gradient is not None
-            each = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradient]
-            table[row, columns] = torch.stack(each)
+            table[row, columns] = torch.stack([square_sum(one) for one in gradient])
         for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
-            norms[name] = (torch.linalg.vector_norm(row_E) / scale).float().to(self._device)
+            norms[name] = norm_of(row_E.sum(), scale).to(self._device)
         return norms
 
     # ------------------------------------------------ ranks without a micro-batch

@@ -46,6 +46,7 @@ from swarm.train.parallel.exchange import (
 from swarm.train.parallel.history import Found
 from swarm.train.parallel.moving import Form
 from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
+from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.sharding import RankEngine
 from swarm.train.tensor_file import OpenFile, TensorFile
 
@@ -206,14 +207,14 @@ class Worker:
     def _read(self, message: Message, out: TensorFile) -> None:
         for name in message["names"]:
             out.leave_room(name, torch.float32, self._engine.shape(name))
-            if self._engine.answers(name):
-                out.put(name, self._engine.read([name])[name])
+            if self._engine.takes_part(name):
+                self._put(out, name, name, self._engine.read([name])[name])
 
     def _read_part(self, message: Message, out: TensorFile) -> None:
         part = Slice(*message["part"])
         out.leave_room("values", torch.float32, (part.stop - part.start,))
-        if self._engine.answers(part.name):
-            out.put("values", self._engine.read_part(part))
+        if self._engine.takes_part(part.name):
+            self._put(out, part.name, "values", self._engine.read_part(part))
 
     def _read_moments(self, message: Message, out: TensorFile) -> None:
         for name in message["names"]:
@@ -221,9 +222,9 @@ class Worker:
                 continue
             for kind in KINDS:
                 out.leave_room(f"{kind}.{name}", torch.float32, self._engine.shape(name))
-            if self._engine.answers(name):
+            if self._engine.takes_part(name):
                 for stored, tensor in self._engine.read_moments([name]).items():
-                    out.put(stored, tensor)
+                    self._put(out, name, stored, tensor)
 
     def _read_state(self, message: Message, out: TensorFile) -> None:
         if self._state is None:
@@ -231,8 +232,14 @@ class Worker:
         assert self._state is not None
         name = message["name"]
         out.leave_room(name, *self._forms[name])
-        if self._engine.answers(name.partition(".")[2]):
-            out.put(name, self._state.tensors[name])
+        of = name.partition(".")[2]
+        if self._engine.takes_part(of):
+            self._put(out, of, name, self._state.tensors[name])
+
+    def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
+        """Writes what was found of a tensor, if this rank is the one that answers."""
+        if self._engine.answers(of):
+            out.put(name, tensor)
 
 
 def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEngine:
@@ -242,7 +249,8 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
         Disconnected: another rank is gone.
     """
     if options.pp == 1:
-        return RankEngine(run, options, ranks)
+        kind = ShardedEngine if options.shards > 1 else RankEngine
+        return kind(run, options, ranks)
     from swarm.train.parallel.staged import StageEngine  # torch's schedules take 1 s and 75 MB
 
     return StageEngine(run, options, ranks)

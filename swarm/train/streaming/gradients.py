@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarm.train.guard import norm_of, square_sum
 from swarm.train.streaming.arena import Arena, Packing
 from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.host import GradientBuffer, GradientOffload
@@ -61,7 +62,7 @@ class Accumulator:
     def send(self, target: Tensor, norms: Tensor) -> Mark:
         """Sends gradients and their norms to host memory; returns when they are there."""
         assert self._written == set(self.views), "a parameter has no gradient"
-        found = [torch.linalg.vector_norm(view) for view in self.views.values()]
+        found = [norm_of(square_sum(view), 1.0) for view in self.views.values()]
         self._norms[: len(found)] = torch.stack(found)
         done = self._bus.mark()
         self._bus.send(norms, self._norms[: len(found)], done)

@@ -1,0 +1,342 @@
+"""AdamW whose masters and moments are cut over the ranks that hold a tensor alike.
+
+Each rank updates its own run of every parameter (`shards.py`), then all get the new values: in the
+compute type where every use casts the parameter anyway, so that nobody holds its fp32 master
+whole; else in fp32, and the parameter itself is the master.
+
+Shapes: X elements of a tensor, x elements of a rank's run of a parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import OptimizerConfig
+from swarm.errors import CorruptState
+from swarm.experts import stacked_tensors
+from swarm.train.adam_moments import (
+    KINDS,
+    SCALE,
+    Moments,
+    MomentsFormat,
+    Update,
+    seed_of,
+    update_tensors,
+)
+from swarm.train.optimizer import PIECE, PIECE_GPU, OwnedAdamW, stored_moments
+from swarm.train.parallel.held import MASTER, Held, Row, places, take
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.shards import Cut, is_compute_copy
+from swarm.train.tensor_file import LazyTensors
+
+
+class ShardedAdamW(OwnedAdamW):
+    """As `OwnedAdamW`, for ranks that are called alike; questions for tensors are operations."""
+
+    def __init__(
+        self,
+        settings: OptimizerConfig,
+        form: MomentsFormat,
+        compute: torch.dtype,
+        ranks_of: Callable[[str], Ranks],
+    ) -> None:
+        """As `OwnedAdamW`.
+
+        Args:
+            settings: betas, epsilon and weight decay.
+            form: of the moments.
+            compute: type of all matrix products.
+            ranks_of: which ranks hold a parameter alike.
+        """
+        super().__init__(settings, form)
+        self._compute, self._ranks_of = compute, ranks_of
+        self._held: dict[str, list[Held]] = {}
+        self._cuts: dict[str, Cut] = {}
+        self._rows_by_name: dict[str, Row] = {}
+
+    # ------------------------------------------------ who has what
+
+    def follow(self, parameters: Mapping[str, nn.Parameter], owned: Sequence[int]) -> None:
+        """See `OwnedAdamW`; parameters that are not those before hold fp32 masters."""
+        before, old, was_owned = self._parameters, self._held, self._owned
+        held, cuts = dict[str, list[Held]](), dict[str, Cut]()
+        for name, parameter in sorted(parameters.items()):
+            if before.get(name) is parameter:
+                held[name], cuts[name] = old[name], self._cuts[name]
+                continue
+            rows = len(owned) if stacked_tensors(name, owned) else 1
+            cuts[name] = Cut.of(
+                rows, parameter.numel() // rows, self._ranks_of(name).size, self._form
+            )
+            held[name] = self._new(name, parameter, cuts[name])
+            for row, expert in enumerate(owned if name in old else ()):
+                if expert in was_owned:
+                    whole = self._moments_of(Row(name, was_owned.index(expert), torch.Size()))
+                    take(held[name], cuts[name], row, whole.parts)
+            if self.is_copy(name):
+                self._cast(parameter)
+        self._parameters, self._owned = dict(sorted(parameters.items())), tuple(owned)
+        self._held, self._cuts = held, cuts
+        self._rows_by_name = self._all_rows()
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a parameter is a copy in the compute type, whose master is nowhere whole."""
+        wanted = self._compute is not torch.float32 and is_compute_copy(name)
+        return wanted and self._ranks_of(name).size > 1
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments that this rank has."""
+        moments = [held.moments for each in self._held.values() for held in each]
+        return sum(part.nbytes for each in moments for part in each.parts.values())
+
+    def _new(self, name: str, parameter: nn.Parameter, cut: Cut) -> list[Held]:
+        flat_X, found = parameter.detach().view(-1), []
+        for piece in cut.pieces(name, self._ranks_of(name).rank):
+            master_x = flat_X[piece.in_whole]
+            moments = Moments.zeros(self._form, 1, len(master_x), parameter.device)
+            found.append(Held(piece, master_x.clone() if self.is_copy(name) else master_x, moments))
+        return found
+
+    def _cast(self, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self._compute)
+        parameter.grad_dtype = torch.float32
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Lets all parameters hold their fp32 masters, whole: as many bytes as gradients.
+
+        What is written to them meanwhile is forgotten; `follow` takes over new parameters.
+        """
+        kept, masters = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
+        for name, parameter in self._parameters.items():
+            if self.is_copy(name):
+                kept[parameter] = parameter.data
+                masters[name] = torch.empty_like(parameter.data, dtype=torch.float32).view(-1)
+                for held in self._held[name]:
+                    masters[name][held.piece.in_whole] = held.master_x
+        self._spread(masters)
+        try:
+            for name, master_X in masters.items():
+                parameter = self._parameters[name]
+                parameter.data = master_X.view(parameter.shape)
+            masters.clear()
+            yield
+        finally:
+            for parameter, copy in kept.items():
+                parameter.data = copy
+
+    def _spread(self, flat: Mapping[str, Tensor]) -> None:
+        """Gives all ranks the runs of each of some flat tensors that lie as the parameters."""
+        groups = dict[tuple[Ranks, torch.dtype], list[str]]()
+        for name, each in flat.items():
+            groups.setdefault((self._ranks_of(name), each.dtype), []).append(name)
+        for (ranks, _), names in groups.items():
+            ranks.spread(
+                [
+                    [flat[name][self._cuts[name].run(rank)] for name in names]
+                    for rank in range(ranks.size)
+                ]
+            )
+
+    # ------------------------------------------------ a step
+
+    def add_up(self) -> None:
+        """Sums gradients over the ranks: on each of them those of its runs."""
+        groups = dict[Ranks, list[str]]()
+        for name in self._parameters:
+            groups.setdefault(self._ranks_of(name), []).append(name)
+        flat = {name: _gradient(each) for name, each in self._parameters.items()}
+        for ranks, names in groups.items():
+            ranks.add_up_shares(
+                [
+                    [flat[name][self._cuts[name].run(rank)] for name in names]
+                    for rank in range(ranks.size)
+                ]
+            )
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """The gradients of this rank's runs [x], by parameter."""
+        return {
+            name: _gradient(each)[self._cuts[name].run(self._ranks_of(name).rank)]
+            for name, each in self._parameters.items()
+        }
+
+    def update(self, lr: float) -> None:
+        """See `OwnedAdamW`; afterwards every rank has the new values of all."""
+        update = self.next_update(lr)
+        pairs = [
+            (held, _gradient(self._parameters[name])[held.piece.in_whole])
+            for name, each in self._held.items()
+            for held in each
+        ]
+        if self._form != "fp32":
+            for held, gradient_x in pairs:
+                self._update_rounded(held, gradient_x, update)
+        elif pairs:
+            masters = [held.master_x for held, _ in pairs]
+            moments = [
+                (h.moments.parts[KINDS[0]][0], h.moments.parts[KINDS[1]][0]) for h, _ in pairs
+            ]
+            update_tensors(masters, [gradient_x for _, gradient_x in pairs], moments, update)
+        self.updates += 1
+        pairs.clear()
+        self.free_gradients()
+        values = {name: each.detach().view(-1) for name, each in self._parameters.items()}
+        for held in (each for found in self._held.values() for each in found):
+            if self.is_copy(held.piece.name):
+                values[held.piece.name][held.piece.in_whole] = held.master_x.to(self._compute)
+        self._spread(values)
+
+    def _update_rounded(self, held: Held, gradient_x: Tensor, update: Update) -> None:
+        """In the pieces of an update of the whole parameter, whose numbers it draws."""
+        step = PIECE_GPU if gradient_x.is_cuda else PIECE
+        for part, whole in self._cuts[held.piece.name].together(held.piece, step):
+            here = slice(part.start - held.piece.start, part.stop - held.piece.start)
+            values = held.moments.load(0, here)
+            update_tensors([held.master_x[here]], [gradient_x[here]], [values], update)
+            among = (part.start - whole.start, whole.stop - whole.start)
+            held.moments.store(0, here, values, seed=seed_of(whole, update), among=among)
+
+    # ------------------------------------------------ by tensor
+
+    def master(self, name: str) -> Tensor:
+        """The fp32 master of a tensor: collected from the ranks, or a view if it is whole here."""
+        row = self._rows_by_name[name]
+        return self._collected(row, MASTER).view(row.shape)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrites a run of elements of a tensor's master, as far as this rank has it."""
+        row = self._rows_by_name[name]
+        first = row.index * self._cuts[row.name].size + start
+        for held in self._held[row.name]:
+            run = held.common(slice(first, first + values.numel()))
+            own = values.reshape(-1)[run.start - first : run.stop - first]
+            held.part(MASTER, run).copy_(own)
+
+    def stored(self, kind: str, name: str) -> Tensor:
+        """A master or moment as `state` has it, collected from the ranks."""
+        row = self._rows_by_name[name]
+        found = self._collected(row, kind)
+        return found if kind.endswith(SCALE) else found.view(row.shape)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is of each tensor."""
+        parts = Moments.zeros(self._form, 1, 1, torch.device("meta")).parts
+        return (MASTER, *parts)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """See `OwnedAdamW`; each is collected when it is looked up."""
+        return _State(self)
+
+    def take(self, stored: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`; as far as this rank has them."""
+        rows = self._rows_by_name
+        for name, tensor in stored.items():
+            kind, _, of = name.partition(".")
+            row = rows[of]
+            take(self._held[row.name], self._cuts[row.name], row.index, {kind: tensor.view(1, -1)})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`."""
+        for name, row in self._rows_by_name.items():
+            stored_moments(tensors, name)
+            if tensors[f"{MASTER}.{name}"].shape != row.shape:
+                raise CorruptState(f"the private state belongs to another model: {name}")
+        views = self.masters()
+        for name, row in self._rows_by_name.items():
+            master, cut = tensors[f"{MASTER}.{name}"], self._cuts[row.name]
+            views[name].copy_(master)
+            self.write(name, 0, master)
+            whole = self._zeros(cut.size, views[name].device)
+            whole.copy_row(0, stored_moments(tensors, name), 0)
+            take(self._held[row.name], cut, row.index, whole.parts)
+
+    def read_moments(self, names: Collection[str]) -> dict[str, Tensor]:
+        """See `OwnedAdamW`."""
+        found = {}
+        for name, row in self._rows_by_name.items():
+            if name in names:
+                whole = self._moments_of(row)
+                values = whole.load(0, slice(0, math.prod(row.shape)))
+                for kind, value in zip(KINDS, values, strict=True):
+                    found[f"{kind}.{name}"] = value.to("cpu", copy=True).view(row.shape)
+        return found
+
+    def write_moments(self, values: Mapping[str, Tensor]) -> None:
+        """See `OwnedAdamW`."""
+        for name, row in self._rows_by_name.items():
+            if f"{KINDS[0]}.{name}" in values:
+                size, device = math.prod(row.shape), self._parameters[row.name].device
+                whole = self._zeros(size, device)
+                mean, square = (values[f"{k}.{name}"].reshape(-1).to(device) for k in KINDS)
+                whole.store(0, slice(0, size), (mean, square), seed=0)
+                take(self._held[row.name], self._cuts[row.name], row.index, whole.parts)
+
+    def _all_rows(self) -> dict[str, Row]:
+        rows = dict[str, Row]()
+        for name, parameter in self._parameters.items():
+            experts = stacked_tensors(name, self._owned)
+            shape = parameter.shape[1:] if experts else parameter.shape
+            rows |= {of: Row(name, index, shape) for index, of in enumerate(experts or (name,))}
+        return rows
+
+    def _zeros(self, size: int, device: torch.device) -> Moments:
+        return Moments.zeros(self._form, 1, size, device)
+
+    def _moments_of(self, row: Row) -> Moments:
+        kinds = self.kinds[1:]
+        return Moments(self._form, {kind: self._collected(row, kind)[None] for kind in kinds})
+
+    def _collected(self, row: Row, kind: str) -> Tensor:
+        """All elements of one kind of a row, flat, from the ranks that have it alike."""
+        cut, parameter = self._cuts[row.name], self._parameters[row.name]
+        first = row.index * cut.size
+        if kind == MASTER and not self.is_copy(row.name):
+            return parameter.detach().view(-1)[first : first + cut.size]
+        if kind == MASTER:
+            found = torch.empty(cut.size, device=parameter.device)
+        else:
+            like = self._zeros(cut.size, torch.device("meta")).parts[kind][0]
+            found = torch.empty_like(like, device=parameter.device)
+        for held in self._held[row.name]:
+            run = held.common(slice(first, first + cut.size))
+            found[places(kind, slice(run.start - first, run.stop - first))] = held.part(kind, run)
+        ranks = self._ranks_of(row.name)
+        ranks.spread(
+            [[found[places(kind, cut.in_row(rank, row.index))]] for rank in range(ranks.size)]
+        )
+        return found
+
+
+class _State(LazyTensors):
+    """Masters and moments, each collected from the ranks when it is looked up."""
+
+    def __init__(self, optimizer: ShardedAdamW) -> None:
+        self._optimizer = optimizer
+
+    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `LazyTensors`; an operation of the ranks."""
+        return {name: (each.dtype, tuple(each.shape)) for name, each in self.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        kind, _, of = name.partition(".")
+        return self._optimizer.stored(kind, of)
+
+    def __iter__(self) -> Iterator[str]:
+        kinds, names = self._optimizer.kinds, self._optimizer.masters()
+        return (f"{kind}.{name}" for kind in kinds for name in names)
+
+    def __len__(self) -> int:
+        return len(self._optimizer.kinds) * len(self._optimizer.masters())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.view(-1)
