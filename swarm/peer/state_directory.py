@@ -17,6 +17,7 @@ STATE_DIR/
     ├── record          tip, promise and vote of the round protocol
     ├── chain           heads behind the tip, which prove it to others
     ├── private         masters, moments and bases, saved with each offer, or once a cycle
+    ├── private.parts/  what workers have written of it
     ├── offer           what was offered since then and is out, if a cycle has several rounds
     ├── packs/          blobs of the newest manifests
     └── events.jsonl    one line per round, and for each 15 s of work or waiting within one

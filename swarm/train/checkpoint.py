@@ -5,11 +5,13 @@ that (8 bytes) and the BLAKE3 digest of everything before (32). It is written be
 fsynced and renamed; the one before stays as `NAME.previous`. Nothing in it is executed, and nothing
 is read before the digest of the whole file was checked.
 
+Tensors that worker processes hold they write themselves, each to a file of its own (`parts.py`).
+The state is the index of these: its JSON lists their lengths and digests, and it holds the tensors
+that are in none of them. It is written last. Parts that neither the state nor the one before lists
+are removed.
+
 The offered digests stand at the end, so that tensors are hashed and written, each in a thread of
 its own, while the offered values are still encoded and stored.
-
-safetensors itself would hold a second copy of the state in memory, some 40 GB for the 7B model;
-writing its format is the short part.
 """
 
 from __future__ import annotations
@@ -17,41 +19,35 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from swarm import durable
 from swarm.errors import CorruptState, StateError
 from swarm.train.engine import Counts, EngineState
 from swarm.train.guard import LossScale
-from swarm.train.tensor_file import LazyTensors, OpenFile, Place, TensorFile, bytes_of
+from swarm.train.hashed_file import DIGEST_BYTES, LENGTH_BYTES, HashedFile, digest_of, places_in
+from swarm.train.parts import (
+    PREVIOUS,
+    Part,
+    PartedTensors,
+    Parts,
+    drop_parts,
+    folder_of,
+    new_stem,
+    open_part,
+)
+from swarm.train.tensor_file import JoinedFiles, OpenFile, TensorFile
 
-_FORMAT = 2
-_LENGTH_BYTES = 8
-_DIGEST_BYTES = 32
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_CHUNKS_AHEAD = 4
-"""Chunks that are hashed and not written: the memory that saving takes."""
-_HASHED_BYTES = 64 * 2**20
-"""Read and hashed at once: enough for all cores."""
-_FLUSH_BYTES = 256 * 2**20
-"""Written at once, before the disk is made to keep up: the last fsync shall be short."""
+_FORMAT = 3
+_READABLE = (2, 3)
+"""The second format had no parts."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +100,7 @@ class Loaded:
 
 
 class Saving:
-    """A private state that is being written: its tensors are hashed and written by two threads.
+    """A private state that is being written: tensors are hashed and written by threads, or workers.
 
     The tensors must not change until it was finished. A context manager: a file that was not
     finished when the context ends is given up, and the threads have ended.
@@ -115,74 +111,63 @@ class Saving:
         self.path = path
         self.is_open = True
         """Whether it can be finished: once, whatever comes of it."""
-        self._tensors = (engine.tensors, {f"rng.{name}": each for name, each in rng.items()})
-        self._digest = blake3(max_threads=blake3.AUTO)
-        self._chunks = SimpleQueue[bytes | memoryview | None]()
-        self._room = threading.Semaphore(_CHUNKS_AHEAD)
-        self._given_up = False
-        self._pool = ThreadPoolExecutor(2, "swarm-private")
-        self._written = self._pool.submit(self._write)
-        self._hashed = self._pool.submit(self._hash)
+        self._tensors = engine.tensors
+        self._rng = {f"rng.{name}": each for name, each in rng.items()}
+        self._parts: Parts | None = None
+        self._file = HashedFile(durable.beside(path), self._groups)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._given_up, self.is_open = True, False
-        self._pool.shutdown()
-        if self._written.exception() is None:
-            self._written.result().close()
+        self.is_open = False
+        self._file.give_up()
+        if self._parts is not None:
+            self._tidy_if_possible()
 
     def finish(self, state: PrivateState) -> None:
         """Adds all that is no tensor and puts the file into its place, durable.
 
         Raises:
             OSError: the disk refused, now or while the tensors were written.
+            SwarmError: workers that hold them cannot go on.
         """
         self.is_open = False
-        self._hashed.result()
-        with self._written.result() as file:
-            for chunk in _trailer(state):
-                self._digest.update(chunk)
-                file.write(chunk)
-            file.write(self._digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
+        self._file.finish(lambda: _trailer(state, self._finished_parts()), seal=True)
         durable.put_in_place(self.path, previous=previous_path(self.path))
+        self._tidy_if_possible()
 
-    def _hash(self) -> None:
+    def _groups(self) -> list[Mapping[str, Tensor]]:
+        """The tensors of this file, after workers have begun to write the others."""
+        self._tidy()
+        tensors = self._tensors
+        if isinstance(tensors, PartedTensors):
+            folder = folder_of(self.path)
+            durable.make_folder(folder)
+            self._parts = tensors.begin_parts(folder, new_stem())
+            tensors = self._parts.rest
+        return [tensors, self._rng]
+
+    def _finished_parts(self) -> Sequence[Part]:
+        """Parts that are durable, and so are their names."""
+        if self._parts is None:
+            return ()
+        parts = self._parts.finish()
+        durable.sync_folder(folder_of(self.path))
+        return parts
+
+    def _tidy_if_possible(self) -> None:
         try:
-            for chunk in _encode(*self._tensors):
-                if self._given_up:
-                    return
-                self._digest.update(chunk)
-                self._room.acquire()
-                self._chunks.put(chunk)
-        finally:
-            self._chunks.put(None)
+            self._tidy()
+        except OSError as error:
+            logger.warning("%s: files that nobody needs are left: %s", folder_of(self.path), error)
 
-    def _write(self) -> BinaryIO:
-        try:
-            durable.make_folder(self.path.parent)
-            file = durable.beside(self.path).open("wb")
-            try:
-                self._write_chunks(file)
-            except BaseException:
-                file.close()
-                raise
-            return file
-        finally:
-            self._given_up = True  # nobody takes chunks any more
-            self._room.release()
-
-    def _write_chunks(self, file: BinaryIO) -> None:
-        unflushed = 0
-        while (chunk := self._chunks.get()) is not None:
-            self._room.release()
-            unflushed += file.write(chunk)
-            if unflushed >= _FLUSH_BYTES:
-                os.fdatasync(file.fileno())
-                unflushed = 0
+    def _tidy(self) -> None:
+        """Removes what was given up, or belongs to no state any more."""
+        states = [each for each in (self.path, previous_path(self.path)) if each.exists()]
+        listed = [_peek_parts(each) for each in states]
+        if None not in listed:
+            drop_parts(folder_of(self.path), [part for parts in listed for part in parts or ()])
 
 
 def save_private(path: Path, state: PrivateState, begun: Saving | None = None) -> None:
@@ -218,18 +203,23 @@ def load_private(path: Path) -> PrivateState:
     try:
         file = OpenFile.at(path)
         size = os.fstat(file.descriptor).st_size
-        sound = size > _DIGEST_BYTES and _is_sound(file.descriptor, size - _DIGEST_BYTES)
+        sound = size > DIGEST_BYTES and _is_sound(file, size - DIGEST_BYTES)
     except OSError as error:
         raise CorruptState(f"{path}: cannot be read: {error}") from error
     if not sound:
         raise CorruptState(f"{path}: the content is not what was written ({size} bytes)")
     meta = _read_meta(file, size)
-    if meta.pop("format") != _FORMAT:
-        raise CorruptState(f"{path}: written in a format that this version does not read")
-    header_bytes = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, 0), "little")
-    header = json.loads(os.pread(file.descriptor, header_bytes, _LENGTH_BYTES))
-    start = _LENGTH_BYTES + header_bytes
-    return _decode(meta, file, {name: _place(start, entry) for name, entry in header.items()})
+    if meta.pop("format") not in _READABLE:
+        raise CorruptState(
+            f"{path}: written in a format that this version does not read",
+            hint="start the version that wrote it, or remove the file to start from the manifest",
+        )
+    own = TensorFile(file, places_in(file))
+    parts = [open_part(folder_of(path), Part(*each)) for each in meta.pop("parts", ())]
+    names = [name for each in (own, *parts) for name in each]
+    if len(set(names)) < len(names):
+        raise CorruptState(f"{path}: a tensor is in two of its parts")
+    return _decode(meta, own, parts)
 
 
 def peek_counts(path: Path) -> Counts | None:
@@ -247,18 +237,25 @@ def peek_counts(path: Path) -> Counts | None:
     return tuple(owned), updates, skipped, skipped_in_a_row
 
 
+def _peek_parts(path: Path) -> list[Part] | None:
+    """The parts of a state, without a check of the digest; None if it is unreadable."""
+    try:
+        file = OpenFile.at(path)
+        meta = _read_meta(file, os.fstat(file.descriptor).st_size)
+        return [Part(*each) for each in meta.get("parts", ())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _read_meta(file: OpenFile, size: int) -> dict[str, Any]:
-    end = size - _DIGEST_BYTES - _LENGTH_BYTES
-    length = int.from_bytes(os.pread(file.descriptor, _LENGTH_BYTES, end), "little")
+    end = size - DIGEST_BYTES - LENGTH_BYTES
+    length = int.from_bytes(os.pread(file.descriptor, LENGTH_BYTES, end), "little")
     meta: dict[str, Any] = json.loads(os.pread(file.descriptor, length, end - length))
     return meta
 
 
-def _is_sound(descriptor: int, body_bytes: int) -> bool:
-    digest = blake3(max_threads=blake3.AUTO)
-    for start in range(0, body_bytes, _HASHED_BYTES):
-        digest.update(os.pread(descriptor, min(_HASHED_BYTES, body_bytes - start), start))
-    return digest.digest() == os.pread(descriptor, _DIGEST_BYTES, body_bytes)
+def _is_sound(file: OpenFile, body_bytes: int) -> bool:
+    return digest_of(file, body_bytes) == os.pread(file.descriptor, DIGEST_BYTES, body_bytes)
 
 
 def load_newest(path: Path) -> Loaded | None:
@@ -288,7 +285,7 @@ def load_newest(path: Path) -> Loaded | None:
 
 def previous_path(path: Path) -> Path:
     """Where the private state before the one at `path` is kept."""
-    return path.with_name(f"{path.name}.previous")
+    return path.with_name(path.name + PREVIOUS)
 
 
 def read_rng(device: torch.device) -> dict[str, Tensor]:
@@ -306,7 +303,7 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
-def _trailer(state: PrivateState) -> Iterator[bytes]:
+def _trailer(state: PrivateState, parts: Sequence[Part]) -> Iterator[bytes]:
     """The end of the file, behind the tensors, without the digest."""
     engine = state.engine
     meta = {
@@ -323,50 +320,21 @@ def _trailer(state: PrivateState) -> Iterator[bytes]:
         del meta["part_bases"]
     meta["expert_bases"] = sorted(state.expert_bases.items())
     meta["engine"] = engine.counts
+    if parts:
+        meta["parts"] = [dataclasses.astuple(part) for part in parts]
     meta["scale"] = [engine.scale.value, engine.scale.good_steps]
     text = json.dumps({"format": _FORMAT, **meta}, sort_keys=True).encode()
     yield text
-    yield len(text).to_bytes(_LENGTH_BYTES, "little")
+    yield len(text).to_bytes(LENGTH_BYTES, "little")
 
 
-def _encode(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece, at most a few MB of it at a time."""
-    header: dict[str, Any] = {}
-    offset = 0
-    for tensors in groups:
-        for name, (dtype, shape) in sorted(_forms(tensors).items()):
-            stop = offset + math.prod(shape) * dtype.itemsize
-            header[name] = {
-                "dtype": _DTYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [offset, stop],
-            }
-            offset = stop
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
-    for tensors in groups:
-        for name in sorted(tensors):
-            yield from bytes_of(tensors[name])
-
-
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    if isinstance(tensors, LazyTensors):
-        return tensors.forms()
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _place(start: int, entry: Mapping[str, Any]) -> Place:
-    dtype = next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
-    return Place(start + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
-
-
-def _decode(meta: dict[str, Any], file: OpenFile, places: Mapping[str, Place]) -> PrivateState:
+def _decode(meta: dict[str, Any], own: TensorFile, parts: Sequence[TensorFile]) -> PrivateState:
     owned, updates, skipped, skipped_in_a_row = meta.pop("engine")
-    tensors = TensorFile(file, places)
-    rng = {name[4:]: tensors[name] for name in tensors if name.startswith("rng.")}
+    rng = {name[4:]: own[name] for name in own if name.startswith("rng.")}
+    places = {name: at for name, at in own.places.items() if not name.startswith("rng.")}
+    tensors = TensorFile(own.file, places)
     engine = EngineState(
-        tensors=TensorFile(file, {n: at for n, at in places.items() if not n.startswith("rng.")}),
+        tensors=JoinedFiles([tensors, *parts]) if parts else tensors,
         owned=tuple(owned),
         updates=updates,
         skipped=skipped,

@@ -18,6 +18,7 @@ from swarm.errors import CorruptState
 from swarm.experts import Slice, expert_of, expert_shapes, shared_shapes
 from swarm.model.routing import RoutingControls
 from swarm.train.guard import UNSCALED, LossScale
+from swarm.train.tensor_file import forms_of
 
 StandIn = Callable[[str], Tensor]
 """The value of a tensor, by its Hugging Face name."""
@@ -96,8 +97,8 @@ class EngineState:
         for expert in self.owned:
             shapes |= expert_shapes(run.model, expert)
         masters = {
-            name.removeprefix("master."): tuple(self.tensors[name].shape)
-            for name in self.tensors
+            name.removeprefix("master."): shape
+            for name, (_, shape) in forms_of(self.tensors).items()
             if name.startswith("master.")
         }
         names = {name.partition(".")[2] for name in self.tensors}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from swarm.errors import CorruptState, StateError
 
 CHUNK_BYTES = 16 * 2**20
 """Written at once; tensors on a GPU come to the host in such pieces."""
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class LazyTensors(Mapping[str, Tensor]):
     """A mapping whose tensors come when they are looked up, each time anew."""
 
     @abstractmethod
-    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def forms(self) -> dict[str, Form]:
         """Type and shape of each, without a look at any."""
 
 
@@ -112,7 +115,7 @@ class TensorFile(LazyTensors):
         """Where the tensors lie."""
         return self._places
 
-    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def forms(self) -> dict[str, Form]:
         """See `LazyTensors`."""
         return {name: (place.dtype, place.shape) for name, place in self._places.items()}
 
@@ -174,6 +177,38 @@ class TensorFile(LazyTensors):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+class JoinedFiles(LazyTensors):
+    """The tensors of several files as one mapping.
+
+    Attributes:
+        files: which; no name is in two of them.
+    """
+
+    def __init__(self, files: Sequence[TensorFile]) -> None:
+        self.files = tuple(files)
+        self._file_of = {name: file for file in files for name in file}
+
+    def forms(self) -> dict[str, Form]:
+        """See `LazyTensors`."""
+        return {name: form for file in self.files for name, form in file.forms().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    """Type and shape of each tensor; those that would have to be read are not looked up."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.forms()
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def bytes_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 
 from swarm.errors import CorruptState, StateError
-from swarm.train import checkpoint, tensor_file
+from swarm.train import checkpoint, hashed_file, tensor_file
 from swarm.train.checkpoint import (
     PrivateState,
     Saving,
@@ -293,7 +293,7 @@ def test_tensors_are_written_before_it_is_known_what_is_offered(path, monkeypatc
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
     with Saving(path, state.engine, state.rng) as begun:
-        begun._written.result()
+        begun._file._written.result()
         written = path.with_name("private.new").stat().st_size
         assert not path.exists()
         save_private(path, state, begun)
@@ -315,7 +315,7 @@ def test_what_was_begun_and_given_up_leaves_the_state_before_and_no_thread(path,
 def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
     """More chunks than wait at once, so that whoever hashes must not wait for ever."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(checkpoint, "_FLUSH_BYTES", 64)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 64)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
 
     def full(*_):
@@ -325,7 +325,7 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
     with Saving(path, state.engine, state.rng) as begun:
         with pytest.raises(StateError, match="No space left"):
             save_private(path, state, begun)
-        monkeypatch.setattr(checkpoint, "_FLUSH_BYTES", 2**20)
+        monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 2**20)
         save_private(path, state, begun)
     assert_equal(load_private(path), state)
 
@@ -333,7 +333,7 @@ def test_a_disk_that_refuses_a_begun_saving_is_tried_anew(path, monkeypatch):
 def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
     """A disk that stands still stops the hashing after as many chunks as may wait."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
-    go_on, hashed, pieces = threading.Event(), [], checkpoint.bytes_of
+    go_on, hashed, pieces = threading.Event(), [], hashed_file.bytes_of
 
     def counted(tensor):
         for piece in pieces(tensor):
@@ -345,13 +345,13 @@ def test_saving_holds_a_few_chunks_at_most(path, monkeypatch):
             go_on.wait(60)
             return super().open(*arguments)
 
-    monkeypatch.setattr(checkpoint, "bytes_of", counted)
+    monkeypatch.setattr(hashed_file, "bytes_of", counted)
     state = state_of(EngineState({"a": torch.arange(1000.0)}, (), 0, 0, 0))
     with Saving(Slow(path), state.engine, state.rng) as begun:
-        while len(hashed) < checkpoint._CHUNKS_AHEAD:
-            assert not begun._hashed.done()
-        assert not begun._hashed.done()
-        assert len(hashed) <= checkpoint._CHUNKS_AHEAD + 1
+        while len(hashed) < hashed_file.CHUNKS_AHEAD:
+            assert not begun._file._hashed.done()
+        assert not begun._file._hashed.done()
+        assert len(hashed) <= hashed_file.CHUNKS_AHEAD + 1
         go_on.set()
         save_private(path, state, begun)
     assert_equal(load_private(path), state)

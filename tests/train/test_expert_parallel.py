@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import signal
 from contextlib import closing
 from dataclasses import replace
@@ -9,9 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swarm.errors import StateError
 from swarm.experts import expert_shapes
+from swarm.train.checkpoint import load_newest, load_private
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.history import Saved
 from swarm.train.parallel.mesh import deal
+from swarm.train.parts import folder_of
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
@@ -25,6 +30,7 @@ from tests.train.test_parallel import (
     WIDE,
     allow_no_more,
     is_gone,
+    save,
     soon,
     stopped,
     train,
@@ -190,6 +196,82 @@ def test_a_state_goes_on_in_every_engine_and_comes_back(dealt, crews, moments):
     with closing(new_streaming(RUN, moments=moments)) as streaming:
         handed_on(engine, streaming, RUN)
         handed_on(streaming, dealt(RUN, [0, 1, 2, 3], moments=moments), RUN)
+
+
+def saved_and_resumed(engine, path, others, run):
+    """The files hold the bits of the state, and each engine goes on from them as from memory."""
+    save(path, engine.state_dict(), 1)
+    assert len(list(folder_of(path).iterdir())) == len(engine.pids)
+    state = load_private(path).engine
+    assert same(dict(sorted(state.tensors.items())), tensors(engine))
+    for other in others:
+        other.load_state_dict(load_private(path).engine)
+        other.write(frozen_of(engine, run))
+        assert same(tensors(other), tensors(engine))
+        assert same(other.read(all_names(run)), engine.read(all_names(run)))
+
+
+@pytest.mark.parametrize("workers, resumed_by", [(2, (2,)), pytest.param(4, (2, 1), marks=SLOW)])
+def test_a_state_in_parts_goes_on_in_every_engine(dealt, crews, tmp_path, workers, resumed_by):
+    run = tiny_run(**CLIPPED)
+    engine = dealt(run, OWNED, workers=workers)
+    train(engine, run, range(2))
+    engine.own(THEN)
+    train(engine, run, [2])
+    others = [crews.engine(run, workers=size) for size in resumed_by]
+    others += [new_engine(run), new_streaming(run)]
+    try:
+        saved_and_resumed(engine, tmp_path / "private", others, run)
+        expected = [train(other, run, [7])[0].loss for other in others]
+        assert train(engine, run, [7])[0].loss == pytest.approx(expected[0], abs=1e-5)
+        assert expected == pytest.approx([expected[0]] * len(expected), abs=1e-5)
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_workers_that_are_killed_while_they_save_begin_again(dealt, tmp_path, monkeypatch):
+    """With the same bits, and from the state in parts that was saved before."""
+    path = tmp_path / "private"
+    engine = dealt(RUN, OWNED, given={"folder": tmp_path, "saved": Saved.at(path)})
+    straight = new_engine(RUN, OWNED)
+    train(engine, RUN, range(2))
+    save(path, engine.state_dict(), 1)
+    train(engine, RUN, [2])
+    expected = {name: each.clone() for name, each in tensors(engine).items()}
+    state = engine.state_dict()
+    begin, killed = state.tensors.begin, []
+
+    def begin_and_die(*args):
+        left = begin(*args)
+        if not killed:
+            killed.append(engine.pids[1])
+            os.kill(killed[0], signal.SIGKILL)
+        return left
+
+    monkeypatch.setattr(state.tensors, "begin", begin_and_die)
+    save(path, state, 2)
+    assert killed and killed[0] not in engine.pids
+    assert engine._history.commands()[0].message["do"] == "part"
+    assert load_newest(path).state.round == 2
+    assert same(dict(sorted(load_private(path).engine.tensors.items())), expected)
+    straight.load_state_dict(load_private(path).engine)
+    assert same(tensors(straight), expected)
+
+
+def test_a_disk_that_takes_no_more_of_a_worker_is_a_state_error(dealt, tmp_path):
+    path = tmp_path / "private"
+    engine = dealt(RUN, OWNED)
+    save(path, engine.state_dict(), 1)
+    train(engine, RUN, [0])
+    limit = resource.prlimit(engine.pids[1], resource.RLIMIT_FSIZE)
+    resource.prlimit(engine.pids[1], resource.RLIMIT_FSIZE, (4096, limit[1]))
+    with pytest.raises(StateError, match="cannot be written"):
+        save(path, engine.state_dict(), 2)
+    resource.prlimit(engine.pids[1], resource.RLIMIT_FSIZE, limit)
+    assert load_private(path).round == 1
+    save(path, engine.state_dict(), 3)
+    assert same(dict(sorted(load_private(path).engine.tensors.items())), tensors(engine))
 
 
 def test_who_holds_an_expert_reads_and_writes_it(dealt):

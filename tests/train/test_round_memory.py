@@ -12,7 +12,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.model import huggingface, merge
 from swarm.network import fetch
 from swarm.protocol import digests
-from swarm.train import checkpoint, round_memory, tensor_file
+from swarm.train import hashed_file, round_memory, tensor_file
 from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, fits, plan_engine
 from swarm.train.memory import largest_tensor_bytes, need_of
@@ -39,7 +39,7 @@ def test_the_formulas_count_what_the_parts_hold() -> None:
     assert round_memory.FLOWS_PER_PEER == fetch.FLOWS_PER_PEER
     assert round_memory.FLOWS == fetch.FLOWS
     assert round_memory.SAVED_CHUNK_BYTES == tensor_file.CHUNK_BYTES
-    assert round_memory.SAVED_CHUNKS >= checkpoint._CHUNKS_AHEAD + 2
+    assert round_memory.SAVED_CHUNKS >= hashed_file.CHUNKS_AHEAD + 2
     assert round_memory.SHARD_BYTES == huggingface.MAX_SHARD_BYTES
 
 

@@ -84,7 +84,7 @@ class Crew:
             self.end()
             raise
 
-    def ask(self, message: Message, file: TensorFile | None, within_s: float) -> Message:
+    def ask(self, message: Message, file: TensorFile | None, within_s: float) -> list[Message]:
         """Has all workers do the same.
 
         Args:
@@ -93,14 +93,14 @@ class Crew:
             within_s: deadline.
 
         Returns:
-            The first worker's answer, when all have answered.
+            The answers by rank.
 
         Raises:
             Lost: they are not to be asked again, but ended.
             SwarmError: as the workers raised it.
             RuntimeError: they failed by a bug of ours.
         """
-        return self._answers([message] * len(self._members), file, within_s)[0]
+        return self._answers([message] * len(self._members), file, within_s)
 
     @property
     def may_grow(self) -> bool:

@@ -5,10 +5,10 @@ Legend: B sequences, T tokens that a sequence predicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
@@ -21,14 +21,14 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew
 from swarm.train.parallel.exchange import (
     controls_message,
-    dtype_named,
     masks_tensors,
     state_of,
     stats_of,
 )
-from swarm.train.parallel.history import Command, Found, History, Saved, load_command
+from swarm.train.parallel.history import Command, Found, History, Saved, load_commands
+from swarm.train.parallel.workers_tensors import WorkersTensors
 from swarm.train.parallel.workforce import Patience, Workforce
-from swarm.train.tensor_file import LazyTensors, TensorFile
+from swarm.train.tensor_file import JoinedFiles, TensorFile
 
 
 class ParallelEngine:
@@ -130,7 +130,7 @@ class ParallelEngine:
         """See `Engine`."""
         message = {"do": "step", "lr": lr, "controls": controls_message(controls)}
         kept = self._history.kept({"tokens": tokens_BT1} | masks_tensors(masks))
-        answer = self._force.tell(Command(message, kept))
+        answer = self._force.tell(Command(message, kept))[0]
         self._skipped = answer["skipped"]
         self.traffic = {kind: (count, size) for kind, (count, size) in answer["traffic"].items()}
         return stats_of(answer["stats"])
@@ -189,23 +189,27 @@ class ParallelEngine:
             assert agreed is not None
             given |= dict.fromkeys(expert_shapes(self._run.model, expert), agreed)
         file = self._history.aside(Found(given))
-        mean: float = self._force.ask({"do": "evaluate"}, file)["mean"]
+        mean: float = self._force.ask({"do": "evaluate"}, file)[0]["mean"]
         return mean
 
     def state_dict(self) -> EngineState:
-        """See `Engine`; each tensor comes from a worker when it is looked up."""
-        answer = self._force.ask({"do": "state"})
-        state = state_of(answer, _RemoteTensors(self._force, answer["forms"]))
+        """See `Engine`; each tensor comes from a worker when it is looked up.
+
+        Workers of this machine can write theirs to files themselves, see `PartedTensors`.
+        """
+        answer = self._force.ask({"do": "state"})[0]
+        state = state_of(answer, WorkersTensors(self._force, answer))
         self._history.mark(state.counts, lambda name: is_trained(name, self._owned))
         return state
 
     def load_state_dict(self, state: EngineState) -> None:
         """See `Engine`."""
         state.require(self._run)
-        command = load_command(state)
-        if not isinstance(state.tensors, TensorFile):
-            command = Command(command.message, self._history.kept(state.tensors))
-        self._skipped = self._force.tell(command)["skipped"]
+        if not isinstance(state.tensors, (TensorFile, JoinedFiles)):
+            state = replace(state, tensors=self._history.kept(state.tensors))
+        for command in load_commands(state):
+            answers = self._force.tell(command)
+        self._skipped = answers[0]["skipped"]
         self._own_now(tuple(sorted(state.owned)))
 
     def close(self) -> None:
@@ -224,31 +228,6 @@ class ParallelEngine:
         for expert in gone:
             names = list(expert_shapes(self._run.model, expert))
             self._history.froze(names, self._history.kept(self.read(names)))
-
-
-class _RemoteTensors(LazyTensors):
-    """Tensors of the first worker's private state."""
-
-    def __init__(self, force: Workforce, forms: Mapping[str, tuple[str, list[int]]]) -> None:
-        self._force = force
-        self._forms = {
-            name: (dtype_named(dtype), tuple(shape)) for name, (dtype, shape) in forms.items()
-        }
-
-    def forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `LazyTensors`."""
-        return dict(self._forms)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._forms:
-            raise KeyError(name)
-        return self._force.read({"do": "read_state", "name": name})[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._forms)
-
-    def __len__(self) -> int:
-        return len(self._forms)
 
 
 def _fields(part: Slice) -> list[object]:

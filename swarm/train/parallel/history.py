@@ -20,7 +20,7 @@ from swarm.experts import expert_of
 from swarm.train.checkpoint import load_newest, peek_counts
 from swarm.train.engine import Counts, EngineState, StandIn
 from swarm.train.parallel.exchange import Message, state_message
-from swarm.train.tensor_file import TensorFile
+from swarm.train.tensor_file import JoinedFiles, TensorFile
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class History:
                     "the private state is not the one that was saved last",
                     hint="start this peer again: it goes on from the agreed values",
                 )
-            commands.append(load_command(state))
+            commands += load_commands(state)
             commands += [Command({"do": "write"}, one) for one in _by_expert(first.frozen)]
         for stretch in self._stretches[index:]:
             commands += stretch.commands
@@ -201,6 +201,9 @@ def _expert(name: str) -> int:
     return -1 if expert is None else expert
 
 
-def load_command(state: EngineState) -> Command:
-    """Has workers take over a private state."""
-    return Command({"do": "load", **state_message(state)}, state.tensors)
+def load_commands(state: EngineState) -> list[Command]:
+    """Has workers take over a private state, file by file."""
+    tensors = state.tensors
+    *parts, last = tensors.files if isinstance(tensors, JoinedFiles) else (tensors,)
+    message = {"do": "load", "parts": len(parts), **state_message(state)}
+    return [*(Command({"do": "part"}, each) for each in parts), Command(message, last)]

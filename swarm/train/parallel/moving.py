@@ -10,9 +10,7 @@ from torch import Tensor
 
 from swarm.train.parallel.mesh import Move
 from swarm.train.parallel.ranks import Ranks
-
-Form = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of a tensor."""
+from swarm.train.tensor_file import Form as Form
 
 
 def moved(

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +46,14 @@ from swarm.train.parallel.exchange import (
 )
 from swarm.train.parallel.history import Found
 from swarm.train.parallel.moving import Form
+from swarm.train.parallel.parts import PartSaving, flagged, flags_of, held, part_name
 from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
 from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.sharding import RankEngine
-from swarm.train.tensor_file import OpenFile, TensorFile
+from swarm.train.tensor_file import JoinedFiles, OpenFile, TensorFile
 
+CHANGES_NOTHING = ("rehearse", "save", "saved")
+"""What has been begun to be saved goes on being written."""
 Given = Mapping[str, Tensor]
 """The tensors that came with a command; `TensorFile` or nothing."""
 
@@ -66,6 +70,8 @@ class Worker:
         self._made: RankEngine | None = None
         self._state: EngineState | None = None
         self._forms: dict[str, Form] = {}
+        self._parts: list[TensorFile] = []
+        self._saving: PartSaving | None = None
         self._commands: dict[str, Callable[[Message, Given], Message]] = {
             "begin": self._begin,
             "make": self._make,
@@ -76,7 +82,10 @@ class Worker:
             "write": self._write,
             "write_part": self._write_part,
             "write_moments": self._write_moments,
+            "part": self._part,
             "load": self._load,
+            "save": self._save,
+            "saved": self._saved,
             "evaluate": self._evaluate,
         }
         self._questions: dict[str, Callable[[Message, TensorFile], None]] = {
@@ -97,8 +106,9 @@ class Worker:
                 return {"tensors": listed(out), "mine": out.mine}
             if command == "state":
                 return self._describe()
-            if command != "rehearse":
+            if command not in CHANGES_NOTHING:
                 self._state = None
+                self._give_up_saving()
             given = opened(file, message.pop("tensors")) if file is not None else {}
             return self._commands[command](message, given)
         except SwarmError as error:
@@ -183,8 +193,17 @@ class Worker:
         self._engine.write_moments(dict(given))
         return {}
 
+    def _part(self, _: Message, given: Given) -> Message:
+        assert isinstance(given, TensorFile)
+        self._parts.append(given)
+        return {}
+
     def _load(self, message: Message, given: Given) -> Message:
-        self._engine.load_state_dict(state_of(message, given))
+        """The state is in this file and in so many that came just before."""
+        assert isinstance(given, TensorFile)
+        before, self._parts = self._parts, []
+        files = [*before[len(before) - message["parts"] :], given]
+        self._engine.load_state_dict(state_of(message, JoinedFiles(files)))
         return {"skipped": self._engine.skipped}
 
     def _evaluate(self, _: Message, given: Given) -> Message:
@@ -199,8 +218,34 @@ class Worker:
         """The private state without its tensors, which are kept to be read one by one."""
         self._state = state = self._engine.state_dict()
         self._forms = self._engine.state_forms()
+        flags = flags_of(self._forms, held(state.tensors, self._forms))
+        if self._ranks.rank:
+            return {"held": flags}
         forms = {n: [dtype_name(dtype), list(shape)] for n, (dtype, shape) in self._forms.items()}
-        return {"forms": forms, **state_message(state)}
+        return {"held": flags, "forms": forms, **state_message(state)}
+
+    def _save(self, message: Message, _: Given) -> Message:
+        """Begins to write the tensors that this rank shall write, in threads beside."""
+        self._give_up_saving()
+        if self._state is None:
+            self._describe()
+        assert self._state is not None
+        flags = message["flags"].get(str(self._ranks.rank))
+        names = flagged(self._forms, flags) if flags else []
+        tensors = {name: self._state.tensors[name] for name in names}
+        path = Path(message["folder"]) / part_name(message["stem"], self._ranks.rank)
+        self._saving = PartSaving(message["stem"], path, tensors)
+        return {}
+
+    def _saved(self, message: Message, _: Given) -> Message:
+        if self._saving is None or self._saving.stem != message["stem"]:
+            return {"is": "unknown"}  # to new workers, in the place of those that wrote
+        return self._saving.answer()
+
+    def _give_up_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.give_up()
+        self._saving = None
 
     # ------------------------------------------------ questions
 

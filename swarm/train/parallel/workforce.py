@@ -36,7 +36,7 @@ class Patience:
         least_s: any.
         first_s: a computation, before there is one of its kind to compare with.
         times: a computation may take so many times as long as the longest of its kind.
-        bytes_per_s: of reading a private state, at least.
+        bytes_per_s: of reading or writing a private state, at least.
     """
 
     least_s: float = 300.0
@@ -82,8 +82,13 @@ class Workforce:
         """Of the workers, by rank; none if they are to be started."""
         return self._crew.pids if self._crew else ()
 
-    def tell(self, command: Command) -> Message:
-        """Has all workers do something that changes them; returns the first one's answer.
+    @property
+    def here(self) -> int:
+        """How many of them are on this machine, which are the first ones."""
+        return self._crew.place.size if self._crew else 0
+
+    def tell(self, command: Command) -> list[Message]:
+        """Has all workers do something that changes them; returns the answers by rank.
 
         Raises:
             SwarmError: as an engine raises it.
@@ -94,11 +99,11 @@ class Workforce:
             if command.message["do"] == "step" and self._crew is not None and self._crew.may_grow:
                 logger.info("workers of other machines are back; all workers are started again")
                 self.close()
-            answer = self.ask(command.message, command.tensors)
+            answers = self.ask(command.message, command.tensors)
             self._history.add(command)
-            return answer
+            return answers
 
-    def ask(self, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Message:
+    def ask(self, message: Message, tensors: Mapping[str, Tensor] | None = None) -> list[Message]:
         """Has all workers do something that need not be repeated; raises as `tell`."""
         return self._until_done(lambda crew: self._carry_out(crew, message, tensors))
 
@@ -107,9 +112,13 @@ class Workforce:
 
         def read(crew: Crew) -> TensorFile:
             out = TensorFile.in_memory()
-            return opened(out.file, self._timed(crew, message, out)["tensors"])
+            return opened(out.file, self._timed(crew, message, out)[0]["tensors"])
 
         return self._until_done(read)
+
+    def saves_within_s(self, num_bytes: int) -> float:
+        """How long workers may take to write so many bytes to files."""
+        return self._patience.least_s + num_bytes / self._patience.bytes_per_s
 
     def close(self) -> None:
         """Ends the workers."""
@@ -180,7 +189,7 @@ class Workforce:
 
     def _carry_out(
         self, crew: Crew, message: Message, tensors: Mapping[str, Tensor] | None
-    ) -> Message:
+    ) -> list[Message]:
         if tensors is None:
             return self._timed(crew, message, None)
         if isinstance(tensors, TensorFile):
@@ -190,12 +199,12 @@ class Workforce:
             file.take(tensors)
         return self._timed(crew, message | {"tensors": listed(file)}, file)
 
-    def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> Message:
+    def _timed(self, crew: Crew, message: Message, file: TensorFile | None) -> list[Message]:
         num_bytes = sum(place.num_bytes for place in file.places.values()) if file else 0
         began_s = time.monotonic()
         within_s = self._patience.within_s(message, self._longest_s, num_bytes)
-        answer = crew.ask(message, file, within_s)
+        answers = crew.ask(message, file, within_s)
         kind, seconds = message["do"], time.monotonic() - began_s
         if kind in COMPUTES:
             self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
-        return answer
+        return answers

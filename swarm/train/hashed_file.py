@@ -1,0 +1,190 @@
+"""Safetensors files that are hashed while they are written, and read by their header.
+
+safetensors itself would hold a second copy of the tensors in memory, some 40 GB for the 7B model;
+writing its format is the short part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from swarm import durable
+from swarm.train.tensor_file import OpenFile, Place, bytes_of, forms_of
+
+LENGTH_BYTES = 8
+DIGEST_BYTES = 32
+CHUNKS_AHEAD = 4
+"""Chunks that are hashed and not written: the memory that saving takes."""
+HASHED_BYTES = 64 * 2**20
+"""Read and hashed at once: enough for all cores."""
+FLUSH_BYTES = 256 * 2**20
+"""Written at once, before the disk is made to keep up: the last fsync shall be short."""
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is whole and durable.
+
+    Attributes:
+        num_bytes: of it.
+        digest: BLAKE3 of its content, without a seal.
+    """
+
+    num_bytes: int
+    digest: bytes
+
+
+class HashedFile:
+    """Tensors on their way into a file: one thread hashes them, another one writes.
+
+    They must not change until `finish` or `give_up` has returned.
+    """
+
+    def __init__(self, path: Path, groups: Callable[[], Sequence[Mapping[str, Tensor]]]) -> None:
+        """Begins to write.
+
+        Args:
+            path: of the file; an older one is replaced.
+            groups: asked for the tensors, of which the first ones come first, by the thread that
+                hashes.
+        """
+        self._path, self._groups = path, groups
+        self._digest = blake3(max_threads=blake3.AUTO)
+        self._chunks = SimpleQueue[bytes | memoryview | None]()
+        self._room = threading.Semaphore(CHUNKS_AHEAD)
+        self._given_up = False
+        self._pool = ThreadPoolExecutor(2, "swarm-private")
+        self._written = self._pool.submit(self._write)
+        self._hashed = self._pool.submit(self._hash)
+
+    def finish(self, trailer: Callable[[], Iterable[bytes]] = tuple, *, seal: bool) -> Written:
+        """Waits until all is written and durable; to be called once.
+
+        Args:
+            trailer: asked for what comes behind the tensors, once these are hashed.
+            seal: whether the digest of everything before is written at the end.
+
+        Raises:
+            OSError: the disk refused, now or while the tensors were written.
+            Exception: what asking for tensors has raised.
+        """
+        self._hashed.result()
+        with self._written.result() as file:
+            for chunk in trailer():
+                self._digest.update(chunk)
+                file.write(chunk)
+            digest = self._digest.digest()
+            if seal:
+                file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+            return Written(file.tell(), digest)
+
+    def give_up(self) -> None:
+        """Returns when nothing is written any more; after `finish` nothing but that is done."""
+        self._given_up = True
+        self._pool.shutdown()
+        if self._written.exception() is None:
+            self._written.result().close()
+
+    def _hash(self) -> None:
+        try:
+            for chunk in encoded(*self._groups()):
+                if self._given_up:
+                    return
+                self._digest.update(chunk)
+                self._room.acquire()
+                self._chunks.put(chunk)
+        finally:
+            self._chunks.put(None)
+
+    def _write(self) -> BinaryIO:
+        try:
+            durable.make_folder(self._path.parent)
+            file = self._path.open("wb")
+            try:
+                self._write_chunks(file)
+            except BaseException:
+                file.close()
+                raise
+            return file
+        finally:
+            self._given_up = True  # nobody takes chunks any more
+            self._room.release()
+
+    def _write_chunks(self, file: BinaryIO) -> None:
+        unflushed = 0
+        while (chunk := self._chunks.get()) is not None:
+            self._room.release()
+            unflushed += file.write(chunk)
+            if unflushed >= FLUSH_BYTES:
+                os.fdatasync(file.fileno())
+                unflushed = 0
+
+
+def encoded(*groups: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece, at most a few MB of it at a time.
+
+    Args:
+        groups: tensors by name, written group by group, and by name within each.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensors in groups:
+        for name, (dtype, shape) in sorted(forms_of(tensors).items()):
+            stop = offset + math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
+    for tensors in groups:
+        for name in sorted(tensors):
+            yield from bytes_of(tensors[name])
+
+
+def places_in(file: OpenFile) -> dict[str, Place]:
+    """Where the tensors of a file lie, by name; the file is one that `encoded` has made.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    length = int.from_bytes(os.pread(file.descriptor, LENGTH_BYTES, 0), "little")
+    header = json.loads(os.pread(file.descriptor, length, LENGTH_BYTES))
+    return {name: _place(LENGTH_BYTES + length, entry) for name, entry in header.items()}
+
+
+def digest_of(file: OpenFile, num_bytes: int) -> bytes:
+    """BLAKE3 of the first bytes of a file; raises OSError."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for start in range(0, num_bytes, HASHED_BYTES):
+        digest.update(os.pread(file.descriptor, min(HASHED_BYTES, num_bytes - start), start))
+    return digest.digest()
+
+
+def _place(start: int, entry: Mapping[str, Any]) -> Place:
+    dtype = next(dtype for dtype, name in _DTYPES.items() if name == entry["dtype"])
+    return Place(start + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
