@@ -107,7 +107,8 @@ class ComputeSection(Section):
     process computes."""
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
-    tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits."""
+    tokens travel to them; 1: each process holds the whole model; 0 takes the least that fits. With
+    `pipeline` those of each stage are dealt out, and 0 is 1: the product divides their number."""
     pipeline: Annotated[int, Field(ge=0, le=64)] = 0
     """The layers are cut over so many of these processes, which divides their number, as stages of
     a pipeline through which micro-batches flow: for GPUs without NVLink. 0 and 1: no pipeline."""

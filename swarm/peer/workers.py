@@ -88,7 +88,8 @@ def num_elsewhere(compute: ComputeSection) -> int:
 def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
     """Over how many of a peer's workers its experts may be dealt out, the fastest first.
 
-    Tokens of fewer workers travel less, so the least number that fits is taken.
+    Tokens of fewer workers travel less, so the least number that fits is taken. In a pipeline the
+    experts of a stage are dealt out only if that is asked for.
 
     Args:
         compute: what the person decided.
@@ -98,12 +99,16 @@ def dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[i
     Raises:
         ConfigError: the workers cannot be split so.
     """
-    asked = 1 if compute.pipeline > 1 else compute.expert_parallel
-    if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
+    stages = max(compute.pipeline, 1)
+    asked = compute.expert_parallel or int(stages > 1)
+    if asked > 1 and (workers == 0 or workers % (asked * stages) or asked > num_experts):
+        times = f"times compute.pipeline = {stages} " if stages > 1 else ""
         raise ConfigError(
-            f"compute.expert_parallel = {asked}: it has to divide the {workers or 'missing'} "
-            f"workers (--gpus), and not to exceed the {num_experts} experts",
-            hint="leave it out: the experts are dealt out where they do not fit otherwise",
+            f"compute.expert_parallel = {asked}: {times}it has to divide the "
+            f"{workers or 'missing'} workers (--gpus), and not to exceed the {num_experts} experts",
+            hint="leave it out: the experts are dealt out where they do not fit otherwise"
+            if stages == 1
+            else "leave it out: each worker of a stage has all experts of its layers",
         )
     if asked:
         return (asked,)
@@ -130,12 +135,6 @@ def num_stages(compute: ComputeSection, workers: int, num_layers: int) -> int:
             f"compute.pipeline = {asked}: it has to divide the {workers or 'missing'} workers "
             f"(--gpus), and not to exceed the {num_layers} layers",
             hint="leave it out: then each worker takes its share of the micro-batches",
-        )
-    if compute.expert_parallel > 1:
-        raise ConfigError(
-            f"compute.pipeline = {asked} and compute.expert_parallel = {compute.expert_parallel}: "
-            "a pipeline whose experts are dealt out is not built",
-            hint="leave out one of both",
         )
     return asked
 

@@ -142,10 +142,12 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
 def stage_needs(run: RunConfig, num_owned: int, options: EngineOptions) -> tuple[Need, ...]:
     """The peak of one step on each worker of a pipeline, in the order of the stages.
 
-    As if one pipeline had all micro-batches: where there are several, each has fewer.
+    As if one pipeline, or the `ep` that share experts, had all micro-batches: where there are
+    several, each has fewer.
     """
     stages = pipeline_cut(run, options).stages
-    micro_batches = run.train.batch_tokens // _Micro(run, options).tokens
+    # Pipelines that share experts have equally many, some perhaps without tokens.
+    micro_batches = -(-run.train.batch_tokens // (_Micro(run, options).tokens * options.ep))
     needs = []
     for index, stage in enumerate(stages):
         kept = micro_batches

@@ -141,8 +141,10 @@ def test_layers_may_be_cut_over_a_divisor_of_the_workers() -> None:
     for asked, workers, layers in ((3, 8, 32), (8, 8, 4), (2, 0, 32)):
         with pytest.raises(ConfigError, match=f"compute.pipeline = {asked}: it has to divide"):
             num_stages(ComputeSection(pipeline=asked), workers, layers)
-    with pytest.raises(ConfigError, match="a pipeline whose experts are dealt out is not built"):
-        num_stages(ComputeSection(pipeline=2, expert_parallel=2), 4, 32)
+    both = ComputeSection(pipeline=2, expert_parallel=2)
+    assert (num_stages(both, 4, 32), dealings(both, 4, 128)) == (2, (2,))
+    with pytest.raises(ConfigError, match=r"times compute\.pipeline = 2 it has to"):
+        dealings(both, 6, 128)
 
 
 def test_a_peers_engine_is_a_pipeline_where_it_is_asked_for(
