@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swarm.model.cost import Cost
     from swarm.peer.planning import RunPlan
     from swarm.train.hardware import Machine
-from swarm.train.ladder import EnginePlan
+    from swarm.train.ladder import EnginePlan
 
 KEYS = (
     "parameters_total",

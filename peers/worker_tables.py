@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -11,7 +11,9 @@ from swarm.config import RunConfig
 from swarm.peer.planning import RunPlan
 from swarm.train.comparing import Rung
 from swarm.train.memory import Need, need_of, pipeline_cut, stage_needs
-from swarm.train.options import EngineOptions
+
+if TYPE_CHECKING:
+    from swarm.train.options import EngineOptions
 
 PARTS = ("products", "waiting", "tokens", "stream", "sums", "updates")
 """Of a step, as `StepTime` has them."""

@@ -108,7 +108,8 @@ class ComputeSection(Section):
     expert_parallel: NonNegative = 0
     """The experts are dealt out over so many of these processes, which divides their number, and
     tokens travel to them; 1: not at all; 0 does what is predicted to be fastest of all that
-    fits."""
+    fits. With `pipeline` those of each stage are dealt out, and 0 is 1: the product of both divides
+    the number of processes."""
     shard: Literal["auto", "none", "state"] = "auto"
     """state: each of these processes keeps masters and moments of its share of every tensor that
     several hold alike. none: all keep them whole. auto cuts them where they do not fit whole."""

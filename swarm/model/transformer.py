@@ -112,15 +112,16 @@ class Decoder(nn.Module):
         return x_BTD, routings
 
     def without_tokens(self, controls: RoutingControls | None = None) -> Tensor:
-        """Goes through the experts of all layers, where other processes may have tokens for them.
+        """Goes through the experts of all layers of the stage; others may have tokens for them.
 
         Returns:
             0, from which backward goes through them again.
         """
-        weight = self.embed_tokens.weight
-        x_BTD = weight.new_empty(0, 1, weight.shape[1]).requires_grad_()
-        experts = [module for module in self.modules() if isinstance(module, SparseMLP)]
-        for index, mlp in enumerate(experts):
+        layers = [(index, self.get_submodule(f"layers.{index}")) for index in self.stage.layers]
+        weight = layers[0][1].get_parameter("input_layernorm.weight")
+        x_BTD = weight.new_empty(0, 1, len(weight)).requires_grad_()
+        for index, layer in layers:
+            mlp = layer.get_submodule("mlp")
             x_BTD, _ = self._run(mlp, x_BTD, controls and controls.part(index))
         return x_BTD.sum()
 

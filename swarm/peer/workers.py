@@ -101,10 +101,10 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
         ConfigError: the workers cannot be split as the person decided.
     """
     asked = compute.pipeline, compute.expert_parallel
-    if min(asked) > 1:
+    if min(asked) > 1 and workers % (asked[0] * asked[1]):
         raise ConfigError(
-            f"compute.pipeline = {asked[0]} and compute.expert_parallel = {asked[1]}: "
-            "a pipeline whose experts are dealt out is not built",
+            f"compute.pipeline = {asked[0]} times compute.expert_parallel = {asked[1]}: it has to "
+            f"divide the {workers} workers (--gpus)",
             hint="leave out one of both",
         )
     if asked[0] > 1 and compute.shard == "state":
@@ -118,14 +118,14 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
     if compute.shard == "state":
         cut = (1,)
     size = max(workers, 1)
-    # What `Mesh` and the engines of a rank can do: one of both.
-    pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp}]
+    # Both at once only where that is asked for: what it takes of memory is not measured.
+    pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
     return tuple(Mesh(size, ep, pp) for ep, pp in pairs)
 
 
 def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
     """Over how many workers the experts may be dealt out; raises as `meshes_of`."""
-    asked = 1 if compute.pipeline > 1 else compute.expert_parallel
+    asked = compute.expert_parallel or int(compute.pipeline > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_experts):
         raise ConfigError(
             f"compute.expert_parallel = {asked}: it has to divide the {workers or 'missing'} "
@@ -137,7 +137,7 @@ def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[
 
 def _stagings(compute: ComputeSection, workers: int, num_layers: int) -> tuple[int, ...]:
     """Into how many stages the layers may be cut, 1 for no pipeline; raises as `meshes_of`."""
-    asked = 1 if compute.expert_parallel > 1 else compute.pipeline
+    asked = compute.pipeline or int(compute.expert_parallel > 1)
     if asked > 1 and (workers == 0 or workers % asked or asked > num_layers):
         raise ConfigError(
             f"compute.pipeline = {asked}: it has to divide the {workers or 'missing'} workers "

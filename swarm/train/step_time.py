@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from swarm.config import RunConfig
 from swarm.model.cost import step_flops_with
@@ -112,9 +113,8 @@ def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
     """Of one micro-batch: the residual stream to the next stage, its gradient to the one before."""
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     pairs = []
-    for group in mesh.groups:
-        # The ranks of a stage are consecutive.
-        ahead = list(zip(group, group[mesh.ep :], strict=False))
+    for ranks in mesh.pipelines:
+        ahead = list(pairwise(ranks))
         pairs += ahead + [(receiver, sender) for sender, receiver in ahead]
     return machine.fabric.stream_s(pairs, 4 * tokens * run.model.hidden_size)
 
@@ -122,15 +122,11 @@ def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
     mesh, fabric = Mesh(machine.fabric.size, options.ep, options.pp), machine.fabric
-    of_stage = [
-        [r for r in range(mesh.size) if mesh.seat(r) // mesh.ep == stage]
-        for stage in range(mesh.pp)
-    ]
     shared, owned = max(trained_by_stage(run, num_owned, options), key=sum)
     if options.ep == 1:
         shared, owned = shared + owned, 0
     seconds = 0.0
-    for number, parts in ((shared, of_stage), (owned, mesh.replicas)):
+    for number, parts in ((shared, mesh.stages), (owned, mesh.replicas)):
         others = len(parts[0]) - 1
         seconds += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
     if mesh.pp > 1 and run.model.tie_word_embeddings:

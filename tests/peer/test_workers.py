@@ -122,8 +122,10 @@ def test_layers_may_be_cut_over_every_divisor_of_the_workers() -> None:
     for asked, workers, layers in ((3, 8, 32), (8, 8, 4), (2, 0, 32)):
         with pytest.raises(ConfigError, match=f"compute.pipeline = {asked}: it has to divide"):
             cuts(ComputeSection(pipeline=asked), workers, 128, layers)
-    with pytest.raises(ConfigError, match="a pipeline whose experts are dealt out is not built"):
-        cuts(ComputeSection(pipeline=2, expert_parallel=2), 4, 128, 32)
+    both = ComputeSection(pipeline=2, expert_parallel=2)
+    assert cuts(both, 8, 128, 32) == [(2, 2)]
+    with pytest.raises(ConfigError, match=r"times compute\.expert_parallel = 2: it has to divide"):
+        cuts(both, 6, 128, 32)
 
 
 def test_workers_are_planned_with_what_they_reach_each_other_by() -> None:

@@ -67,8 +67,20 @@ def test_a_first_dealing_gives_what_is_left_over_to_different_ranks() -> None:
 
 def test_ranks_of_a_group_follow_each_other_and_replicas_have_one_seat() -> None:
     mesh = Mesh(8, 2)
-    assert [list(group) for group in mesh.groups] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [list(ranks) for ranks in mesh.replicas] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert list(mesh.group(5)) == [4, 5] and mesh.seat(5) == 1
+    assert mesh.sharers == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.replicas == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert mesh.stages == (tuple(range(8)),) and mesh.ends == tuple((rank,) for rank in range(8))
     with pytest.raises(AssertionError):
         Mesh(6, 4)
+
+
+def test_the_ranks_of_a_stage_follow_each_other_and_each_seat_has_a_pipeline() -> None:
+    mesh = Mesh(12, 2, 3)
+    assert [mesh.stage(rank) for rank in range(12)] == 2 * [0, 0, 1, 1, 2, 2]
+    assert mesh.sharers == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
+    assert mesh.pipelines == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+    assert mesh.stages == ((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11))
+    assert mesh.replicas == ((0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11))
+    assert mesh.ends == ((0, 4), (1, 5), (6, 10), (7, 11), (2,), (3,), (8,), (9,))
+    with pytest.raises(AssertionError):
+        Mesh(8, 2, 3)

@@ -1,19 +1,25 @@
 """Who holds what: the ranks of a peer in groups, and the experts of a layer over a group. Pure.
 
-With `ep` > 1 the experts are dealt out over groups of `ep` consecutive ranks: each rank of a group
-holds whole experts, the same ones in every layer, and all shared tensors. Whole experts are what
-peers own, offer and adopt, so that nothing of it has to be cut or put together. Consecutive ranks
-are those with the shortest way to each other. Rank r has the seat r % ep of the group r // ep; the
-ranks of one seat, one in each group, hold the same experts and add up their gradients.
+A group is `pp` x `ep` consecutive ranks that hold every layer and every expert once. Rank r has the
+seat r % (pp * ep) of its group, and that seat is expert seat seat % ep of stage seat // ep.
 
-With `pp` > 1 the layers are cut over such groups instead: the seats of a group are the stages of a
-pipeline.
+- With `pp` > 1 the layers are cut over the stages of a group, one after the other.
+- With `ep` > 1 the experts of each layer are dealt out over the `ep` ranks of its stage: each holds
+  whole experts, the same ones in every layer, and all shared tensors of the stage. Whole experts
+  are what peers own, offer and adopt, so that nothing of it has to be cut or put together.
+
+Consecutive ranks are those with the shortest way to each other, and `ep` is the inner dimension:
+of a micro-batch K rows a token go to experts and back in every layer, and only one from stage to
+stage. The ranks of one seat, one in each group, hold the same and add up their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+Sets = tuple[tuple[int, ...], ...]
+"""Sets of ranks, each rank in one of them."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,8 @@ class Mesh:
 
     Attributes:
         size: number of ranks.
-        ep: ranks of a group, over which the experts are dealt out; divides `size`.
-        pp: ranks of a group, over which the layers are cut; likewise. One of both is 1.
+        ep: ranks of a stage, over which the experts are dealt out.
+        pp: stages of a group, over which the layers are cut; `ep` times `pp` divides `size`.
     """
 
     size: int
@@ -32,38 +38,50 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Holds the rule."""
-        assert 1 in {self.ep, self.pp} and self.width > 0 and self.size % self.width == 0, self
+        assert self.ep > 0 and self.pp > 0 and self.size % self.width == 0, self
 
     @property
     def width(self) -> int:
-        """Ranks of a group."""
+        """Ranks of a group, which hold every layer and expert once."""
         return self.ep * self.pp
 
     @property
-    def groups(self) -> tuple[range, ...]:
-        """The ranks of each group: together they hold every expert and layer once."""
-        width = self.width
-        return tuple(range(first, first + width) for first in range(0, self.size, width))
-
-    @property
-    def replicas(self) -> tuple[range, ...]:
+    def replicas(self) -> Sets:
         """The ranks of each seat: they hold the same."""
-        return tuple(range(seat, self.size, self.width) for seat in range(self.width))
+        return tuple(tuple(range(seat, self.size, self.width)) for seat in range(self.width))
 
     @property
-    def ends(self) -> tuple[tuple[int, ...], ...]:
-        """First and last rank of each group together, all others alone."""
-        both = [(group[0], group[-1]) for group in self.groups if self.width > 1]
-        inner = [(rank,) for group in self.groups for rank in group[1:-1]]
+    def sharers(self) -> Sets:
+        """The ranks of each stage of each group: they share the experts of its layers."""
+        return tuple(tuple(range(at, at + self.ep)) for at in range(0, self.size, self.ep))
+
+    @property
+    def pipelines(self) -> Sets:
+        """Of each group, and each expert seat in it, a rank of every stage, in their order."""
+        width, ep = self.width, self.ep
+        firsts = (group + seat for group in range(0, self.size, width) for seat in range(ep))
+        return tuple(tuple(range(first, first + width, ep)) for first in firsts)
+
+    @property
+    def stages(self) -> Sets:
+        """The ranks of each stage in all groups: they hold the same shared tensors."""
+        ranks = range(self.size)
+        return tuple(
+            tuple(rank for rank in ranks if self.stage(rank) == stage) for stage in range(self.pp)
+        )
+
+    @property
+    def ends(self) -> Sets:
+        """First and last rank of each pipeline together, all others alone."""
+        if self.pp == 1:
+            return tuple((rank,) for rank in range(self.size))
+        both = [(ranks[0], ranks[-1]) for ranks in self.pipelines]
+        inner = [(rank,) for ranks in self.pipelines for rank in ranks[1:-1]]
         return (*both, *inner)
 
-    def group(self, rank: int) -> range:
-        """The group of a rank."""
-        return self.groups[rank // self.width]
-
-    def seat(self, rank: int) -> int:
-        """The place of a rank in its group."""
-        return rank % self.width
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return rank % self.width // self.ep
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,20 @@ The schedules are those of torch.distributed.pipelining. Between two stages go t
 and a small table with what the losses take from the routers so far, and back their gradients; so
 the last stage forms the same losses as one process, by the same operations.
 
+Where the experts of a stage are dealt out, its ranks exchange tokens in every forward and backward
+of a layer, each for a micro-batch of its own pipeline. These operations meet since all of them make
+the same sequence of forwards and backwards: that follows from the schedule, the stage and the
+number of micro-batches, so pipelines that share experts have equally many, some without tokens.
+Ranks of a stage that wait for each other are then as one rank of a single pipeline, whose schedule
+has no circle.
+
 Shapes: B sequences, T tokens of a sequence, D hidden size, E experts, P compared pairs of a layer,
 l layers that a micro-batch has gone through, W numbers of a layer in the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +37,8 @@ from swarm.train.parallel.ranks import Disconnected, Ranks
 
 TOGETHER = 8
 """Micro-batches that flow through the stages in one go of an evaluation."""
+NO_SHAPE = torch.Size([1, 2])
+"""Of a pipeline whose micro-batches are all without tokens."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,16 @@ class Flow:
     """Micro-batches of one shape that go through the stages.
 
     Attributes:
-        parts: the micro-batches; every rank of a pipeline has the same.
+        parts: the micro-batches, one at least; every rank of a pipeline has the same. None in the
+            place of one goes through the experts without tokens.
+        shape: of the tokens of each.
         controls: of each, in a training step; None in evaluation.
         divisor: what the loss of each is divided by.
         scale: what it is multiplied with then.
     """
 
-    parts: Sequence[MicroBatch]
+    parts: Sequence[MicroBatch | None]
+    shape: torch.Size
     controls: Sequence[RoutingControls] | None = None
     divisor: int = 1
     scale: float = 1.0
@@ -137,37 +149,33 @@ class Pipeline:
         """Adds up the gradients of all micro-batches, in their order.
 
         Returns:
-            The losses of each, detached, in the last stage; nothing in the others.
+            The losses of each that has tokens, detached, in the last stage; nothing in the others.
 
         Raises:
             Disconnected: another rank is gone.
         """
-        if not flow.parts:
-            return []
         # The other schedule keeps every stage busy at once, which so few cannot.
         few = len(flow.parts) < self._group.size
         return self._flow(flow, "gpipe" if few else name, is_training=True)
 
-    def evaluate(self, parts: Sequence[MicroBatch]) -> list[Losses]:
+    def evaluate(self, parts: Sequence[MicroBatch | None]) -> list[Losses]:
         """The losses of micro-batches of any shapes, in the last stage; nothing in the others.
+
+        Args:
+            parts: None for one without tokens.
 
         Raises:
             Disconnected: another rank is gone.
         """
         found: list[Losses] = []
-        rest = list(parts)
-        while rest:
-            shape = rest[0].tokens_BT1.shape
-            same = [part.tokens_BT1.shape == shape for part in rest[:TOGETHER]]
-            size = len(same) if all(same) else same.index(False)
-            found += self._flow(Flow(rest[:size]), "gpipe", is_training=False)
-            rest = rest[size:]
+        for flow in _flows(parts):
+            found += self._flow(flow, "gpipe", is_training=False)
         return found
 
     def _flow(self, flow: Flow, name: ScheduleName, *, is_training: bool) -> list[Losses]:
         compared = any(each.probe or each.draw_apart for each in flow.controls or ())
-        shape = flow.parts[0].tokens_BT1.shape
-        form = _Form(name, len(flow.parts), shape, MAX_PAIRS if compared else 0, is_training)
+        pairs = MAX_PAIRS if compared else 0
+        form = _Form(name, len(flow.parts), flow.shape, pairs, is_training)
         found = self._module.begin(flow, form)
         if form != self._form:
             self._form = self._schedule = None  # its buffers, before others are made
@@ -214,6 +222,22 @@ class Pipeline:
                 self._group.traffic.count(kind, 4 * sum(each.numel() for each in tensors))
 
 
+def _flows(parts: Sequence[MicroBatch | None]) -> Iterator[Flow]:
+    """Cuts micro-batches into runs of one shape, of `TOGETHER` at most."""
+    shape = next((part.tokens_BT1.shape for part in parts if part), NO_SHAPE)
+    run: list[MicroBatch | None] = []
+    for part in parts:
+        other = part is not None and part.tokens_BT1.shape != shape
+        if run and (other or len(run) == TOGETHER):
+            yield Flow(run, shape)
+            run = []
+        if part is not None:
+            shape = part.tokens_BT1.shape
+        run.append(part)
+    if run:
+        yield Flow(run, shape)
+
+
 class _StageModule(nn.Module):
     """The layers of a stage for torch's schedules, which know micro-batches by their number."""
 
@@ -224,6 +248,7 @@ class _StageModule(nn.Module):
         self._flow: Flow | None = None
         self._found: list[Losses] = []
         self._terms: TermsForm
+        self._out: tuple[Tensor, ...]
 
     def begin(self, flow: Flow, form: _Form) -> list[Losses]:
         """Takes micro-batches, in the place of those before.
@@ -232,7 +257,7 @@ class _StageModule(nn.Module):
             A list to which the last stage appends the losses.
         """
         self._flow, self._found = flow, []
-        self._terms = self._terms_form(form)
+        self._terms, self._out = self._terms_form(form), self.outputs(form)
         return self._found
 
     def end(self) -> None:
@@ -251,10 +276,13 @@ class _StageModule(nn.Module):
         """
         assert self._flow is not None
         model, k = self.model, int(index)
-        tokens_BT1, masked = self._flow.parts[k]
+        part = self._flow.parts[k]
         weight = next(model.parameters())
-        tokens_BT1 = tokens_BT1.to(weight.device, non_blocking=True)
         controls = self._flow.controls[k] if self._flow.controls else None
+        if part is None:
+            return self._without_tokens(received, controls)
+        tokens_BT1, masked = part
+        tokens_BT1 = tokens_BT1.to(weight.device, non_blocking=True)
         before: list[Tensor] = []
         if received:
             x_BTD, table_lW = (each.to(weight.device) for each in received)
@@ -278,6 +306,20 @@ class _StageModule(nn.Module):
         )
         self._found.append(losses._replace(total=losses.total.detach()))
         return losses.total
+
+    def _without_tokens(
+        self, received: tuple[Tensor, ...], controls: RoutingControls | None
+    ) -> tuple[Tensor, ...] | Tensor:
+        """As `forward`; zeros go from stage to stage, and zeros come back as gradients."""
+        zero = self.model.model.without_tokens(controls).to(self._between)
+        if self.model.stage.is_last:
+            return zero + sum(each.sum() for each in received)
+        shapes = [each.shape for each in self._out]
+        found = [zero.expand(shape) for shape in shapes]
+        if received:
+            x_BTD, table_lW = received
+            found = [found[0] + x_BTD, torch.cat([table_lW, found[1][len(table_lW) :]])]
+        return tuple(each.contiguous() for each in found)
 
     def scaled(self, total: Tensor, _: Tensor) -> Tensor:
         """The loss of which the gradient is formed."""

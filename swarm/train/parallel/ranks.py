@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarm.errors import lacks_memory
 from swarm.train.memory import BUCKET
-from swarm.train.parallel.mesh import Mesh
+from swarm.train.parallel.mesh import Sets
 
 COLLECTIVE_S = 1800.0
 """A rank waits for the others so long; the controller ends all of them much sooner."""
@@ -94,9 +94,7 @@ class Ranks:
     device: torch.device
     handle: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic, compare=False)
-    _parts: dict[Sequence[Sequence[int]], Ranks] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _parts: dict[Sets, Ranks] = field(default_factory=dict, compare=False, repr=False)
 
     def block(self, count: int, rank: int | None = None) -> range:
         """Which of so many micro-batches a rank computes: consecutive ones, or none.
@@ -108,21 +106,13 @@ class Ranks:
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
-    def cut(self, mesh: Mesh) -> tuple[Ranks, Ranks]:
-        """This rank's group, over which experts or layers are cut, and the ranks of its seat.
-
-        Raises:
-            Disconnected: another rank is gone.
-        """
-        return self.part(mesh.groups), self.part(mesh.replicas)
-
-    def part(self, parts: Sequence[Sequence[int]]) -> Ranks:
+    def part(self, parts: Sets) -> Ranks:
         """Those of this rank among several sets of ranks, each rank being in one of them.
 
         All ranks call it together. The same sets again give the same ranks.
 
         Args:
-            parts: the sets, which all ranks name alike; tuples or ranges.
+            parts: the sets, which all ranks name alike.
 
         Raises:
             Disconnected: another rank is gone.
@@ -261,14 +251,14 @@ class Ranks:
         self._all_gather(mine_X, total)
         return mine_X
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> Ranks:
+    def _part(self, parts: Sets) -> Ranks:
         mine: Ranks | None = None
         for ranks in parts:
             handle = None
             if 1 < len(ranks) < self.size:
                 handle = self._group(ranks)
             if self.rank in ranks:
-                index = list(ranks).index(self.rank)
+                index = ranks.index(self.rank)
                 mine = replace(self, rank=index, size=len(ranks), handle=handle, _parts={})
         assert mine is not None, "every rank is in one of the parts"
         return mine

@@ -47,8 +47,8 @@ class ShardedEngine(RankEngine):
 
     def _alike(self, name: str) -> Ranks:
         """The ranks that hold a parameter alike."""
-        is_dealt = self._replicas is not None and stacked_tensors(name, (0,))
-        return self._replicas if is_dealt and self._replicas else self._ranks
+        is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
+        return self._replicas if is_dealt else self._ranks
 
     # ------------------------------------------------ who holds what
 

@@ -1,6 +1,7 @@
 """Data and expert parallel: the engine of one rank.
 
-Every rank holds the shared tensors and computes its block of the micro-batches. It holds all
+Every rank holds the shared tensors and computes its block of the micro-batches (in a pipeline those
+of its stage, see `staged.py`). It holds all
 experts too, or, with `ep` > 1, its share of them (`mesh.py`). Sums are added up in the order of the
 ranks, so that their bits depend on the cut alone, and with two ranks that hold everything, or one
 micro-batch each, are those of one process. What is added up is whole on every rank that holds it;
@@ -33,6 +34,7 @@ from swarm.experts import (
     stacked_tensors,
 )
 from swarm.model.losses import Losses
+from swarm.model.moe import ExpertBank, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
@@ -63,16 +65,17 @@ class RankEngine(ResidentEngine):
             Disconnected: another rank is gone.
         """
         self._ranks, self._form = ranks, options.moments
-        self._mesh = Mesh(ranks.size, options.ep, options.pp)
-        if options.ep == 1:
-            self._replicas: Ranks | None = None
-            super().__init__(run, options, stage=stage)
-            return
-        self._group, self._replicas = ranks.cut(self._mesh)
-        if options.recompute == "layer":
-            # Choosing experts anew would take another operation, and choose the same ones.
-            options = replace(options, recompute="routing")
-        super().__init__(run, options, bank=functools.partial(DealtBank, group=self._group))
+        self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp)
+        # Who shares the experts, has the same ones, and the same shared tensors.
+        self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
+        self._same = ranks.part(mesh.stages)
+        bank: MakeBank = ExpertBank
+        if options.ep > 1:
+            bank = functools.partial(DealtBank, group=self._group)
+            if options.recompute == "layer":
+                # Choosing experts anew would take another operation, and choose the same ones.
+                options = replace(options, recompute="routing")
+        super().__init__(run, options, bank=bank, stage=stage)
 
     # ------------------------------------------------ who holds what
 
@@ -84,9 +87,8 @@ class RankEngine(ResidentEngine):
 
     def answers(self, name: str) -> bool:
         """Whether this rank, and no other one, tells the controller a tensor's value."""
-        if expert_of(name) is None:
-            return self._ranks.rank == 0
-        return self._ranks.rank < self._mesh.ep and self.holds(name)
+        alone = expert_of(name) is not None or self._group.rank == 0
+        return self._replicas.rank == 0 and alone and self.holds(name)
 
     def takes_part(self, name: str) -> bool:
         """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
@@ -139,7 +141,7 @@ class RankEngine(ResidentEngine):
         staying = set(wanted) & set(self.owned)
         moves = [move for move in bank.dealing.moves(after) if move.expert in staying]
         found: dict[str, Tensor] = {}
-        for layer in range(self._run.model.num_hidden_layers):
+        for layer in self._model.banks:
             found |= self._moved_moments(moves, layer)
         super().own(wanted)
         self._optimizer.take(found)
@@ -177,7 +179,7 @@ class RankEngine(ResidentEngine):
             super().write_part(part, values)
 
     def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
-        mine = self._ranks.block(len(parts))
+        mine = self._same.block(len(parts))
         found = [self._backward(parts, k, controls) for k in mine]
         for _ in range(self._idle(len(parts))):
             # Others of the group have a micro-batch, whose tokens need experts of this rank.
@@ -192,23 +194,21 @@ class RankEngine(ResidentEngine):
         return [form.losses(row, self._device) for row in rows]
 
     def _add_up(self) -> None:
-        """Of what every rank holds over all ranks, of dealt experts over those of this seat."""
+        """Of shared tensors over all that have them, of dealt experts over those of this seat."""
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
         for name, parameter in zip(self._optimizer.names, self._optimizer.parameters, strict=True):
             assert parameter.grad is not None
-            is_dealt = self._replicas is not None and stacked_tensors(name, (0,))
+            is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
             (dealt if is_dealt else everywhere).append(parameter.grad)
-        self._ranks.add_up(everywhere)
-        if self._replicas is not None:
-            self._replicas.add_up(dealt)
+        self._same.add_up(everywhere)
+        self._replicas.add_up(dealt)
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         norms = super()._norms(scale)
-        if self._replicas is None or not self.owned:
+        if self._mesh.ep == 1 or not self.owned:
             return norms
-        layers = range(self._run.model.num_hidden_layers)
-        stacks = [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
+        stacks = [owned_stack(layer, kind) for layer in self._model.banks for kind in PROJECTIONS]
         table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64, device=self._device)
         parameters = dict(zip(self._optimizer.names, self._optimizer.parameters, strict=True))
         columns = [self.owned.index(expert) for expert in self._model.owned_here]
@@ -224,12 +224,9 @@ class RankEngine(ResidentEngine):
 
     def _idle(self, count: int) -> int:
         """How often this rank accompanies micro-batches of others of its group."""
-        if self._replicas is None:
-            return 0
-        blocks = [
-            len(self._ranks.block(count, rank)) for rank in self._mesh.group(self._ranks.rank)
-        ]
-        return max(blocks) - len(self._ranks.block(count))
+        first = self._same.rank - self._group.rank
+        blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
+        return max(blocks) - len(self._same.block(count))
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
         rows = self._run.train.micro_batch_sequences

@@ -5,6 +5,8 @@ its stages (`pipeline.py`), and gradients are added up in their order. So one pi
 of one process, but for a tied embedding: its gradient is the sum of those at both ends, each added
 up over the micro-batches, where one process adds both for each micro-batch.
 
+With `ep` > 1 there are `ep` pipelines side by side, whose ranks share the experts of each stage.
+
 Of the norms each stage forms its own, and tells them to the others: all clip by the same factor.
 """
 
@@ -46,27 +48,27 @@ class StageEngine(RankEngine):
         """As `RankEngine`, with `pp` stages."""
         mesh = Mesh(ranks.size, options.ep, options.pp)
         cut = pipeline_cut(run, options)
-        super().__init__(run, options, ranks, stage=cut.stages[mesh.seat(ranks.rank)])
-        self._group, self._same = ranks.cut(mesh)
+        super().__init__(run, options, ranks, stage=cut.stages[mesh.stage(ranks.rank)])
+        self._stages = ranks.part(mesh.pipelines)
         self._ends: Ranks | None = None
         if run.model.tie_word_embeddings:
             self._ends = ranks.part(mesh.ends)
-        self._pipeline = Pipeline(self._model, self._group, run.loss)
+        self._pipeline = Pipeline(self._model, self._stages, run.loss)
         self._schedule = options.schedule
 
     # ------------------------------------------------ who holds what
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor belongs to this rank's stage."""
+        """Whether a tensor belongs to this rank's stage, and to its share of the experts."""
         tied = self._run.model.tie_word_embeddings
-        return self._model.stage.holds(name, tied=tied)
+        return self._model.stage.holds(name, tied=tied) and super().holds(name)
 
     def answers(self, name: str) -> bool:
         """Whether this rank, and no other one, tells the controller a tensor's value."""
-        return self._same.rank == 0 and self._speaks_for(name)
+        return super().answers(name) and self._speaks_for(name)
 
     def _speaks_for(self, name: str) -> bool:
-        """Whether this rank, and no other one of its pipeline, counts a tensor's values."""
+        """Whether this rank counts a tensor's values, and no other one of its pipeline."""
         return self.holds(name) and (name != EMBEDDING or self._model.stage.is_first)
 
     def _biases(self) -> Sequence[str]:
@@ -76,13 +78,15 @@ class StageEngine(RankEngine):
 
     def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
         mine = self._same.block(len(parts))
+        idle = self._idle(len(parts))
         flow = Flow(
-            parts=[parts[k] for k in mine],
-            controls=[controls.part(k) for k in mine],
+            parts=[*(parts[k] for k in mine), *[None] * idle],
+            shape=parts[0].tokens_BT1.shape,
+            controls=[*(controls.part(k) for k in mine), *[controls] * idle],
             divisor=len(parts),
             scale=self._guard.scale.value,
         )
-        found = self._pipeline.train(flow, self._schedule)
+        found = self._pipeline.train(flow, self._schedule) if flow.parts else []
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
@@ -95,11 +99,10 @@ class StageEngine(RankEngine):
         return [form.losses(row, self._device) for row in self._ranks.united(rows)]
 
     def _add_up(self) -> None:
-        """Over the pipelines, then of a tied embedding over both ends of each."""
-        gradients = self._gradients_by_name()
-        self._same.add_up(list(gradients.values()))
+        """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
+        super()._add_up()
         if self._ends is not None and self._ends.size > 1:
-            self._ends.add_up([gradients[EMBEDDING]])
+            self._ends.add_up([self._gradients_by_name()[EMBEDDING]])
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         mine = super()._norms(scale)
@@ -108,7 +111,7 @@ class StageEngine(RankEngine):
         table = torch.zeros(len(names), dtype=torch.float64)
         own = [index for index, name in enumerate(names) if self._speaks_for(name)]
         table[own] = torch.stack([mine[names[index]] for index in own]).double().cpu()
-        values = self._group.united(table).float().to(self._device)
+        values = self._stages.united(table).float().to(self._device)
         return dict(zip(names, values.unbind(), strict=True))
 
     def _trained_names(self) -> list[str]:
@@ -131,7 +134,8 @@ class StageEngine(RankEngine):
 
         mean_over(collected, tokens_BT1, scored_BT, rows)
         mine = self._same.block(len(parts))
-        found = self._pipeline.evaluate([parts[k] for k in mine])
+        idle = [None] * self._idle(len(parts))
+        found = self._pipeline.evaluate([*(parts[k] for k in mine), *idle])
         table = torch.zeros(len(parts), dtype=torch.float64)
         for k, losses in zip(mine, found, strict=False):
             table[k] = losses.cross_entropy.double().cpu()

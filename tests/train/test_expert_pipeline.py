@@ -1,0 +1,141 @@
+"""Experts that are dealt out within the stages of a pipeline: the values of one process.
+
+The tests share one crew of eight: two groups of two stages, each of whose experts two workers have.
+"""
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+
+from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.runs import all_names, batch, bits, new_engine, same
+from tests.train.test_engine_routing import EVERYTHING
+from tests.train.test_expert_parallel import (
+    assert_as_one_process,
+    five_steps,
+    handed_on,
+    tensors,
+)
+from tests.train.test_masks import MASKED
+from tests.train.test_parallel import OWNED, THEN, is_gone, soon, stopped, train
+from tests.train.test_pipeline import BF16, EMBEDDING, ONE_BY_ONE, run_of
+
+SLOW = pytest.mark.exhaustive
+FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
+EVERYTHING_FIVE = {**EVERYTHING, "train": {**EVERYTHING["train"], **FIVE["train"]}}
+FOUR = {"workers": 4}
+RUN = run_of(3, **FIVE)
+
+
+@pytest.fixture(scope="module")
+def crews():
+    with shared_crews() as crews:
+        yield crews
+
+
+@pytest.fixture
+def meshed(crews):
+    """Makes engines of two groups of two stages, each of which two workers share."""
+    with lent_engines(crews, workers=8, ep=2, pp=2) as make:
+        yield make
+
+
+@pytest.mark.parametrize(
+    "run, options",
+    [
+        # Five micro-batches over four pipelines: one of the last two accompanies the other.
+        pytest.param(RUN, {}, id="one idle"),
+        pytest.param(run_of(3, **EVERYTHING_FIVE), {}, id="every influence on routing"),
+        pytest.param(RUN, FOUR, id="one group", marks=SLOW),
+        pytest.param(run_of(3, **EVERYTHING_FIVE), FOUR, id="one group, all", marks=SLOW),
+        pytest.param(RUN, FOUR | {"schedule": "gpipe"}, id="gpipe", marks=SLOW),
+        pytest.param(run_of(**ONE_BY_ONE), FOUR | {"recompute": "layer"}, id="again", marks=SLOW),
+        pytest.param(run_of(**MASKED), FOUR, id="documents and padding", marks=SLOW),
+        pytest.param(run_of(4, **FIVE), {"pp": 4}, id="four stages", marks=SLOW),
+        pytest.param(run_of(**FIVE), {"ep": 4}, id="four seats", marks=SLOW),
+        pytest.param(run_of(train={"batch_tokens": 32}), {}, id="a group without any", marks=SLOW),
+        pytest.param(run_of(tied=True, **ONE_BY_ONE), {}, id="tied", marks=SLOW),
+    ],
+)
+def test_in_fp32_five_steps_are_those_of_one_process(meshed, run, options):
+    """Within 2 % of the learning rate, for the reason of `test_expert_parallel.py`."""
+    assert_as_one_process(run, meshed(run, OWNED, **options))
+
+
+def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(meshed):
+    run = run_of(3, **BF16)
+    found, expected = five_steps(meshed(run, OWNED), run), five_steps(new_engine(run, OWNED), run)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.loss == pytest.approx(other.loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=SLOW)])
+def test_a_state_goes_on_in_one_process_bit_for_bit_and_comes_back(meshed, moments):
+    """With biases that a rule moves, and experts that have changed their worker."""
+    sigmoid = {"model": {"scoring_func": "sigmoid"}, "routing": {"bias_update_rate": 0.01}}
+    run = run_of(3, **sigmoid)
+    engine, resident = meshed(run, OWNED, moments=moments), new_engine(run, moments=moments)
+    train(engine, run, range(2))
+    engine.own(THEN)
+    train(engine, run, [2])
+    handed_on(engine, resident, run)
+    handed_on(resident, meshed(run, [2], moments=moments), run)
+
+
+def test_who_holds_a_tensor_reads_and_writes_it(meshed):
+    engine = meshed(RUN, OWNED)
+    train(engine, RUN, range(2))
+    shared = [EMBEDDING, "lm_head.weight", "model.layers.1.input_layernorm.weight"]
+    assert_holders_answer(engine, RUN, shared)
+
+
+def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
+    """Of nine micro-batches, the last of which is smaller; and where most pipelines have none."""
+    run = run_of(3)
+    engine, straight = meshed(run, OWNED), new_engine(run, OWNED)
+    before = straight.read(all_names(run))
+    tokens_BT1 = torch.cat([batch(run, k) for k in range(5)])[:17]
+    scored_BT = torch.arange(16).repeat(17, 1) % 3 > 0
+    for rows in (17, 2):
+        given = {"scored_BT": scored_BT[:rows], "agreed": lambda name: 20 * before[name]}
+        expected = straight.evaluate(tokens_BT1[:rows], **given)
+        assert engine.evaluate(tokens_BT1[:rows], **given) == pytest.approx(expected, rel=1e-5)
+        plain = straight.evaluate(tokens_BT1[:rows], scored_BT=scored_BT[:rows])
+        assert plain != pytest.approx(expected, rel=1e-5)
+    assert same(engine.read(all_names(run)), before)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_anywhere(meshed):
+    engine = meshed(RUN, OWNED)
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    poisoned = engine.read([name])[name]
+    poisoned[0, 0] = float("nan")
+    engine.write({name: poisoned})
+    before = engine.read(all_names(RUN))
+    (stats,) = train(engine, RUN, [0])
+    assert stats.skipped and engine.skipped == 1
+    after = engine.read(all_names(RUN))
+    assert all(torch.equal(bits(after[name]), bits(before[name])) for name in before)
+
+
+@SLOW
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(meshed, caplog):
+    """Also after a change of ownership, which the new workers repeat."""
+    engine, straight = meshed(RUN, OWNED, **FOUR), meshed(RUN, OWNED, **FOUR)
+    for each in (engine, straight):
+        train(each, RUN, range(2))
+        each.own(THEN)
+    before, victim = engine.pids, engine.pids[2]
+    stopped(engine, 2)
+    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
+    with caplog.at_level(logging.INFO):
+        found = train(engine, RUN, range(2, 4))
+    timer.join()
+    assert found == train(straight, RUN, range(2, 4))
+    assert "worker 2 was killed" in caplog.text
+    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+    assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
+    assert same(tensors(engine), tensors(straight))
