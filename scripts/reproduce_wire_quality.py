@@ -55,7 +55,7 @@ class Scale:
 
 
 FULL = Scale(steps=400, hidden=64, length=64, held_out_bytes=16_384)
-QUICK = Scale(steps=40, hidden=16, length=16, held_out_bytes=1024)
+QUICK = Scale(steps=20, hidden=16, length=16, held_out_bytes=1024)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_killed_reproduction_goes_on_and_a_cell_counts_with_its_delay_alone(
     script.main([*common, "--cells", *TWO, "--plot", str(svg)])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["cell"] for line in lines] == list(TWO)
-    assert {line["tokens"] for line in lines} == {16 * 16 * 40}
+    assert {line["tokens"] for line in lines} == {16 * 16 * 20}
     printed = capsys.readouterr().out
     assert "| shared b2, experts b1, 5 slices | 1/18.4 | 1 |" in printed
     assert (

@@ -48,7 +48,7 @@ def meshed(crews):
     [
         # Five micro-batches over four pipelines: one of the last two accompanies the other.
         pytest.param(RUN, {}, id="one idle"),
-        pytest.param(run_of(3, **EVERYTHING_FIVE), {}, id="every influence on routing"),
+        pytest.param(run_of(3, **EVERYTHING_FIVE), {}, id="every influence on routing", marks=SLOW),
         pytest.param(RUN, FOUR, id="one group", marks=SLOW),
         pytest.param(run_of(3, **EVERYTHING_FIVE), FOUR, id="one group, all", marks=SLOW),
         pytest.param(RUN, FOUR | {"schedule": "gpipe"}, id="gpipe", marks=SLOW),
@@ -72,7 +72,8 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(meshed):
         assert mine.loss == pytest.approx(other.loss, abs=1e-3)
 
 
-@pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_a_state_goes_on_in_one_process_bit_for_bit_and_comes_back(meshed, moments):
     """With biases that a rule moves, and experts that have changed their worker."""
     sigmoid = {"model": {"scoring_func": "sigmoid"}, "routing": {"bias_update_rate": 0.01}}
@@ -92,6 +93,7 @@ def test_who_holds_a_tensor_reads_and_writes_it(meshed):
     assert_holders_answer(engine, RUN, shared)
 
 
+@SLOW
 def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
     """Of nine micro-batches, the last of which is smaller; and where most pipelines have none."""
     run = run_of(3)
@@ -108,6 +110,7 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
     assert same(engine.read(all_names(run)), before)
 
 
+@SLOW
 def test_a_step_that_is_not_finite_changes_nothing_anywhere(meshed):
     engine = meshed(RUN, OWNED)
     name = "model.layers.2.mlp.experts.3.up_proj.weight"

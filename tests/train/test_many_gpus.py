@@ -175,7 +175,7 @@ def sites(draw):
     return run, owned, machine, wishes
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(sites(), st.sampled_from(["bus", "mixed", "between"]), st.floats(1, 20))
 def test_more_bandwidth_never_makes_a_plan_slower(found, what, times):
     run, owned, machine, wishes = found
@@ -193,7 +193,7 @@ def test_more_bandwidth_never_makes_a_plan_slower(found, what, times):
         assert after.step_s <= before.step_s * (1 + 1e-12)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(sites())
 def test_the_choice_is_the_fastest_of_what_fits(found):
     run, owned, machine, wishes = found

@@ -239,6 +239,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(cut, caplog):
 
 
 @SLOW
+@SLOW
 def test_a_worker_that_hangs_costs_no_bit(cut, caplog):
     patience = OnceImpatient()
     engine, straight = cut(RUN, OWNED, given={"patience": patience}), new_engine(RUN, OWNED)
