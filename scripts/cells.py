@@ -6,11 +6,14 @@ means the same initial weights and the same text in all variants, so variants ar
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,20 @@ MEASURED = 2
 """The held-out loss is measured so often, the last time at the end."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 """Of Student's distribution 97.5 % lie below, with 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    group: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """As `--cells` finds it."""
+        return f"{self.group}/{self.variant}/{self.seed}"
 
 
 class Text:
@@ -120,3 +137,43 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     middle = statistics.mean(values)
     half = T_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
+
+
+def parsed(arguments: Sequence[str] | None, description: str, out: str) -> argparse.Namespace:
+    """The options of a script; `out` is where its results go if nothing else is said."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--list", action="store_true", help="of cells and whether they are done")
+    parser.add_argument(
+        "--cells", nargs="*", default=["*"], metavar="PATTERN", help="which; none: the table alone"
+    )
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="writes the picture")
+    parser.add_argument("--quick", action="store_true", help="cells of a second: says nothing")
+    parser.add_argument("--corpus", help="folder of text; by default Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("out") / out)
+    return parser.parse_args(arguments)
+
+
+def work_off(
+    asked: argparse.Namespace,
+    cells: Iterable[Cell],
+    run_of: Callable[[Cell], tuple[RunConfig, int]],
+) -> Results:
+    """Trains the cells that are asked for and not there yet, or lists them.
+
+    Args:
+        asked: as `parsed` gives it.
+        cells: all of them, in order.
+        run_of: the run file and the delay of a cell.
+    """
+    results, read = Results(asked.out), Text(asked.corpus, asked.out.parent / "tokens")
+    for cell in cells:
+        if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
+            continue
+        run, delay = run_of(cell)
+        line = results.get(cell.name, run, delay=delay)
+        if asked.list:
+            print(f"{cell.name}{'  done' if line else ''}")
+        elif line is None:
+            results.add(line := train(cell.name, run, read, delay=delay))
+            print(json.dumps(line), flush=True)
+    return results

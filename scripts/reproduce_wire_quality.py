@@ -20,17 +20,14 @@ not computed again, so the script may be killed and goes on where it was.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from cells import Losses, Results, Text, gaps, interval, train
+from cells import Cell, Losses, Results, gaps, interval, parsed, work_off
 from plot_run import GRID, INK, LOSS, TRAFFIC, text, ticks
 
 from swarm.config import RunConfig, parse_config
@@ -122,20 +119,6 @@ GROUPS = {
 """How many seeds, and the variants."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One training."""
-
-    group: str
-    variant: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """As `--cells` finds it."""
-        return f"{self.group}/{self.variant}/{self.seed}"
-
-
 def cells() -> Iterator[Cell]:
     """All of them, those first that say most."""
     for group, (seeds, variants) in GROUPS.items():
@@ -179,6 +162,12 @@ def share_of_diloco(variant: Variant) -> float:
     setting = setting_of(large)
     sent = cycle_bytes(large, setting, PEERS) * variant.rounds / setting.rounds
     return sent / cycle_bytes(large, DILOCO, PEERS)
+
+
+def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
+    """Run file and delay of a cell."""
+    variant = VARIANTS[cell.variant]
+    return run_of(variant, cell.seed, scale), variant.delay
 
 
 def final_losses(results: Results, scale: Scale) -> Losses:
@@ -276,38 +265,12 @@ def picture(losses: Losses) -> str:
     )
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="of cells and whether they are done")
-    parser.add_argument(
-        "--cells", nargs="*", default=["*"], metavar="PATTERN", help="which; none: the table alone"
-    )
-    parser.add_argument("--plot", type=Path, metavar="SVG", help="writes the picture")
-    parser.add_argument("--quick", action="store_true", help="cells of a second: says nothing")
-    parser.add_argument("--corpus", help="folder of text; by default Python's standard library")
-    parser.add_argument("--out", type=Path, default=Path("out") / "wire_quality.jsonl")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains what is asked for and not there yet, then prints the table."""
-    asked = parsed(arguments)
+    asked = parsed(arguments, __doc__.splitlines()[0], "wire_quality.jsonl")
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL
-    results = Results(asked.out)
-    read = Text(asked.corpus, asked.out.parent / "tokens")
-    for cell in cells():
-        if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
-            continue
-        variant = VARIANTS[cell.variant]
-        run = run_of(variant, cell.seed, scale)
-        line = results.get(cell.name, run, delay=variant.delay)
-        if asked.list:
-            print(f"{cell.name}{'  done' if line else ''}")
-        elif line is None:
-            results.add(line := train(cell.name, run, read, delay=variant.delay))
-            print(json.dumps(line), flush=True)
+    results = work_off(asked, cells(), lambda cell: of_cell(cell, scale))
     losses = final_losses(results, scale)
     if not asked.list:
         print(table(losses))
