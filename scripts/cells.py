@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -155,15 +155,18 @@ def parsed(arguments: Sequence[str] | None, description: str, out: str) -> argpa
 
 def work_off(
     asked: argparse.Namespace,
-    cells: Iterable[Cell],
+    cells: Sequence[Cell],
     run_of: Callable[[Cell], tuple[RunConfig, int]],
-) -> Results:
+) -> Losses:
     """Trains the cells that are asked for and not there yet, or lists them.
 
     Args:
         asked: as `parsed` gives it.
         cells: all of them, in order.
         run_of: the run file and the delay of a cell.
+
+    Returns:
+        Of all cells that are finished.
     """
     results, read = Results(asked.out), Text(asked.corpus, asked.out.parent / "tokens")
     for cell in cells:
@@ -176,4 +179,10 @@ def work_off(
         elif line is None:
             results.add(line := train(cell.name, run, read, delay=delay))
             print(json.dumps(line), flush=True)
-    return results
+    found: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        run, delay = run_of(cell)
+        line = results.get(cell.name, run, delay=delay)
+        if line:
+            found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
+    return found

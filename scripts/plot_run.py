@@ -115,6 +115,20 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     raise AssertionError("the largest step always fits")
 
 
+def svg(title: str, height: int, drawn: Iterable[str]) -> str:
+    """A whole picture, `WIDTH` wide."""
+    view = f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" {view}>',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            *drawn,
+            "</svg>\n",
+        ]
+    )
+
+
 def text(x: float, y: float, words: str, *, anchor: str = "middle", size: int = 12) -> str:
     """A line of text."""
     return (
@@ -207,18 +221,12 @@ def picture(history: History) -> str:
     height = second + PANEL + FOOT
     name = next(iter(history.runs), "")
     peers = f"{history.peers} peer{'s' if history.peers > 1 else ''}"
-    view = f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" {view}>',
-            f"<title>{escape(name)}: held-out loss and traffic by round</title>",
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            *loss_panel(history, TOP, last),
-            *traffic_panel(history, second, last),
-            text(WIDTH - RIGHT, height - 8, f"round of {name}, {peers}", anchor="end"),
-            "</svg>\n",
-        ]
-    )
+    drawn = [
+        *loss_panel(history, TOP, last),
+        *traffic_panel(history, second, last),
+        text(WIDTH - RIGHT, height - 8, f"round of {name}, {peers}", anchor="end"),
+    ]
+    return svg(f"{name}: held-out loss and traffic by round", height, drawn)
 
 
 def main() -> int:

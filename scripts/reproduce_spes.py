@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cells import Cell, Losses, Results, gaps, parsed, work_off
-from plot_run import GRID, INK, LOSS, TRAFFIC, text, ticks
+from cells import Cell, Losses, gaps, parsed, work_off
+from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
 
@@ -154,16 +154,6 @@ def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
     return run_of(variant, cell.seed, scale), 0
 
 
-def final_losses(results: Results, scale: Scale) -> Losses:
-    """Of all cells that are finished."""
-    found: dict[str, dict[int, float]] = {}
-    for cell in cells():
-        line = results.get(cell.name, run_of(VARIANTS[cell.variant], cell.seed, scale))
-        if line:
-            found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
-    return found
-
-
 def spread(values: Sequence[float]) -> str:
     """The mean, and the smallest and largest."""
     if not values:
@@ -197,7 +187,7 @@ def table(losses: Losses) -> str:
     return "\n".join(rows)
 
 
-WIDTH, LABELS, RIGHT, ROW, TOP, FOOT = 720, 190, 24, 24, 44, 48
+LABELS, RIGHT, ROW, TOP, FOOT = 190, 24, 24, 44, 48
 
 
 def picture(losses: Losses) -> str:
@@ -237,16 +227,7 @@ def picture(losses: Losses) -> str:
     seeds = max((len(found) for *_, found in shown), default=0)
     words = f"a dot is a seed (at most {seeds}), a line their mean; 0 is centralised training"
     drawn.append(text(WIDTH - RIGHT, height - 10, words, anchor="end"))
-    view = f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" {view}>',
-            "<title>SPES at a small scale: held-out loss above centralised training</title>",
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            *drawn,
-            "</svg>\n",
-        ]
-    )
+    return svg("SPES at a small scale: held-out loss above centralised training", height, drawn)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -254,8 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parsed(arguments, __doc__.splitlines()[0], "reproduce_spes.jsonl")
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL
-    results = work_off(asked, cells(), lambda cell: of_cell(cell, scale))
-    losses = final_losses(results, scale)
+    losses = work_off(asked, list(cells()), lambda cell: of_cell(cell, scale))
     if not asked.list:
         print(table(losses))
     if asked.plot:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cells import Cell, Losses, Results, gaps, interval, parsed, work_off
-from plot_run import GRID, INK, LOSS, TRAFFIC, text, ticks
+from cells import Cell, Losses, gaps, interval, parsed, work_off
+from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
 from swarm.model.link_plan import Setting, cycle_bytes, setting_of
@@ -170,17 +170,6 @@ def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
     return run_of(variant, cell.seed, scale), variant.delay
 
 
-def final_losses(results: Results, scale: Scale) -> Losses:
-    """Of all cells that are finished."""
-    found: dict[str, dict[int, float]] = {}
-    for cell in cells():
-        variant = VARIANTS[cell.variant]
-        line = results.get(cell.name, run_of(variant, cell.seed, scale), delay=variant.delay)
-        if line:
-            found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
-    return found
-
-
 def spread(values: Sequence[float]) -> str:
     """The mean, and its 95 % interval where there are several."""
     if len(values) < 2:
@@ -208,7 +197,7 @@ def table(losses: Losses) -> str:
     return "\n".join(rows)
 
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, FOOT = 720, 420, 64, 150, 44, 64
+HEIGHT, LEFT, RIGHT, TOP, FOOT = 420, 64, 150, 44, 64
 
 
 def picture(losses: Losses) -> str:
@@ -253,16 +242,7 @@ def picture(losses: Losses) -> str:
         drawn.append(text(at + 10, y(mean) + 4, variant.label, anchor="start", size=10))
     words = "bytes of fp32 DiLoCo's; a dot is a seed, a line their mean; green: beside the steps"
     drawn.append(text(LEFT, HEIGHT - 12, words, anchor="start"))
-    view = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" {view}>',
-            "<title>What a thin wire does to the loss, at a small scale</title>",
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-            *drawn,
-            "</svg>\n",
-        ]
-    )
+    return svg("What a thin wire does to the loss, at a small scale", HEIGHT, drawn)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -270,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parsed(arguments, __doc__.splitlines()[0], "wire_quality.jsonl")
     torch.set_num_threads(1)
     scale = QUICK if asked.quick else FULL
-    results = work_off(asked, cells(), lambda cell: of_cell(cell, scale))
-    losses = final_losses(results, scale)
+    losses = work_off(asked, list(cells()), lambda cell: of_cell(cell, scale))
     if not asked.list:
         print(table(losses))
     if asked.plot:

@@ -168,9 +168,13 @@ def for_workers(
         ConfigError: as `meshes_of`.
     """
     meshes = meshes_of(compute, workers.size, run.model)
-    schedule = compute.pipeline_schedule
-    wishes = replace(wishes, engine="resident", meshes=meshes, schedule=schedule)
-    wishes = replace(wishes, shard=compute.shard)
+    wishes = replace(
+        wishes,
+        engine="resident",
+        meshes=meshes,
+        schedule=compute.pipeline_schedule,
+        shard=compute.shard,
+    )
     return replace(share_of(machine, workers.per_node), fabric=workers), wishes
 
 

@@ -213,11 +213,8 @@ class Killed(BaseException):
     """The process dies here."""
 
 
-@pytest.mark.parametrize("moment", range(12))
-def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, moment):
-    """Each call that changes the disk is a moment; the state is the new or the old one, whole."""
-    save_private(path, small_state(1))
-    save_private(path, small_state(2))
+def killed_after(moment):
+    """Wraps functions, of which so many calls in all are carried out before the process dies."""
     left = moment
 
     def killing(real):
@@ -230,6 +227,15 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, 
 
         return call
 
+    return killing
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_kill_at_any_moment_of_saving_leaves_a_whole_state(path, monkeypatch, moment):
+    """Each call that changes the disk is a moment; the state is the new or the old one, whole."""
+    save_private(path, small_state(1))
+    save_private(path, small_state(2))
+    killing = killed_after(moment)
     for owner, name in (
         (checkpoint.os, "fsync"),
         (checkpoint.os, "link"),

@@ -29,10 +29,8 @@ from tests.train.test_parallel import (
     THEN,
     WIDE,
     allow_no_more,
-    is_gone,
+    assert_a_kill_costs_nothing,
     save,
-    soon,
-    stopped,
     train,
 )
 
@@ -132,15 +130,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(dealt, crews, caplog):
     for each in (engine, straight):
         train(each, RUN, range(2))
         each.own(THEN)
-    before, victim = engine.pids, engine.pids[1]
-    stopped(engine, 1)
-    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
-    with caplog.at_level(logging.INFO):
-        found = train(engine, RUN, range(2, 4))
-    timer.join()
-    assert found == train(straight, RUN, range(2, 4))
-    assert "worker 1 was killed" in caplog.text
-    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+    assert_a_kill_costs_nothing(engine, straight, RUN, 1, caplog)
     assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
     assert same(tensors(engine), tensors(straight))
 

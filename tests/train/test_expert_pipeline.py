@@ -3,15 +3,11 @@
 The tests share one crew of eight: two groups of two stages, each of whose experts two workers have.
 """
 
-import logging
-import os
-import signal
-
 import pytest
 import torch
 
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
-from tests.train.runs import all_names, batch, bits, new_engine, same
+from tests.train.runs import all_names, batch, new_engine, same
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_expert_parallel import (
     assert_as_one_process,
@@ -20,7 +16,13 @@ from tests.train.test_expert_parallel import (
     tensors,
 )
 from tests.train.test_masks import MASKED
-from tests.train.test_parallel import OWNED, THEN, is_gone, soon, stopped, train
+from tests.train.test_parallel import (
+    OWNED,
+    THEN,
+    assert_a_kill_costs_nothing,
+    assert_nan_changes_nothing,
+    train,
+)
 from tests.train.test_pipeline import BF16, EMBEDDING, ONE_BY_ONE, run_of
 
 SLOW = pytest.mark.exhaustive
@@ -113,15 +115,7 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
 @SLOW
 def test_a_step_that_is_not_finite_changes_nothing_anywhere(meshed):
     engine = meshed(RUN, OWNED)
-    name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    poisoned = engine.read([name])[name]
-    poisoned[0, 0] = float("nan")
-    engine.write({name: poisoned})
-    before = engine.read(all_names(RUN))
-    (stats,) = train(engine, RUN, [0])
-    assert stats.skipped and engine.skipped == 1
-    after = engine.read(all_names(RUN))
-    assert all(torch.equal(bits(after[name]), bits(before[name])) for name in before)
+    assert_nan_changes_nothing(engine, RUN, "model.layers.2.mlp.experts.3.up_proj.weight")
 
 
 @SLOW
@@ -131,14 +125,6 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(meshed, caplog):
     for each in (engine, straight):
         train(each, RUN, range(2))
         each.own(THEN)
-    before, victim = engine.pids, engine.pids[2]
-    stopped(engine, 2)
-    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
-    with caplog.at_level(logging.INFO):
-        found = train(engine, RUN, range(2, 4))
-    timer.join()
-    assert found == train(straight, RUN, range(2, 4))
-    assert "worker 2 was killed" in caplog.text
-    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+    assert_a_kill_costs_nothing(engine, straight, RUN, 2, caplog)
     assert same(engine.read(all_names(RUN)), straight.read(all_names(RUN)))
     assert same(tensors(engine), tensors(straight))

@@ -27,7 +27,7 @@ from swarm.train.parallel.workforce import TRIES, Patience
 from swarm.train.resident import ResidentEngine
 from swarm.train.schedule import routing_controls_at
 from tests.train.crews import lent_engines, shared_crews
-from tests.train.runs import all_names, batch, new_engine, same, tiny_run
+from tests.train.runs import all_names, batch, bits, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_masks import END, MASKED, text
 
@@ -173,19 +173,36 @@ def soon(act):
     return timer
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_worker_that_is_killed_in_a_step_costs_no_bit(parallel, caplog, rank):
-    engine, straight = parallel(RUN, OWNED), new_engine(RUN, OWNED)
-    assert train(engine, RUN, range(2)) == train(straight, RUN, range(2))
+def assert_a_kill_costs_nothing(engine, straight, run, rank, caplog):
+    """A worker is killed in the third of four steps: all are others then, with the same figures."""
     before, victim = engine.pids, engine.pids[rank]
     stopped(engine, rank)
     timer = soon(lambda: os.kill(victim, signal.SIGKILL))
     with caplog.at_level(logging.INFO):
-        assert train(engine, RUN, range(2, 4)) == train(straight, RUN, range(2, 4))
+        found = train(engine, run, range(2, 4))
     timer.join()
+    assert found == train(straight, run, range(2, 4))
     assert f"worker {rank} was killed" in caplog.text
-    assert not set(before) & set(engine.pids)
-    assert all(is_gone(pid) for pid in before)
+    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+
+
+def assert_nan_changes_nothing(engine, run, name):
+    """A step with a NaN in a tensor is skipped on every worker."""
+    poisoned = engine.read([name])[name]
+    poisoned[0, 0] = float("nan")
+    engine.write({name: poisoned})
+    before = engine.read(all_names(run))
+    (stats,) = train(engine, run, [0])
+    assert stats.skipped and engine.skipped == 1
+    after = engine.read(all_names(run))
+    assert all(torch.equal(bits(after[name]), bits(before[name])) for name in before)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(parallel, caplog, rank):
+    engine, straight = parallel(RUN, OWNED), new_engine(RUN, OWNED)
+    assert train(engine, RUN, range(2)) == train(straight, RUN, range(2))
+    assert_a_kill_costs_nothing(engine, straight, RUN, rank, caplog)
     assert is_same(RUN, engine, straight)
 
 

@@ -16,7 +16,7 @@ from swarm.train.parallel.parts import PartSaving, deal_out, flagged, flags_of, 
 from swarm.train.parts import Part, PartedTensors, Parts, folder_of
 from swarm.train.tensor_file import forms_of
 from tests.train.runs import same
-from tests.train.test_checkpoint import Killed, state_of
+from tests.train.test_checkpoint import Killed, killed_after, state_of
 from tests.train.test_checkpoint import assert_equal as assert_same
 
 ALONE = "master.d"
@@ -168,17 +168,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(path, monkeypatch, moment):
     """Each call that changes the disk, of any of the threads, is a moment; none follows."""
     save_private(path, parted(1))
     save_private(path, parted(2))
-    left = moment
-
-    def killing(real):
-        def call(*arguments, **named):
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return real(*arguments, **named)
-
-        return call
+    killing = killed_after(moment)
 
     class Torn:
         """Each piece that is written is a moment, too."""

@@ -1,8 +1,6 @@
 """An engine whose layers are cut over its workers: the bits of one process."""
 
 import logging
-import os
-import signal
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ import torch
 from swarm.experts import expert_shapes
 from swarm.train.options import EngineOptions
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
-from tests.train.runs import all_names, batch, bits, new_engine, same, tiny_run
+from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING, SIGMOID
 from tests.train.test_masks import MASKED
 from tests.train.test_parallel import (
@@ -21,12 +19,11 @@ from tests.train.test_parallel import (
     OWNED,
     THEN,
     allow_no_more,
+    assert_a_kill_costs_nothing,
     assert_equal,
+    assert_nan_changes_nothing,
     in_blocks,
-    is_gone,
     is_same,
-    soon,
-    stopped,
     train,
 )
 
@@ -204,14 +201,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog):
     for each in (engine, straight):
         train(each, RUN, range(2))
         each.own(THEN)
-    before, victim = engine.pids, engine.pids[1]
-    stopped(engine, 1)
-    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
-    with caplog.at_level(logging.INFO):
-        assert train(engine, RUN, range(2, 4)) == train(straight, RUN, range(2, 4))
-    timer.join()
-    assert "worker 1 was killed" in caplog.text
-    assert not set(before) & set(engine.pids) and all(is_gone(pid) for pid in before)
+    assert_a_kill_costs_nothing(engine, straight, RUN, 1, caplog)
     assert is_same(RUN, engine, straight)
 
 
@@ -235,12 +225,4 @@ def test_a_stage_without_memory_steps_all_workers_down(piped, caplog):
 
 def test_a_step_that_is_not_finite_changes_nothing_in_any_stage(piped):
     engine = piped(RUN, OWNED)
-    name = "model.layers.1.mlp.gate.weight"
-    poisoned = engine.read([name])[name]
-    poisoned[0, 0] = float("nan")
-    engine.write({name: poisoned})
-    before = engine.read(all_names(RUN))
-    (stats,) = train(engine, RUN, [0])
-    assert stats.skipped and engine.skipped == 1
-    after = engine.read(all_names(RUN))
-    assert all(torch.equal(bits(after[name]), bits(before[name])) for name in before)
+    assert_nan_changes_nothing(engine, RUN, "model.layers.1.mlp.gate.weight")

@@ -2,8 +2,6 @@
 
 import gc
 import logging
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -34,9 +32,9 @@ from tests.train.test_parallel import (
     WIDE,
     OnceImpatient,
     allow_no_more,
+    assert_a_kill_costs_nothing,
     assert_equal,
     is_same,
-    soon,
     stopped,
     train,
 )
@@ -228,17 +226,10 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(cut, caplog):
     run = tiny_run(**BF16)
     engine, straight = cut(run, OWNED), new_engine(run, OWNED)
     assert train(engine, run, range(2)) == train(straight, run, range(2))
-    victim = engine.pids[1]
-    stopped(engine, 1)
-    timer = soon(lambda: os.kill(victim, signal.SIGKILL))
-    with caplog.at_level(logging.INFO):
-        assert train(engine, run, range(2, 4)) == train(straight, run, range(2, 4))
-    timer.join()
-    assert "worker 1 was killed" in caplog.text
+    assert_a_kill_costs_nothing(engine, straight, run, 1, caplog)
     assert is_same(run, engine, straight)
 
 
-@SLOW
 @SLOW
 def test_a_worker_that_hangs_costs_no_bit(cut, caplog):
     patience = OnceImpatient()
