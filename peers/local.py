@@ -162,9 +162,8 @@ def main(
         require_folder(export_to)
     plan = parse_plan(read_text(faults), source=str(faults)) if faults else None
     for_all = peer_settings(options)
-    from swarm.peer.run_start import founders_weights  # loads torch: not for --help
+    from swarm.peer.run_start import founders_tokenizer, founders_weights  # loads torch, too
     from swarm.peer.run_text import corpus_of  # loads torch: not for --help
-    from swarm.peer.run_tokenizer import founders_tokenizer  # loads hivemind: not for --help
 
     # A missing text or an unfit tokenizer or checkpoint ends it before it begins.
     corpus_of(run, options.peer_config().corpus.folder)

@@ -14,17 +14,17 @@ from swarm.deltas.units import (
     ReadElements,
     agreed_elements,
     decode_delta,
-    decode_group,
-    encode_group,
-    groups,
-    moved_group,
+    decode_run,
+    encode_run,
+    moved_run,
+    runs,
 )
 from swarm.experts import UnitLayout
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """One group of what a reducer makes.
+    """One run of what a reducer makes.
 
     Attributes:
         delta: B, bytes of the delta that comes nearest to t, the mean with the remainder.
@@ -45,7 +45,7 @@ def reduced(
     remainder: Read | None = None,
     weights: Sequence[int] | None = None,
 ) -> Iterator[Reduced]:
-    """The mean of deltas, group by group; B of one without remainder is that one.
+    """The mean of deltas, run by run; B of one without remainder is that one.
 
     Args:
         layout: of the unit.
@@ -60,15 +60,15 @@ def reduced(
     wanted = mean_of_deltas(layout, deltas, remainder, weights)
     before = agreed_elements(layout, base)
     given = deltas[0].read if len(deltas) == 1 and remainder is None else None
-    for start, stop in groups(layout):
+    for start, stop in runs(layout):
         t = wanted(start, stop)
         if given:
             offset = elements_bytes(start, layout.coding)
             delta = given(offset, elements_bytes(stop, layout.coding) - offset)
         else:
-            delta = encode_group(t, layout.coding)
+            delta = encode_run(t, layout.coding)
         v = before(start, stop)
-        after = moved_group(layout, start, v, decode_group(delta, stop - start, layout.coding))
+        after = moved_run(layout, start, v, decode_run(delta, stop - start, layout.coding))
         yield Reduced(delta, bytes_of(after), bytes_of(t.sub_(after.float() - v.float())))
 
 

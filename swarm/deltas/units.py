@@ -1,7 +1,8 @@
-"""Deltas of whole units: made, read, judged and applied a group of 65,536 elements at a time.
+"""Deltas of whole units: made, read, judged and applied a run of some groups at a time.
 
-Only `apply_delta` computes what all peers must have alike. An encoder may use any kernel: a delta
-that is named is stored, and never made again. Memory: some copies of a group.
+A group is 65,536 elements: their scales, then their codes. Only `apply_delta` computes what all
+peers must have alike. An encoder may use any kernel: a delta that is named is stored, and never
+made again. Memory: some copies of a run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from swarm.errors import BadBlob
 from swarm.experts import Slice, UnitLayout
 
 GROUP_ELEMENTS = BLOCK * GROUP
+RUN_ELEMENTS = 4 * GROUP_ELEMENTS
+"""Worked on at once: so many that several threads seldom wait for the interpreter."""
 
 ReadElements = Callable[[int, int], Tensor]
 """A unit's elements from start to stop, counted through its slices: flat, any floating dtype."""
@@ -82,14 +85,14 @@ def encode_delta(layout: UnitLayout, values: ReadElements) -> Content:
     """
 
     def pieces() -> Iterator[Buffer]:
-        for start, stop in groups(layout):
-            yield encode_group(values(start, stop), layout.coding)
+        for start, stop in runs(layout):
+            yield encode_run(values(start, stop), layout.coding)
 
     return Content(coded_bytes(layout), pieces)
 
 
-def encode_group(values: Tensor, coding: Coding) -> Buffer:
-    """The bytes of one group of a delta, as `encode_delta`; the values are not written to."""
+def encode_run(values: Tensor, coding: Coding) -> Buffer:
+    """The bytes of some groups of a delta, as `encode_delta`; the values are not written to."""
     values = values.detach().to("cpu", torch.float32)
     if coding == "bf16":
         if not all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
@@ -99,14 +102,20 @@ def encode_group(values: Tensor, coding: Coding) -> Buffer:
     if len(values) % BLOCK:
         values = torch.cat([values, torch.zeros(-len(values) % BLOCK)])
     scales, codes = encode_blocks(values.view(-1, BLOCK), coding)
-    return bytes_of(torch.cat([scales.view(torch.uint8), codes.view(-1)]))
+    parts = scales.view(torch.uint8).view(len(scales), -1), codes
+    whole = len(scales) // GROUP * GROUP
+    rest = torch.cat([part[whole:].reshape(-1) for part in parts])
+    if not whole:
+        return bytes_of(rest)
+    groups = torch.cat([part[:whole].reshape(whole // GROUP, -1) for part in parts], dim=1)
+    return bytes_of(torch.cat([groups.view(-1), rest]))
 
 
 def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
-    """What gives the elements p of a delta, fp32, a whole group at a time; to be written to.
+    """What gives the elements p of a delta, fp32, whole groups at a time; to be written to.
 
     Raises:
-        BadBlob: here `size`; while it is read as `decode_group`.
+        BadBlob: here `size`; while it is read as `decode_run`.
     """
     expected = coded_bytes(layout)
     if delta.num_bytes != expected:
@@ -115,24 +124,34 @@ def decode_delta(layout: UnitLayout, delta: Delta) -> ReadElements:
     def elements(start: int, stop: int) -> Tensor:
         offset = elements_bytes(start, layout.coding)
         size = elements_bytes(stop, layout.coding) - offset
-        return decode_group(delta.read(offset, size), stop - start, layout.coding)
+        return decode_run(delta.read(offset, size), stop - start, layout.coding)
 
     return elements
 
 
-def decode_group(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
-    """The elements p in the bytes of one group: fp32 [num_elements], to be written to.
+def decode_run(raw: Buffer, num_elements: int, coding: Coding) -> Tensor:
+    """The elements p in the bytes of some groups: fp32 [num_elements], to be written to.
 
     Raises:
         BadBlob: what `decode_blocks` refuses, with bf16 `not_canonical` (-0, smaller than 2^-100,
             above 2^64 or not finite).
     """
-    values = values_in(raw, "bf16")
     if coding == "bf16":
-        return _decode_bf16(values)
-    blocks = -(-num_elements // BLOCK)
-    scales, codes = values[:blocks], values[blocks:].view(torch.uint8)
-    return decode_blocks(scales, codes.view(blocks, -1), num_elements, coding)
+        return _decode_bf16(values_in(raw, "bf16"))
+    scales, codes = _parted(values_in(raw, "bf16"), -(-num_elements // BLOCK))
+    return decode_blocks(scales, codes, num_elements, coding)
+
+
+def _parted(values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Scales bf16 [n] and codes uint8 [n, c] of n blocks, which lie group by group."""
+    width = len(values) // blocks  # of a block with its scale, in numbers of two bytes
+    whole = blocks // GROUP * GROUP
+    in_groups, rest = values[: whole * width].view(-1, GROUP * width), values[whole * width :]
+    if not whole:
+        return rest[:blocks], rest[blocks:].view(torch.uint8).view(blocks, -1)
+    scales = torch.cat([in_groups[:, :GROUP].reshape(-1), rest[: blocks - whole]])
+    codes = torch.cat([in_groups[:, GROUP:].reshape(-1), rest[blocks - whole :]])
+    return scales, codes.view(torch.uint8).view(blocks, -1)
 
 
 def _decode_bf16(values: Tensor) -> Tensor:
@@ -147,7 +166,7 @@ def _decode_bf16(values: Tensor) -> Tensor:
 
 def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice, Tensor]]:
     """All elements of a unit in runs within one tensor: which they are, and their values."""
-    for start, stop in groups(layout):
+    for start, stop in runs(layout):
         values = elements(start, stop)
         for part, offset in _parts(layout, start, stop):
             yield part, values[offset : offset + part.stop - part.start]
@@ -163,14 +182,14 @@ def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
     before, by = agreed_elements(layout, base), decode_delta(layout, delta)
 
     def pieces() -> Iterator[Buffer]:
-        for start, stop in groups(layout):
-            yield bytes_of(moved_group(layout, start, before(start, stop), by(start, stop)))
+        for start, stop in runs(layout):
+            yield bytes_of(moved_run(layout, start, before(start, stop), by(start, stop)))
 
     return Content(layout.num_bytes, pieces)
 
 
-def moved_group(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
-    """One group of a moved value, as `apply_delta`, from element `start` on; `by` is used up."""
+def moved_run(layout: UnitLayout, start: int, before: Tensor, by: Tensor) -> Tensor:
+    """One run of a moved value, as `apply_delta`, from element `start` on; `by` is used up."""
     after = moved(before, by, layout.codec)
     check_chunk(layout, start, after)
     return after
@@ -184,7 +203,7 @@ def check_delta(
     absolute: float = math.inf,
     relative: float = 0.0,
 ) -> None:
-    """Refuses a delta that no honest peer would send. One pass; holds a group.
+    """Refuses a delta that no honest peer would send. One pass; holds a run.
 
     Each operation is rounded by itself, so all machines judge alike.
 
@@ -200,7 +219,7 @@ def check_delta(
     """
     by = decode_delta(layout, delta)
     before = agreed_elements(layout, base) if base else None
-    for start, stop in groups(layout):
+    for start, stop in runs(layout):
         moves = by(start, stop).abs_()
         if before is not None:
             check_moves(layout, moves, before(start, stop).float(), absolute, relative)
@@ -226,10 +245,10 @@ def elements_of(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> ReadElem
     return elements
 
 
-def groups(layout: UnitLayout) -> Iterator[tuple[int, int]]:
-    """First element of each group of a unit, and where the next one begins."""
-    for start in range(0, layout.num_elements, GROUP_ELEMENTS):
-        yield start, min(start + GROUP_ELEMENTS, layout.num_elements)
+def runs(layout: UnitLayout) -> Iterator[tuple[int, int]]:
+    """First element of each run of a unit, and where the next one begins."""
+    for start in range(0, layout.num_elements, RUN_ELEMENTS):
+        yield start, min(start + RUN_ELEMENTS, layout.num_elements)
 
 
 def _parts(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[Slice, int]]:

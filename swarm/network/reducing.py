@@ -127,7 +127,7 @@ class Reducing:
     def _mean_of_deltas(self, effect: Reduce, base: Digest, remainder: Digest | None) -> Mean:
         layout = self.layout.by_unit[effect.unit]
         sizes = coded_bytes(layout), layout.num_bytes
-        groups = reduced(
+        runs = reduced(
             layout,
             reader(self.store, base),
             [delta_in(self.store, digest) for _, digest in effect.inputs],
@@ -139,10 +139,10 @@ class Reducing:
             self.open_value(sizes[1]) as value,
             self.store.draft(4 * layout.num_elements) as left,
         ):
-            for group in groups:
-                delta.write(group.delta)
-                value.write(group.value)
-                left.write(group.left)
+            for run in runs:
+                delta.write(run.delta)
+                value.write(run.value)
+                left.write(run.left)
             made, moved = delta.finish(), value.finish()
             self.store.sync([made, moved])  # before anybody hears of them [W5]
             return Mean(ReducedUnit(moved, sizes[1], made), left.finish())

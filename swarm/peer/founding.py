@@ -19,9 +19,8 @@ from swarm.network.founding import founding_manifest, gather, keep_gathering
 from swarm.network.record_file import RecordFile
 from swarm.peer.entering import Started, Starter
 from swarm.peer.live_model import initial_contents
-from swarm.peer.run_start import founders_weights, rounding_notice
+from swarm.peer.run_start import founders_tokenizer, founders_weights, rounding_notice
 from swarm.peer.run_text import FoundText
-from swarm.peer.run_tokenizer import founders_tokenizer
 from swarm.peer.status import NO_DIGEST
 from swarm.protocol.digests import digest_of, digest_of_chunks
 from swarm.protocol.events import Record

@@ -15,21 +15,21 @@ from swarm.deltas.units import (
     in_parts,
 )
 from swarm.experts import UnitLayout
-from swarm.train.engine import Engine
+from swarm.peer.unit_threads import Parts
 
 
-def difference(engine: Engine, layout: UnitLayout, base: Read) -> Content:
+def difference(engine: Parts, layout: UnitLayout, base: Read) -> Content:
     """The delta x - v of a unit that is trained here: all that the swarm has not got of it."""
     live, agreed = elements_of(layout, engine.read_part), agreed_elements(layout, base)
     return encode_delta(layout, lambda start, stop: live(start, stop) - agreed(start, stop).float())
 
 
 def follow(
-    engine: Engine, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
+    engine: Parts, layout: UnitLayout, before: Read, after: Read, counted: Delta | None = None
 ) -> None:
     """Moves a live value x as the agreed one moved: to x + (v' - v) - c.
 
-    In fp32, each operation rounded by itself; moments stay. Holds some copies of a group.
+    In fp32, each operation rounded by itself; moments stay. Holds some copies of a run.
 
     Args:
         engine: holds x.
@@ -49,7 +49,7 @@ def follow(
         engine.write_part(part, engine.read_part(part) + moved)
 
 
-def rebase(engine: Engine, layout: UnitLayout, before: Read, after: Read) -> None:
+def rebase(engine: Parts, layout: UnitLayout, before: Read, after: Read) -> None:
     """Moves a live value x from one agreed value to another: to v' + (x - v).
 
     Where there is no difference it has the agreed bits, a negative zero's included. A chunk of a

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
 from swarm.peer.live_deltas import difference, follow, rebase
 from swarm.peer.putting_aside import put_aside
+from swarm.peer.unit_threads import ONE_THREAD, OneAtATime, UnitThreads
 from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
@@ -45,6 +47,8 @@ from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _FOLLOWING = (Action.CORRECTED, Action.CARRIED)
 """Local progress goes on from where it is, and the agreed value moves beneath it."""
@@ -114,8 +118,16 @@ class Agreed:
 class LiveModel:
     """What one peer trains, and what it knows about where its values came from."""
 
-    def __init__(self, me: PeerId, run: RunConfig, engine: Engine, agreed: Agreed) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        run: RunConfig,
+        engine: Engine,
+        agreed: Agreed,
+        threads: UnitThreads = ONE_THREAD,
+    ) -> None:
         self.me, self.run, self.engine, self.agreed = me, run, engine, agreed
+        self.threads, self._parts = threads, OneAtATime(engine)
         self.bases: dict[int, Digest] = {}
         """Of each owned expert: the agreed value that its local progress started from."""
         self.held: dict[Unit, Digest] = {}
@@ -131,11 +143,11 @@ class LiveModel:
 
     def value_of(self, unit: Unit) -> Content:
         """The encoded value of a unit that is trained here."""
-        return encoded(self.agreed.layout.by_unit[unit], self.engine.read_part)
+        return encoded(self.agreed.layout.by_unit[unit], self._parts.read_part)
 
     def difference(self, unit: Unit, base: Digest) -> Content:
         """What a unit that is trained here has over the agreed value, as a delta of that."""
-        return difference(self.engine, self.agreed.layout.by_unit[unit], self.agreed.read(base))
+        return difference(self._parts, self.agreed.layout.by_unit[unit], self.agreed.read(base))
 
     def guarded(self, unit: Unit, value: Content, bound: UpdateBound) -> Content:
         """The value, which raises BadBlob while it is read if it is beyond the bound [U1]."""
@@ -146,7 +158,12 @@ class LiveModel:
         """Gives the engine the agreed value of a unit that is trained here; progress is lost."""
         layout, read = self.agreed.layout.by_unit[unit], self.agreed.read(tip.entries[unit].digest)
         for part, values in read_parts(layout, read):
-            self.engine.write_part(part, values)
+            self._parts.write_part(part, values)
+
+    def each(self, work: Callable[[Unit], Result], units: Iterable[Unit]) -> list[Result]:
+        """What `work` makes of each of these units, which several threads do."""
+        found, layouts = list(units), self.agreed.layout.by_unit
+        return self.threads.each(work, found, sum(layouts[unit].num_elements for unit in found))
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
         """Keeps what was offered until `drop_offered`: adopting a mean may need it."""
@@ -176,12 +193,21 @@ class LiveModel:
         mine = [e for e, d in decision.experts.items() if d.action is not Action.DROP]
         with self.agreed.held(_digests(manifest)):
             self.engine.own(mine)
-            for expert, choice in decision.experts.items():
-                self._adopt_expert(manifest, expert, choice, before)
+            choices = {expert_unit(expert): expert for expert in decision.experts}
+            self.each(
+                lambda unit: self._adopt_expert(
+                    manifest, choices[unit], decision.experts[choices[unit]], before
+                ),
+                choices,
+            )
             self._write_others(manifest, set(mine))
             if decision.shared in _FOLLOWING:
-                for unit in [u for u in self._shared_units if u not in decision.kept_parts]:
-                    self._follow(manifest, unit, before, decision.shared_from.get(unit))
+                self.each(
+                    lambda unit: self._follow(
+                        manifest, unit, before, decision.shared_from.get(unit)
+                    ),
+                    [unit for unit in self._shared_units if unit not in decision.kept_parts],
+                )
                 self.local_parts = frozenset(self._shared_units)
             elif decision.shared is not Action.KEEP:
                 self._write_shared(manifest, decision.kept_parts)
@@ -223,7 +249,7 @@ class LiveModel:
             with self.agreed.held([base, *filter(None, [offered])]):
                 counted = self.agreed.delta(offered) if offered else None
                 follow(
-                    self.engine, layout, self.agreed.read(base), self.agreed.read(after), counted
+                    self._parts, layout, self.agreed.read(base), self.agreed.read(after), counted
                 )
         except BlobGone as error:
             logger.info("%s restarts from its agreed value: %s", unit, error)
@@ -276,9 +302,8 @@ class LiveModel:
             self.held[unit] = entry.digest
 
     def _write_shared(self, manifest: Manifest, kept: frozenset[Unit]) -> None:
-        for unit in self._shared_units:
-            if unit not in kept:
-                self.begin_anew(manifest, unit)
+        anew = [unit for unit in self._shared_units if unit not in kept]
+        self.each(partial(self.begin_anew, manifest), anew)
         self.local_parts = kept
 
     def _write(self, manifest: Manifest, unit: Unit) -> None:
@@ -288,7 +313,7 @@ class LiveModel:
 
     def _rebase(self, manifest: Manifest, unit: Unit, base: Digest) -> None:
         layout, after = self.agreed.layout.by_unit[unit], manifest.entries[unit].digest
-        rebase(self.engine, layout, self.agreed.read(base), self.agreed.read(after))
+        rebase(self._parts, layout, self.agreed.read(base), self.agreed.read(after))
 
     # ------------------------------------------------ looking at agreed states
 
@@ -311,7 +336,12 @@ class LiveModel:
         units = [*map(expert_unit, self.bases), *self.local_parts]
         begin_anew = partial(self.begin_anew, manifest)
         aside = put_aside(
-            self.engine, self.agreed.store, self.agreed.layout, self.local_parts, begin_anew
+            self._parts,
+            self.agreed.store,
+            self.agreed.layout,
+            self.local_parts,
+            begin_anew,
+            threads=self.threads,
         )
         with self.agreed.held(manifest.entries[u].digest for u in units), aside:
             return held_out.mean(

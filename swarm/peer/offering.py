@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from swarm.codecs import Content
 from swarm.codings import coded_bytes
@@ -25,6 +28,7 @@ class Offering:
 
     def __init__(self, model: LiveModel, rounds: Rounds, status: PeerStatus) -> None:
         self.model, self.rounds, self.status = model, rounds, status
+        self._refusing = threading.Lock()
         self._named: dict[Unit, OfferedUnit] = {}
         """Deltas of the live values as they are: a delta that has a name is not made again."""
 
@@ -49,6 +53,23 @@ class Offering:
         blobs = [digest for each in named for digest in (each.digest, each.delta) if digest]
         if blobs:
             self.model.agreed.store.sync(blobs)
+
+    def offered_all(
+        self,
+        tip: Manifest,
+        bases: Mapping[Unit, Digest],
+        tokens: int,
+        patiently: Callable[[Callable[[], OfferedUnit]], OfferedUnit] = lambda work: work(),
+    ) -> dict[Unit, OfferedUnit]:
+        """What is offered of these units, several at a time; `bases` and the others as `offered`.
+
+        `patiently` calls it, again where that may help.
+        """
+
+        def offered(unit: Unit) -> OfferedUnit:
+            return patiently(partial(self.offered, tip, unit, bases[unit], tokens))
+
+        return dict(zip(bases, self.model.each(offered, bases), strict=True))
 
     def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
         """What is offered of a unit, whose blobs are in the store.
@@ -79,9 +100,7 @@ class Offering:
             try:
                 delta, num_bytes = self._plausible_delta(tip, unit, base, tokens)
             except BadBlob as error:
-                logger.error("not offered, begins anew from the agreed value: %s", error)
-                self.status.refused(unit, str(error))
-                self.model.begin_anew(tip, unit)
+                self._begin_anew(tip, unit, error)
                 delta, num_bytes = self.rounds.store_value(self.model.difference(unit, base))
             if not self.rounds.rules.is_verbatim(unit):
                 return OfferedUnit(delta, num_bytes, base)
@@ -117,9 +136,13 @@ class Offering:
                 try:
                     return self.rounds.store_value(self.model.guarded(unit, value, bound))
                 except BadBlob as error:
-                    logger.error("not offered, begins anew from the agreed value: %s", error)
-                    self.status.refused(unit, str(error))
-                    self.model.begin_anew(tip, unit)
+                    self._begin_anew(tip, unit, error)
         except BlobGone as error:
             logger.info("%s is offered unjudged: %s", unit, error)
         return self.rounds.store_value(self.model.value_of(unit))
+
+    def _begin_anew(self, tip: Manifest, unit: Unit, why: BadBlob) -> None:
+        with self._refusing:
+            logger.error("not offered, begins anew from the agreed value: %s", why)
+            self.status.refused(unit, str(why))
+            self.model.begin_anew(tip, unit)

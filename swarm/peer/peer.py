@@ -33,8 +33,9 @@ from swarm.peer.machine import device_of, engine_for
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher, announcement
 from swarm.peer.state_directory import StateDirectory
-from swarm.peer.threads import start_threads
+from swarm.peer.threads import start_threads, usable_cores
 from swarm.peer.trainer import StopAsked, Trainer
+from swarm.peer.unit_threads import UnitThreads
 from swarm.peer.wanted import Wanted
 from swarm.peer.way_in import require_way_in
 from swarm.peer.workers import num_workers
@@ -92,7 +93,8 @@ class Peer:
         place = host.config.compute, started.directory.path
         self._engine = engine_for(run, *place, lambda: self._stop.remaining_s)
         self.status.engine_of = self._engine.describe
-        model = LiveModel(self.peer_id, run, self._engine, self._agreed)
+        threads = UnitThreads(host.config.compute.threads or usable_cores())
+        model = LiveModel(self.peer_id, run, self._engine, self._agreed, threads)
         self._moments = ExpertMoments(model, self._exchange, self.status)
         self._trainer = Trainer(
             model,

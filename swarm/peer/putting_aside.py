@@ -10,18 +10,20 @@ from swarm.codecs import encoded, read_parts
 from swarm.experts import UnitLayout
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, write
+from swarm.peer.unit_threads import Parts, UnitThreads
 from swarm.protocol.layout import ELEMENT_BYTES, Layout
-from swarm.protocol.manifest import Unit
-from swarm.train.engine import Engine
+from swarm.protocol.manifest import Digest, Unit
 
 
 @contextmanager
 def put_aside(
-    engine: Engine,
+    engine: Parts,
     store: BlobStore,
     layout: Layout,
     units: Collection[Unit],
     begin_anew: Callable[[Unit], None],
+    *,
+    threads: UnitThreads,
 ) -> Iterator[None]:
     """Has the agreed values of these units in the engine for as long as it lasts.
 
@@ -31,19 +33,25 @@ def put_aside(
         layout: of the run.
         units: with values in the engine that are not the agreed ones.
         begin_anew: gives the engine the agreed value of a unit.
+        threads: to do that.
     """
-    aside = {}
+    aside: dict[Unit, Digest] = {}
+    elements = sum(layout.by_unit[unit].num_elements for unit in units)
+
+    def put(unit: Unit) -> None:
+        local = encoded(_in_fp32(layout.by_unit[unit]), engine.read_part)
+        aside[unit] = write(store.draft(local.num_bytes), local)
+        begin_anew(unit)
+
+    def put_back(unit: Unit) -> None:
+        for part, values in read_parts(_in_fp32(layout.by_unit[unit]), reader(store, aside[unit])):
+            engine.write_part(part, values)
+
     try:
-        for unit in sorted(units):
-            local = encoded(_in_fp32(layout.by_unit[unit]), engine.read_part)
-            aside[unit] = write(store.draft(local.num_bytes), local)
-            begin_anew(unit)
+        threads.each(put, sorted(units), elements)
         yield
     finally:
-        for unit, digest in aside.items():
-            exact = _in_fp32(layout.by_unit[unit])
-            for part, values in read_parts(exact, reader(store, digest)):
-                engine.write_part(part, values)
+        threads.each(put_back, list(aside), elements)
         store.unpin(aside.values())
 
 

@@ -1,4 +1,4 @@
-"""The weights that a run starts from, where they do not follow from its seed."""
+"""What a founder gives its run: a tokenizer, and weights that do not follow from its seed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,37 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm.config import RunConfig
+from swarm.data.encoders import require_package
+from swarm.data.tokenise import BYTE
+from swarm.data.tokenizer import Tokenizer, require_vocabulary
+from swarm.data.tokenizer_file import open_tokenizer
 from swarm.errors import ConfigError
 from swarm.model.pretrained import Checkpoint, open_checkpoint
+
+
+def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
+    """The tokenizer that a founder gives its run.
+
+    Raises:
+        ConfigError: the run wants a file and none was named, or has bytes and one was named; or its
+            vocabulary is too small.
+        TokenizerError: what was named is none, or cannot be run here.
+    """
+    if run.data.tokenizer == "byte" and folder is not None:
+        raise ConfigError(
+            f'{folder} was named as the tokenizer, and the run has data.tokenizer = "byte"',
+            hint="--set data.tokenizer=file",
+        )
+    if run.data.tokenizer != "byte" and folder is None:
+        raise ConfigError(
+            'data.tokenizer = "file": no tokenizer was named',
+            hint="--tokenizer DIR, a folder with a tokenizer.json",
+        )
+    tokenizer: Tokenizer = BYTE if folder is None else open_tokenizer(folder)
+    require_vocabulary(run, tokenizer)
+    if folder is not None:
+        require_package()
+    return tokenizer
 
 
 def founders_weights(

@@ -29,31 +29,6 @@ FETCH_S = 600.0
 """Some tokenizers have tens of megabytes."""
 
 
-def founders_tokenizer(run: RunConfig, folder: Path | None) -> Tokenizer:
-    """The tokenizer that a founder gives its run.
-
-    Raises:
-        ConfigError: the run wants a file and none was named, or has bytes and one was named; or its
-            vocabulary is too small.
-        TokenizerError: what was named is none, or cannot be run here.
-    """
-    if run.data.tokenizer == "byte" and folder is not None:
-        raise ConfigError(
-            f'{folder} was named as the tokenizer, and the run has data.tokenizer = "byte"',
-            hint="--set data.tokenizer=file",
-        )
-    if run.data.tokenizer != "byte" and folder is None:
-        raise ConfigError(
-            'data.tokenizer = "file": no tokenizer was named',
-            hint="--tokenizer DIR, a folder with a tokenizer.json",
-        )
-    tokenizer: Tokenizer = BYTE if folder is None else open_tokenizer(folder)
-    require_vocabulary(run, tokenizer)
-    if folder is not None:
-        require_package()
-    return tokenizer
-
-
 def require_kind(run: RunConfig, file: TokenizerFile | None) -> None:
     """Refuses a run that says two things about its tokenizer.
 

@@ -207,10 +207,9 @@ class Trainer(TrainingShell):
     def store(
         self, tip: Manifest, bases: Mapping[Unit, Digest], tokens: int
     ) -> dict[Unit, OfferedUnit]:
-        units = {}
-        for unit, base in bases.items():
-            offered = partial(self.offering.offered, tip, unit, base, tokens)
-            units[unit] = patiently(offered, "offered value", self._pause)
+        units = self.offering.offered_all(
+            tip, bases, tokens, lambda work: patiently(work, "offered value", self._pause)
+        )
         for unit, each in units.items():
             if self.model.is_coded or expert_of_unit(unit) is not None:
                 self.model.keep_offered(filter(None, [each.digest, each.delta]))

@@ -43,15 +43,21 @@ def square_sum(gradient: Tensor) -> Tensor:
     if gradient.is_cuda:
         norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
-    total = torch.zeros((), dtype=torch.float64)
-    for piece in gradient.view(-1).split(SQUARED):
-        doubles = piece.double()
-        total += torch.dot(doubles, doubles)
+    first, *others = gradient.view(-1).split(SQUARED)
+    total = _squared(first)
+    for piece in others:
+        total += _squared(piece)
     return total
 
 
+def _squared(piece: Tensor) -> Tensor:
+    doubles = piece.double()
+    square: Tensor = torch.dot(doubles, doubles)
+    return square
+
+
 def norm_of(square: Tensor, scale: float) -> Tensor:
-    """The fp32 norm whose square is given, of a gradient that was multiplied by a scale."""
+    """The fp32 norms whose squares are given, of gradients that were multiplied by a scale."""
     return (square.sqrt() / scale).float()
 
 

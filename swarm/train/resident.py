@@ -132,10 +132,9 @@ class ResidentEngine:
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         """The norm of the gradient of each parameter of the peer, by name."""
-        return {
-            name: norm_of(square_sum(gradient), scale)
-            for name, gradient in self._gradients_by_name().items()
-        }
+        gradients = self._gradients_by_name()
+        squares = torch.stack([square_sum(gradient) for gradient in gradients.values()])
+        return dict(zip(gradients, norm_of(squares, scale).unbind(), strict=True))
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         try:

@@ -15,6 +15,7 @@ from swarm.deltas.arithmetic import canonical
 from swarm.deltas.means import Reduced, mean_of_deltas, reduced
 from swarm.deltas.units import (
     GROUP_ELEMENTS,
+    RUN_ELEMENTS,
     check_delta,
     decode_delta,
     elements_of,
@@ -57,8 +58,27 @@ def test_scales_of_a_group_stand_before_its_codes():
 
 
 @pytest.mark.parametrize("coding", CODINGS)
+def test_groups_that_are_worked_on_together_are_coded_one_after_the_other(coding):
+    size = RUN_ELEMENTS + 2 * GROUP_ELEMENTS + 300
+    values = gaussian(size, seed=3)
+    blob = encoded(unit(coding, "fp32", size), values)
+    groups = values.split(GROUP_ELEMENTS)
+    assert blob == b"".join(encoded(unit(coding, "fp32", len(each)), each) for each in groups)
+    found = [part for _, part in in_parts(unit(coding, "fp32", size), decoded(coding, size, blob))]
+    alone = [
+        decoded(coding, len(each), encoded(unit(coding, "fp32", len(each)), each))(0, len(each))
+        for each in groups
+    ]
+    assert torch.equal(torch.cat(found), torch.cat(alone))
+
+
+def decoded(coding, size, blob):
+    return decode_delta(unit(coding, "fp32", size), delta_of(blob))
+
+
+@pytest.mark.parametrize("coding", CODINGS)
 def test_parts_of_a_delta_are_the_tensors_that_it_was_made_of(coding):
-    sizes = (5, GROUP_ELEMENTS - 3, 700)
+    sizes = (5, RUN_ELEMENTS - 3, 700)
     layout = unit(coding, "bf16", *sizes)
     tensors = {name: gaussian(size + 9, seed=size) for name, size in zip("abc", sizes, strict=True)}
     read = elements_of(layout, lambda part: tensors[part.name][part.start : part.stop])
@@ -70,8 +90,8 @@ def test_parts_of_a_delta_are_the_tensors_that_it_was_made_of(coding):
     parts = list(in_parts(layout, decode_delta(layout, delta_of(blob))))
     assert [(part.name, part.start, part.stop) for part, _ in parts] == [
         ("a", 3, 8),
-        ("b", 3, GROUP_ELEMENTS - 2),
-        ("b", GROUP_ELEMENTS - 2, GROUP_ELEMENTS),
+        ("b", 3, RUN_ELEMENTS - 2),
+        ("b", RUN_ELEMENTS - 2, RUN_ELEMENTS),
         ("c", 3, 703),
     ]
     values = torch.cat([values for _, values in parts])
@@ -134,7 +154,7 @@ def whole(groups: Iterable[Reduced]) -> tuple[bytes, bytes, torch.Tensor]:
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_reducer_keeps_what_its_mean_lacks_and_sends_it_next_time(coding, codec):
-    size = GROUP_ELEMENTS + 1000
+    size = RUN_ELEMENTS + 1000
     layout = unit(coding, codec, 400, size - 400)
     deltas = [delta_of(encoded(layout, gaussian(size, seed=seed))) for seed in range(3)]
     base = base_of(layout, gaussian(size, seed=9))

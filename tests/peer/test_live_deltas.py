@@ -20,6 +20,7 @@ from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.offering import Offering
 from swarm.peer.rounds import Rounds
 from swarm.peer.status import PeerStatus
+from swarm.peer.unit_threads import UnitThreads
 from swarm.protocol.adoption import Action, Adoption, adopt
 from swarm.protocol.events import Reduce
 from swarm.protocol.layout import layout_of
@@ -40,7 +41,7 @@ CODED = {"shared_coding": "b2", "experts_coding": "b1", "part_bytes": 4096}
 class Swarm:
     """Two peers with one store, whose rounds are made by hand."""
 
-    def __init__(self, run: RunConfig, owners: int = 1) -> None:
+    def __init__(self, run: RunConfig, owners: int = 1, threads: int = 1) -> None:
         self.run, self.layout, self.store = run, layout_of(run), BlobStore()
         rules = replace(Rules.of("run", run, self.layout), owners_per_expert=owners)
         self.rules = replace(rules, step_bound=None)
@@ -49,7 +50,10 @@ class Swarm:
         self.tip = replace(tip, owners=both)
         rounds = SimpleNamespace(rules=self.rules, store_value=self._store_value)
         agreed = Agreed(self.store, self.layout)
-        self.lives = {peer: LiveModel(peer, run, ResidentEngine(run), agreed) for peer in PEERS}
+        self.lives = {
+            peer: LiveModel(peer, run, ResidentEngine(run), agreed, UnitThreads(threads))
+            for peer in PEERS
+        }
         self.offerings = {
             peer: Offering(live, cast(Rounds, rounds), cast(PeerStatus, None))
             for peer, live in self.lives.items()
@@ -127,12 +131,14 @@ class Swarm:
         """Everybody offers, some are counted, all adopt; what nobody keeps is collected."""
         offers: dict[str, Offer] = {}
         for peer, live in self.lives.items():
-            units = {}
+            bases = {}
             for unit in EACH_ROUND.due_of(peer, self.tip):
                 expert = expert_of_unit(unit)
-                base = self.tip.entries[unit].digest if expert is None else live.bases[expert]
-                units[unit] = self.offerings[peer].offered(self.tip, unit, base, 64)
-                assert self.offerings[peer].offered(self.tip, unit, base, 64) == units[unit]
+                bases[unit] = (
+                    self.tip.entries[unit].digest if expert is None else live.bases[expert]
+                )
+            units = self.offerings[peer].offered_all(self.tip, bases, 64)
+            assert self.offerings[peer].offered_all(self.tip, bases, 64) == units
             offers[peer] = Offer(self.tip.digest, 1, 64, units)
             blobs = [d for each in units.values() for d in (each.digest, each.delta) if d]
             live.keep_offered(blobs)
@@ -222,6 +228,26 @@ def test_all_that_was_trained_is_agreed_or_still_to_be_sent(experts: str) -> Non
         left = swarm.live(peer, unit) - swarm.agreed(unit)
         rounded_off = 2**-8 * value.abs().max() if experts == "bf16" else 0.0
         assert left.abs().max() < 12e-3 + rounded_off, "what is not sent does not grow"
+
+
+def test_several_threads_come_to_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.peer.unit_threads.WORTH_ELEMENTS", 0)
+    run = tiny_run(wire=CODED)
+    swarms = [Swarm(run, threads=threads) for threads in (1, 4)]
+    text = held_out(run)
+    losses = []
+    for swarm in swarms:
+        for number in range(3):
+            for index, peer in enumerate(PEERS):
+                swarm.train(peer, moves(swarm, 2 * number + index))
+            swarm.round()
+        losses.append(swarm.lives["me"].evaluate(swarm.tip, text))
+    one, several = swarms
+    assert one.tip.entries == several.tip.entries
+    assert losses[0] == losses[1]
+    for peer in PEERS:
+        for each in one.layout.units:
+            assert torch.equal(one.live(peer, each.unit), several.live(peer, each.unit))
 
 
 def test_the_held_out_loss_is_of_the_agreed_values_and_leaves_the_live_ones_alone() -> None:

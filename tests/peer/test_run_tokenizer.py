@@ -17,8 +17,8 @@ from swarm.errors import (
     TokenizerError,
 )
 from swarm.network.blobs import BlobStore
+from swarm.peer.run_start import founders_tokenizer
 from swarm.peer.run_tokenizer import (
-    founders_tokenizer,
     given_tokenizer,
     require_kind,
     wanted_tokenizer,

@@ -62,8 +62,8 @@ class Accumulator:
     def send(self, target: Tensor, norms: Tensor) -> Mark:
         """Sends gradients and their norms to host memory; returns when they are there."""
         assert self._written == set(self.views), "a parameter has no gradient"
-        found = [norm_of(square_sum(view), 1.0) for view in self.views.values()]
-        self._norms[: len(found)] = torch.stack(found)
+        found = [square_sum(view) for view in self.views.values()]
+        self._norms[: len(found)] = norm_of(torch.stack(found), 1.0)
         done = self._bus.mark()
         self._bus.send(norms, self._norms[: len(found)], done)
         self._left = self._bus.send(target, self._buffer[: self.packing.num_bytes], done)
