@@ -201,7 +201,8 @@ def _row(each: Planned) -> Sequence[str]:
 
 ASSUMPTIONS = (
     f"Assumed: transfers reach {ASSUMED.link_share:.0%} of the link, a round takes "
-    f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, and the private state goes to "
+    f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, {ASSUMED.cores} cores make "
+    "and adopt what is exchanged, and the private state goes to "
     f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round)."
 )
 COLUMNS = (

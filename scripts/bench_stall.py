@@ -1,30 +1,32 @@
 #!/usr/bin/env python
-"""How long a peer's steps stand still while it offers and adopts: nanoseconds an element.
+"""What a peer's steps wait for: making offers and adopting manifests, in nanoseconds an element.
 
-One of four peers, without a network: a model with the layout of a run file for home links, whose
-values have moved a little, is offered as the peer does it, and then adopts a manifest that counts
-the offer and renews everybody's experts. Nothing is trained. By number of threads:
+One of four peers, without a network: a model with the layout of the run file for home links, whose
+values have moved a little, is offered as the peer does it, and a manifest that counts the offer is
+adopted. Nothing is trained. Median of some repeats, by wall time and, in brackets, of processors:
 
-  shared offer, adopt   of a shared tensor's element, in each round
-  own offer, adopt      of an owned expert's element, once a cycle
-  others' adopt         of an expert's element that others train, once a cycle
-  7B                    seconds a cycle of these by the 7B's elements, and their share of the
-                        1,800 s that its 50 steps take in the last phase
+  shared   an element of a shared tensor, in each round: its delta is made, judged and stored, and
+           the live value follows the agreed one
+  own      of an expert that this peer trains, once a cycle: the value that the delta makes too
+  others   of an expert that another peer trains, once a cycle: put into the engine
+  7B       seconds a cycle of these, five rounds, and their share of the 1,800 s of its 50 steps
 
-The store is in memory or, with --folder, on a disk; engines are resident, on the CPU.
+The engine is resident on the CPU, the store in memory or, with --folder, on a disk.
 
     .venv/bin/python scripts/bench_stall.py --threads 1 2 --json
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -61,7 +63,11 @@ SMALLER = (
 )
 """All units are due in each round, so that one round shows each kind."""
 PEERS = ("me", "p1", "p2", "p3")
+KINDS = ("shared", "own", "others")
+LARGE = parse_config(RunConfig, RUN_FILE.read_text(), source=str(RUN_FILE))
 CYCLE_S = 1800.0
+Seconds = tuple[float, float]
+"""By the wall, and of processors."""
 
 
 class Bench:
@@ -125,8 +131,8 @@ class Bench:
             entries=entries,
         )
 
-    def adopt(self, manifest: Manifest, offered: Mapping[Unit, OfferedUnit]) -> float:
-        """Seconds that it takes to go there."""
+    def adopt(self, manifest: Manifest, offered: Mapping[Unit, OfferedUnit]) -> Seconds:
+        """What it takes to go there."""
         offers = [Offer(self.tip.digest, 50, 1, dict(offered))] if offered else []
         decision = adopt(
             "me",
@@ -137,10 +143,9 @@ class Bench:
             overlaps=True,
         )
         assert decision.shared in (Action.CORRECTED, Action.CARRIED), decision.shared
-        began_s = time.perf_counter()
-        self.model.adopt(manifest, decision, self.tip)
+        taken = timed(lambda: self.model.adopt(manifest, decision, self.tip))
         self.tip = manifest
-        return time.perf_counter() - began_s
+        return taken
 
     def _other(self, unit: Unit, digest: Digest) -> Digest:
         """Some value that differs from the agreed one."""
@@ -150,8 +155,15 @@ class Bench:
         return self._store(Content.of(bytes(whole)))[0]
 
 
-def measure(bench: Bench, kind: str) -> dict[str, float]:
-    """Nanoseconds an element of a kind, offered and adopted."""
+def timed(work: Callable[[], object]) -> Seconds:
+    """By the wall, and of processors."""
+    began_s, worked_s = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - began_s, time.process_time() - worked_s
+
+
+def measure(bench: Bench, kind: str) -> dict[str, Seconds]:
+    """Nanoseconds an element of a kind, offered and adopted, once."""
     bench.moved()
     due = bench.due()
     kinds = {
@@ -159,29 +171,56 @@ def measure(bench: Bench, kind: str) -> dict[str, float]:
         "own": [unit for unit in due if expert_of_unit(unit) is not None],
         "others": [unit for unit in bench.layout.by_unit if unit not in due],
     }
-    units, found = kinds[kind], {}
-    elements = sum(bench.layout.by_unit[unit].num_elements for unit in units)
-    offered: Mapping[Unit, OfferedUnit] = {}
+    units = kinds[kind]
+    offered: dict[Unit, OfferedUnit] = {}
+    taken = {"offer": (0.0, 0.0)}
     if kind != "others":
-        began_s = time.perf_counter()
-        offered = bench.offer(units)
-        found["offer"] = 1e9 * (time.perf_counter() - began_s) / elements
-    manifest = bench.next(units, offered)
-    found["adopt"] = 1e9 * bench.adopt(manifest, offered) / elements
-    return found
+        taken["offer"] = timed(lambda: offered.update(bench.offer(units)))
+    taken["adopt"] = bench.adopt(bench.next(units, offered), offered)
+    each = 1e9 / sum(bench.layout.by_unit[unit].num_elements for unit in units)
+    return {name: (wall_s * each, worked_s * each) for name, (wall_s, worked_s) in taken.items()}
+
+
+def row_of(bench: Bench, threads: int, repeat: int) -> dict[str, Any]:
+    """What so many threads need."""
+    row: dict[str, Any] = {"threads": threads}
+    measure(bench, "shared")  # takes its memory for the first time
+    for kind in KINDS:
+        found = [measure(bench, kind) for _ in range(repeat)]
+        for name in ("offer", "adopt"):
+            for index, clock in enumerate(("wall", "cpu")):
+                ns = statistics.median(each[name][index] for each in found)
+                row[f"{kind}_{name}_{clock}_ns"] = round(ns, 2)
+    large = parameters(LARGE.model)
+    owned = large.experts / len(PEERS)
+    times = (
+        ("shared", setting_of(LARGE).rounds * large.shared),
+        ("own", owned),
+        ("others", large.experts - owned),
+    )
+    both = (row[f"{kind}_offer_wall_ns"] + row[f"{kind}_adopt_wall_ns"] for kind, _ in times)
+    seconds = sum(ns * 1e-9 * count for ns, (_, count) in zip(both, times, strict=True))
+    return row | {"7b_s": round(seconds, 1), "7b_share": round(seconds / CYCLE_S, 4)}
+
+
+def main() -> None:
+    """Prints a row for each number of threads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="(default: 1)")
+    parser.add_argument("--repeat", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--folder", type=Path, help="of the store; in memory if none is named")
+    parser.add_argument("--json", action="store_true", help="one JSON object last on stdout")
+    asked = parser.parse_args()
+    text = RUN_FILE.read_text()
+    run = parse_config(RunConfig, text, source=str(RUN_FILE), overrides=SMALLER)
+    torch.set_num_threads(1)
+    rows = []
+    for threads in asked.threads:
+        rows.append(row_of(Bench(run, asked.folder, threads), threads, asked.repeat))
+        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    if asked.json:
+        print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":
-    run = parse_config(RunConfig, RUN_FILE.read_text(), source=str(RUN_FILE), overrides=SMALLER)
-    print(parameters(run.model), setting_of(run))
-    for threads in (1, 2):
-        torch.set_num_threads(1)
-        bench = Bench(run, Path(sys.argv[1]) if len(sys.argv) > 1 else None, threads)
-        for repeat in range(3):
-            print(
-                threads,
-                {
-                    kind: {k: round(v, 2) for k, v in measure(bench, kind).items()}
-                    for kind in ("shared", "own", "others")
-                },
-            )
+    main()

@@ -172,18 +172,28 @@ def in_parts(layout: UnitLayout, elements: ReadElements) -> Iterator[tuple[Slice
             yield part, values[offset : offset + part.stop - part.start]
 
 
-def apply_delta(layout: UnitLayout, base: Read, delta: Delta) -> Content:
+def apply_delta(
+    layout: UnitLayout,
+    base: Read,
+    delta: Delta,
+    *,
+    absolute: float = math.inf,
+    relative: float = 0.0,
+) -> Content:
     """The value v' = v + dec(delta) of a unit, with v in `base`: the same bits on every processor.
 
     Raises:
-        BadBlob: here and while it is read, as `decode_delta`; and as `codecs.check_finite` of what
-            comes out.
+        BadBlob: here and while it is read, as `decode_delta` and `check_delta`; and as
+            `codecs.check_finite` of what comes out.
     """
     before, by = agreed_elements(layout, base), decode_delta(layout, delta)
 
     def pieces() -> Iterator[Buffer]:
         for start, stop in runs(layout):
-            yield bytes_of(moved_run(layout, start, before(start, stop), by(start, stop)))
+            v, moves = before(start, stop), by(start, stop)
+            if absolute < math.inf:
+                check_moves(layout, moves.abs(), v.float(), absolute, relative)
+            yield bytes_of(moved_run(layout, start, v, moves))
 
     return Content(layout.num_bytes, pieces)
 

@@ -32,20 +32,23 @@ class Assumptions:
     Attributes:
         link_share: of a link's rate that transfers reach.
         control_s: of a round, beside its transfers: greeting, rosters, votes.
-        stall_s_per_parameter: of a cycle, while values are encoded and applied: 1.5 s for 7.3
-            billion parameters, on a GPU or 16 threads.
+        stall_ns: what a core computes while steps wait, for an element that is exchanged: of a
+            shared tensor, of an expert that the peer trains, of another's (scripts/bench_stall.py,
+            codings b2 and b1; values take less).
+        cores: that share this.
         disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
             coding, else before each offer; it takes no steps meanwhile.
     """
 
     link_share: float = 0.85
     control_s: float = 4.0
-    stall_s_per_parameter: float = 1.5 / 7.333e9
+    stall_ns: tuple[float, float, float] = (7.0, 10.0, 0.4)
+    cores: int = 8
     disk_bytes_per_s: float = 2e9
 
 
 ASSUMED = Assumptions()
-TRANSFERS_ALONE = Assumptions(1.0, 0.0, 0.0, math.inf)
+TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0, 0.0), 1, math.inf)
 """For rates that were measured."""
 
 
@@ -133,6 +136,18 @@ def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     return PRIVATE_BYTES * (counted.shared + counted.experts * owners / num_peers)
 
 
+def exchange_stall_s(
+    run: RunConfig, setting: Setting, num_peers: int, assumed: Assumptions = ASSUMED
+) -> float:
+    """Seconds of a cycle in which a peer takes no steps since it makes offers and adopts."""
+    counted, owners = parameters(run.model), min(setting.owners, num_peers)
+    own = counted.experts * owners / num_peers
+    shared_ns, own_ns, others_ns = assumed.stall_ns
+    shared = shared_ns * counted.shared * setting.rounds / setting.shared_every
+    experts = own_ns * own + others_ns * (counted.experts - own)
+    return (shared + experts * setting.rounds / setting.experts_every) / assumed.cores * 1e-9
+
+
 def carried_mbit(link: LinkRates, num_peers: int, *, is_bbr: bool = False) -> tuple[float, float]:
     """What a link carries up and down, Mbit/s: under loss less, but with bbr.
 
@@ -169,7 +184,7 @@ def plan_link(
     num_bytes = cycle_bytes(run, setting, num_peers)
     transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
     exchange_s = transfer_s / setting.rounds + assumed.control_s
-    stall_s = assumed.stall_s_per_parameter * parameters(run.model).total
+    stall_s = exchange_stall_s(run, setting, num_peers, assumed)
     coded = {setting.shared, setting.experts} - {"fp32", "bf16"}
     saves = 1 if coded else setting.rounds
     stall_s += saves * private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s

@@ -95,31 +95,25 @@ class Offering:
 
     def _moved(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
         """The delta of a unit [W5]; the value that it makes too, where that may become agreed."""
-        agreed, layout = self.model.agreed, self.model.agreed.layout.by_unit[unit]
-        with agreed.held([base]):
+        bound = update_bound(unit, [self.model.me], {self.model.me: tokens}, tip, self.rounds.rules)
+        limits = {"absolute": bound.absolute, "relative": bound.relative} if bound else {}
+        with self.model.agreed.held([base]):
             try:
-                delta, num_bytes = self._plausible_delta(tip, unit, base, tokens)
+                return self._judged(unit, base, limits)
             except BadBlob as error:
                 self._begin_anew(tip, unit, error)
-                delta, num_bytes = self.rounds.store_value(self.model.difference(unit, base))
-            if not self.rounds.rules.is_verbatim(unit):
-                return OfferedUnit(delta, num_bytes, base)
-            value = apply_delta(layout, agreed.read(base), agreed.delta(delta))
-            return OfferedUnit(*self.rounds.store_value(value), base, delta)
+                return self._judged(unit, base, {})
 
-    def _plausible_delta(
-        self, tip: Manifest, unit: Unit, base: Digest, tokens: int
-    ) -> tuple[Digest, int]:
-        agreed, me = self.model.agreed, self.model.me
-        digest, num_bytes = self.rounds.store_value(self.model.difference(unit, base))
-        bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
-        if bound:
-            layout, limits = agreed.layout.by_unit[unit], (bound.absolute, bound.relative)
-            before = agreed.read(base)
-            check_delta(
-                layout, agreed.delta(digest), before, absolute=limits[0], relative=limits[1]
-            )
-        return digest, num_bytes
+    def _judged(self, unit: Unit, base: Digest, limits: Mapping[str, float]) -> OfferedUnit:
+        agreed, store = self.model.agreed, self.rounds.store_value
+        layout, before = agreed.layout.by_unit[unit], agreed.read(base)
+        digest, num_bytes = store(self.model.difference(unit, base))
+        delta = agreed.delta(digest)
+        if self.rounds.rules.is_verbatim(unit):
+            return OfferedUnit(*store(apply_delta(layout, before, delta, **limits)), base, digest)
+        if limits:
+            check_delta(layout, delta, before, **limits)
+        return OfferedUnit(digest, num_bytes, base)
 
     def store(self, tip: Manifest, unit: Unit, value: Content, tokens: int) -> tuple[Digest, int]:
         """Digest and size of a unit's value in the store, after local steps on `tip`.

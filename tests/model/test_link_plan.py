@@ -19,6 +19,7 @@ from swarm.model.link_plan import (
     Setting,
     carried_mbit,
     cycle_bytes,
+    exchange_stall_s,
     needed_mbit,
     plan_link,
     private_bytes,
@@ -48,7 +49,16 @@ def test_a_private_state_is_saved_once_a_cycle_and_takes_its_time() -> None:
     setting = Setting("b2", "b1", 5, 1, 5, overlap=True)
     assert private_bytes(RUN, setting, 4) / 1e9 == pytest.approx(30, rel=0.01)
     plan = plan_link(RUN, setting, (100.0, 100.0), compute_s=COMPUTE_S, num_peers=4)
-    assert plan.utilisation == pytest.approx(COMPUTE_S / (COMPUTE_S + 15 + 1.5), rel=1e-3)
+    stall_s = 15 + exchange_stall_s(RUN, setting, 4)
+    assert plan.utilisation == pytest.approx(COMPUTE_S / (COMPUTE_S + stall_s), rel=1e-3)
+
+
+def test_eight_cores_make_and_adopt_what_a_cycle_exchanges_in_some_seconds() -> None:
+    # Computed apart: (5 x 0.891 x 7 + 1.611 x 10 + 4.832 x 0.4) / 8.
+    setting = Setting("b2", "b1", 5, 1, 5, overlap=True)
+    assert exchange_stall_s(RUN, setting, 4) == pytest.approx(6.15, rel=0.01)
+    alone = Assumptions(cores=1)
+    assert exchange_stall_s(RUN, setting, 4, alone) == pytest.approx(49.2, rel=0.01)
 
 
 # Computed apart from this program, for the 7B, H = 50, N = 4: GB a peer and cycle, then for 100/100
