@@ -42,6 +42,8 @@ class TimedEngine(ResidentEngine):
         """
         super().__init__(run)
         self._step_s, self._turns, self._turn = step_s, run.round.local_steps, 0
+        self._moving_s = 0.0
+        """What a move took last."""
         self._draw = torch.Generator().manual_seed(seed)
         self._moves_x = torch.empty(0)
 
@@ -56,6 +58,9 @@ class TimedEngine(ResidentEngine):
         The share keeps the processor free, which all peers of this machine have in common.
         """
         began_s = time.monotonic()
+        time.sleep(max(0.0, self._step_s - self._moving_s))
+        self._wait()
+        moved_s = time.monotonic()
         for parameter in self._optimizer.parameters:
             values_x = parameter.detach().view(-1)
             each = -(-len(values_x) // self._turns)
@@ -63,6 +68,7 @@ class TimedEngine(ResidentEngine):
             moved_x.add_(self._some_moves(len(moved_x)), alpha=lr)
         self._turn = (self._turn + 1) % self._turns
         self._optimizer.count_from(self._optimizer.updates + 1)
+        self._moving_s = time.monotonic() - moved_s
         time.sleep(max(0.0, began_s + self._step_s - time.monotonic()))
         return self._stats(tokens_BT1)
 

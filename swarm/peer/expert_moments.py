@@ -151,6 +151,11 @@ class ExpertMoments:
             self._steps = {expert: steps + 1 for expert, steps in self._steps.items()}
         self.install()
 
+    @property
+    def have_come(self) -> bool:
+        """Whether there are moments to be installed."""
+        return not self.exchange.arrivals.empty()
+
     def install(self) -> None:
         """Adds the moments that have come to those of the engine, of each expert once."""
         while True:

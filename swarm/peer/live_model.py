@@ -32,7 +32,6 @@ from swarm.data.held_out import HeldOut
 from swarm.deltas.units import Delta
 from swarm.experts import Slice, expert_of, expert_of_unit, expert_unit
 from swarm.model.initialise import initial_tensors
-from swarm.model.merge import Donors, donors_of, merged_part
 from swarm.network.blobs import BlobStore
 from swarm.network.contents import BlobGone, delta_in, kept, reader, store_content
 from swarm.peer.live_deltas import difference, follow, rebase
@@ -42,7 +41,6 @@ from swarm.protocol.adoption import Action, Adoption, ExpertDecision
 from swarm.protocol.digests import digest_of_chunks
 from swarm.protocol.layout import Layout
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
-from swarm.protocol.merging import alpha_at
 from swarm.protocol.updates import UpdateBound
 from swarm.train.engine import Engine
 
@@ -347,32 +345,6 @@ class LiveModel:
             return held_out.mean(
                 lambda tokens, scored: self.engine.evaluate(tokens, scored_BT=scored, agreed=agreed)
             )
-
-
-def merge_blobs(
-    manifest: Manifest, run: RunConfig, agreed: Agreed
-) -> tuple[dict[Unit, Content], Donors]:
-    """The merged experts of a due manifest, and who the donors were.
-
-    Donors are found first; the experts' contents are read and computed as they are asked for, a
-    chunk at a time. See `swarm.model.merge` for what is held: chunks of all experts in fp64 while
-    donors are looked for, 16 bytes for each of `CHUNK_ELEMENTS` and the chunk's encoded form after.
-
-    Raises:
-        BlobGone: the manifest is no longer the newest; so do the contents.
-    """
-
-    def read(part: Slice) -> Tensor:
-        expert = expert_of(part.name)
-        assert expert is not None
-        unit = expert_unit(expert)
-        return agreed.part(manifest.entries[unit].digest, unit, part)
-
-    donors = donors_of(read, run.model, run.merging.top_k)
-    alpha = alpha_at(manifest.step, run.merging)
-    merged = partial(merged_part, read=read, donors=donors, alpha=alpha)
-    units = [expert_unit(expert) for expert in range(run.model.num_experts)]
-    return {unit: encoded(agreed.layout.by_unit[unit], merged) for unit in units}, donors
 
 
 def initial_contents(

@@ -28,6 +28,8 @@ class Offering:
 
     def __init__(self, model: LiveModel, rounds: Rounds, status: PeerStatus) -> None:
         self.model, self.rounds, self.status = model, rounds, status
+        self.in_turn: Callable[[Callable[[], None]], None] = lambda call: call()
+        """Has something done by the thread that may change the engine."""
         self._refusing = threading.Lock()
         self._named: dict[Unit, OfferedUnit] = {}
         """Deltas of the live values as they are: a delta that has a name is not made again."""
@@ -47,10 +49,11 @@ class Offering:
                 self._named[unit] = OfferedUnit(digest, num_bytes, base, delta)
                 self.model.keep_offered(filter(None, [digest, delta]))
 
-    def sync(self) -> None:
+    def sync(self, units: Mapping[Unit, OfferedUnit]) -> None:
         """Makes what was offered as deltas durable: it may be counted while this peer is gone."""
-        named = self._named.values()
-        blobs = [digest for each in named for digest in (each.digest, each.delta) if digest]
+        layouts = self.model.agreed.layout.by_unit
+        coded = [each for unit, each in units.items() if layouts[unit].coding != "none"]
+        blobs = [digest for each in coded for digest in (each.digest, each.delta) if digest]
         if blobs:
             self.model.agreed.store.sync(blobs)
 
@@ -136,7 +139,10 @@ class Offering:
         return self.rounds.store_value(self.model.value_of(unit))
 
     def _begin_anew(self, tip: Manifest, unit: Unit, why: BadBlob) -> None:
-        with self._refusing:
+        def begin_anew() -> None:
             logger.error("not offered, begins anew from the agreed value: %s", why)
             self.status.refused(unit, str(why))
             self.model.begin_anew(tip, unit)
+
+        with self._refusing:
+            self.in_turn(begin_anew)

@@ -28,8 +28,9 @@ from swarm.peer.held_out_text import end_of_text, held_out_of
 from swarm.peer.host import Host
 from swarm.peer.kept_settings import kept_invitation
 from swarm.peer.leaving import Stop, leave
-from swarm.peer.live_model import Agreed, LiveModel, merge_blobs
+from swarm.peer.live_model import Agreed, LiveModel
 from swarm.peer.machine import device_of, engine_for
+from swarm.peer.merged_blobs import merge_blobs
 from swarm.peer.observing import UNOBSERVED, PeerObserver
 from swarm.peer.publisher import Publisher, announcement
 from swarm.peer.state_directory import StateDirectory

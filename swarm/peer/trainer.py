@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
@@ -23,6 +26,7 @@ from swarm.errors import CorruptState, StateError
 from swarm.experts import expert_of_unit
 from swarm.network.contents import BlobGone
 from swarm.network.patience import patiently
+from swarm.peer.beside import Beside
 from swarm.peer.expert_moments import ExpertMoments
 from swarm.peer.leaving import Stop
 from swarm.peer.live_model import LiveModel
@@ -53,7 +57,7 @@ from swarm.train.checkpoint import (
     restore_rng,
     save_private,
 )
-from swarm.train.engine import StepStats
+from swarm.train.engine import EngineState, StepStats
 from swarm.train.local_steps import LocalStats, Task, train_local_steps
 
 logger = logging.getLogger(__name__)
@@ -89,6 +93,10 @@ class Trainer(TrainingShell):
         self.status, self.moments, self.stop = status, moments, stop
         self.training = Training(self, model.me, rounds.rules, self.run.run.rounds)
         self.offering = Offering(model, rounds, status)
+        self.making: Beside[Offer] = Beside()
+        self.offering.in_turn = self.making.in_turn
+        self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
+        """What a private state that is written beside the steps is made of."""
         self._waited_s = 0.0
 
     def main_loop(self) -> Manifest:
@@ -98,7 +106,10 @@ class Trainer(TrainingShell):
             StopAsked: a person stopped it.
             TrainingDiverged, SwarmError: this peer cannot go on; its state directory is good.
         """
-        return at_once(self.training.run())
+        try:
+            return at_once(self.training.run())
+        finally:
+            self.making.wait()
 
     # ------------------------------------------------ the start
 
@@ -150,6 +161,8 @@ class Trainer(TrainingShell):
         done, done_s = (before.steps, before.seconds) if before else (0, 0.0)
         self.status.begin(PeerState.TRAINING)
         self.status.progress.begin(tip.round + 1 + task.is_offered, self.run.run.rounds)
+        if self.moments.have_come:
+            self._finish_making()
         self.moments.install()
 
         def on_step(step: int, stats: StepStats) -> None:
@@ -213,16 +226,17 @@ class Trainer(TrainingShell):
         for unit, each in units.items():
             if self.model.is_coded or expert_of_unit(unit) is not None:
                 self.model.keep_offered(filter(None, [each.digest, each.delta]))
-        patiently(self.offering.sync, "offered deltas", self._pause)
+        sync = partial(self.offering.sync, units)
+        patiently(sync, "offered deltas", self._pause)
         return units
 
     async def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> dict[Unit, OfferedUnit]:
         """Values and state at once, as the state names what was offered only at its end."""
-        engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
+        engine, rng = self._begun or self._state()
         path = self.directory.private_path
-        with self.status.phases.within("offering"), Saving(path, engine, rng) as begun:
+        with self._offering(), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)
             private = PrivateState(engine=engine, rng=rng, **asdict(work.with_values(units)))
             self.status.observer.on_saving()
@@ -231,7 +245,7 @@ class Trainer(TrainingShell):
         return units
 
     def _save_at_rest(self, work: SavedWork) -> None:
-        engine, rng = self.model.engine.state_dict(), read_rng(torch.device("cpu"))
+        engine, rng = self._state()
         private = PrivateState(engine=engine, rng=rng, **asdict(work))
         try:
             save_private(self.directory.private_path, private)
@@ -241,7 +255,7 @@ class Trainer(TrainingShell):
     async def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
     ) -> dict[Unit, OfferedUnit]:
-        with self.status.phases.within("offering"):
+        with self._offering():
             units = self.store(tip, bases, work.tokens)
             stored = work.with_values(units)
             self.status.observer.on_saving()
@@ -250,6 +264,34 @@ class Trainer(TrainingShell):
             write = partial(self.directory.write_offer, stored)
             patiently(write, "offer", self._pause)
         return units
+
+    async def beside(
+        self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
+    ) -> Callable[[], Awaitable[Offer]]:
+        """Until the engine is to change a value, which is after the products of a step."""
+        engine, overlaps = self.model.engine, self.rounds.rules.overlaps
+        if not (overlaps and engine.before_update(self._finish_making)):
+            return await super().beside(offered, saves_state=saves_state)
+        self._begun = self._state() if saves_state else None
+        self.making.begin(partial(at_once, offered))
+
+        async def made() -> Offer:
+            self._finish_making()
+            return self.making.result()
+
+        return made
+
+    def _state(self) -> tuple[EngineState, dict[str, Tensor]]:
+        return self.model.engine.state_dict(), read_rng(torch.device("cpu"))
+
+    def _offering(self) -> AbstractContextManager[None]:
+        """A phase of the trainer's, unless it trains meanwhile."""
+        return nullcontext() if self.making.is_running else self.status.phases.within("offering")
+
+    def _finish_making(self) -> None:
+        if self.making.is_running:
+            with self.status.phases.within("offering"):
+                self.making.wait()
 
     def load_offer(self) -> SavedWork | None:
         try:
@@ -272,6 +314,8 @@ class Trainer(TrainingShell):
 
     async def wait(self, tip: Manifest, state: PeerState) -> list[Applied]:
         """Waits, and says what for."""
+        if self.training.made is not None:
+            await self.training.made()
         self.status.begin(state)
         said_s = time.monotonic()
         while not (newer := self.rounds.wait_for_tip(tip.digest, WAIT_SLICE_S)):

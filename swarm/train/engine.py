@@ -131,6 +131,15 @@ class Engine(Protocol):
     def count_from(self, updates: int) -> None:
         """Sets AdamW's count of updates: a joiner's is the run's cumulative step."""
 
+    def before_update(self, wait: Callable[[], None]) -> bool:
+        """Has this called, by the thread that steps, before a step changes the first value.
+
+        Until then another thread may read values and states.
+
+        Returns:
+            False: this engine cannot be read while it steps, and calls nothing.
+        """
+
     def step(
         self,
         tokens_BT1: Tensor,

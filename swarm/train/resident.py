@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class ResidentEngine:
         self._optimizer.follow(self._model.trained_parameters(), self._model.owned_here)
         self._guard = Guard(options.compute)
         self._intact = True
+        self._wait: Callable[[], None] = lambda: None
 
     def _adamw(self, options: EngineOptions) -> OwnedAdamW:
         """What updates the trained tensors."""
@@ -93,6 +94,10 @@ class ResidentEngine:
     def count_from(self, updates: int) -> None:
         self._optimizer.count_from(updates)
 
+    def before_update(self, wait: Callable[[], None]) -> bool:
+        self._wait = wait
+        return True
+
     def step(
         self,
         tokens_BT1: Tensor,
@@ -112,6 +117,7 @@ class ResidentEngine:
             factors = clip_factors(norms, self._run.optimizer)
             for name, gradient in self._gradients_by_name().items():
                 gradient.mul_(factors[name] / scale)
+            self._wait()
             self._intact = False
             optimizer.update(lr)
             if self._run.routing.bias_update_rate:

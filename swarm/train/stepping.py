@@ -94,6 +94,7 @@ class SteppingEngine:
         """
         self._run, self._below, self._folder = run, list(below), folder
         self.options = options
+        self._wait: Callable[[], None] = lambda: None
         self._engine: Engine | None = None
         while self._engine is None:
             try:
@@ -126,6 +127,10 @@ class SteppingEngine:
 
     def count_from(self, updates: int) -> None:
         self._now.count_from(updates)
+
+    def before_update(self, wait: Callable[[], None]) -> bool:
+        self._wait = wait
+        return self._now.before_update(wait)
 
     def step(
         self,
@@ -209,6 +214,7 @@ class SteppingEngine:
             self._step_down(found)
 
     def _step_down(self, found: str) -> None:
+        self._wait()  # for who reads the engine that has to go
         if not self._now.intact:
             raise OutOfMemory(
                 f"memory ran out in the middle of an update: {found}",

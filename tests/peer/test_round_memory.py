@@ -21,7 +21,8 @@ from swarm.network.blobs import BlobStore
 from swarm.network.contents import reader, store_content
 from swarm.network.founding import founding_manifest
 from swarm.peer.agreed_model import named_tensors
-from swarm.peer.live_model import Agreed, LiveModel, initial_contents, merge_blobs
+from swarm.peer.live_model import Agreed, LiveModel, initial_contents
+from swarm.peer.merged_blobs import merge_blobs
 from swarm.protocol.layout import layout_of
 from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer, OfferedUnit

@@ -35,10 +35,11 @@ class NoBaseCheck(Training):
 class OfferedBeforeSaved(Training):
     """Offers what a crash would make it forget [P6]."""
 
-    async def save(self) -> Offer:
+    async def offer(self) -> None:
         assert self.work is not None
-        units = self.shell.store(self.tip, self._bases_of_due(), self.work.tokens)
-        return Offer(self.tip.digest, self.work.steps, self.work.tokens, units, self.work.seconds)
+        work, units = self.work, self.shell.store(self.tip, self._bases_of_due(), self.work.tokens)
+        offer = Offer(self.tip.digest, work.steps, work.tokens, units, work.seconds)
+        self.shell.submit(self.tip, offer)
 
 
 class NoBaseCheckAtMerge(Training):

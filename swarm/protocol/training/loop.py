@@ -8,9 +8,10 @@ It decides; its `TrainingShell` acts. Time passes only where something is awaite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from swarm.experts import expert_of_unit
 from swarm.protocol.adoption import Action, Adoption, adopt, still_late
@@ -47,12 +48,12 @@ class Training:
         self.tip: Manifest
         """What the model is at."""
         self.work: Work | None = None
-        """Local steps since the last offer, on the tip if rounds do not overlap, that are still
-        good; see `is_done`."""
+        """Local steps since the last offer, on the tip if rounds do not overlap; still good."""
         self.ahead = Ahead()
         """What was offered and is not in the tip, if rounds overlap."""
         self.offers: list[Offer] = []
-        """Made since the tip was adopted: late progress, then the finished round."""
+        """Made since the tip was adopted: late progress, then the finished round, from `made`."""
+        self.made: Callable[[], Awaitable[Offer]] | None = None
         self.bases: dict[int, Digest] = {}
         """Of each own expert: the agreed value that its local progress started from."""
         self.carried: frozenset[Unit] = frozenset()
@@ -151,23 +152,30 @@ class Training:
 
     async def offer(self) -> None:
         """Offers the finished work, with what rounds have left out of it [V6]."""
-        offer = await self.save()  # durable before anybody hears of it [P6]
-        self.shell.submit(self.tip, offer)
+        tip, saved = self.tip, self.save()
 
-    async def save(self) -> Offer:
-        """Makes the finished work durable; returns the offer of it."""
+        async def offered() -> Offer:
+            offer = await saved  # durable before anybody hears of it [P6]
+            self.shell.submit(tip, offer)
+            return offer
+
+        self.made = await self.shell.beside(offered(), saves_state=not self.is_unsaved)
+
+    def save(self) -> Coroutine[Any, Any, Offer]:
+        """Makes the finished work durable, as it is now, while it is awaited; gives its offer."""
         tip, work = self.tip, self.ahead.behind + self.work
         self.is_unsaved = not self.rules.saves_state(tip)
         save = self.shell.save_offer if self.is_unsaved else self.shell.save
-        units = await save(tip, self._bases_of_due(), self._saved(work))
-        offer = Offer(tip.digest, work.steps, work.tokens, units, work.seconds)
-        self.offers.append(offer)
-        return offer
+        durable = save(tip, self._bases_of_due(), self._saved(work))
+
+        async def saved() -> Offer:
+            return Offer(tip.digest, work.steps, work.tokens, await durable, work.seconds)
+
+        return saved()
 
     def unsaved(self) -> SavedWork | None:
         """What a peer at rest saves before it stops; None: nothing, or an offer is out."""
-        is_out = self.ahead.flight is not None or self.again is not None
-        if is_out or not self.is_unsaved:
+        if self.ahead.flight or self.again or not self.is_unsaved:
             return None
         return replace(self._saved(self.ahead.behind + self.work), is_offered=False)
 
@@ -205,6 +213,8 @@ class Training:
 
     async def adopt(self, newer: Sequence[Applied]) -> None:
         """Moves on, manifest by manifest; decides what local work is good for then."""
+        if self.made is not None:
+            self.offers.append(await self.made())
         start, work, path = self.tip, self.work, list(newer)
         late = self.late.union(self.bases if work and work.steps else ())
         offered = self.ahead.flight or (work if self.is_done else None)
@@ -229,7 +239,7 @@ class Training:
                 self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
             self.shell.report(applied, (offered or work) if follows else None, counted=is_mine)
         self._decided_again(newer[-1].reason, is_counted=is_counted, is_kept=is_kept)
-        self.late, self.offers = late, []
+        self.late, self.offers, self.made = late, [], None
         offered_tokens = work.tokens if work and self.is_done else 0
         if not is_kept and not self.rules.overlaps:  # after a reform the same work is offered to it
             self.work = None
@@ -303,13 +313,10 @@ class Training:
             self.part_bases = {unit: manifest.entries[unit].digest for unit in units}
 
     def validate(self) -> None:
-        """The first convener measures the agreed state for everybody, merged if it is to be.
-
-        Once a cycle, and in the end: rounds that are slices of one are not worth more.
-        """
+        """The first convener measures the agreed state for all, after each cycle and merge."""
         tip, cycle = self.tip, self.rules.schedule.cycle
-        is_wanted = tip.round % cycle == 0 or tip.round >= self.rounds
-        if is_wanted and tip.order[0] == self.me and not self.is_due(tip):
+        is_end = tip.round % cycle == 0 or tip.round >= self.rounds
+        if is_end and tip.order[0] == self.me and not self.is_due(tip):
             self.shell.validate(tip)
 
     # ------------------------------------------------------------ going on where we were
@@ -387,8 +394,6 @@ class Training:
         follows = manifest.parent == saved.base_tip
         if follows:
             self.ahead.flight = saved
-        is_counted, is_lost = (
-            follows and saved.is_offered and manifest.counts(self.me),
-            self._loses_steps(manifest, adoption),
-        )
+        is_counted = follows and saved.is_offered and manifest.counts(self.me)
+        is_lost = self._loses_steps(manifest, adoption)
         self.ahead.decided(is_counted=is_counted, is_lost=is_lost)

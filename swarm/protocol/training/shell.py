@@ -9,7 +9,7 @@ that takes time is awaited: a real shell blocks its thread, a simulated one lets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -162,15 +162,29 @@ class TrainingShell(Protocol):
         Their blobs stay until `release`. `bases`: the agreed value that each was trained from.
         """
 
-    async def save(
+    def save(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
-    ) -> Mapping[Unit, OfferedUnit]:
+    ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
         """As `store`; in the end the private state, with what was stored, is durable [P6]."""
 
-    async def save_offer(
+    def save_offer(
         self, tip: Manifest, bases: Mapping[Unit, Digest], work: SavedWork
-    ) -> Mapping[Unit, OfferedUnit]:
+    ) -> Coroutine[Any, Any, Mapping[Unit, OfferedUnit]]:
         """As `save`, but the private state stays what it was: blobs and `work` are durable [P6]."""
+
+    async def beside(
+        self, offered: Coroutine[Any, Any, Offer], *, saves_state: bool
+    ) -> Callable[[], Awaitable[Offer]]:
+        """Has an offer made and submitted while steps go on, which do not change what it reads.
+
+        `saves_state`: whether it calls `save`. The result waits for the offer.
+        """
+        offer = await offered
+
+        async def made() -> Offer:
+            return offer
+
+        return made
 
     def load_offer(self) -> SavedWork | None:
         """What `save_offer` wrote last, if its blobs are here, which then stay until `release`."""

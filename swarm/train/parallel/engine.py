@@ -119,6 +119,10 @@ class ParallelEngine:
         """See `Engine`."""
         self._force.tell(Command({"do": "count_from", "updates": updates}))
 
+    def before_update(self, wait: Callable[[], None]) -> bool:  # noqa: ARG002
+        """See `Engine`; its workers do one thing at a time."""
+        return False
+
     def step(
         self,
         tokens_BT1: Tensor,

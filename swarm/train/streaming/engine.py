@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +165,10 @@ class StreamingEngine:
         self._store.close()
 
     # ------------------------------------------------ a step
+
+    def before_update(self, wait: Callable[[], None]) -> bool:  # noqa: ARG002
+        """See `Engine`; its updates overlap with steps."""
+        return False
 
     def step(
         self,

@@ -1,0 +1,83 @@
+"""Work that is done in a thread of its own while a peer trains on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Beside(Generic[Result]):
+    """One piece of work at a time, which reads what the thread that began it does not change.
+
+    That thread calls `wait` before it changes anything, and what the work itself has to change is
+    done there, see `in_turn`.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something was begun that nobody has waited for."""
+        return self._thread is not None
+
+    def begin(self, work: Callable[[], Result]) -> None:
+        """Begins with it; what came before has been waited for."""
+        assert self._thread is None, "one at a time"
+        self._result = self._error = None
+
+        def run() -> None:
+            try:
+                self._result = work()
+            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                self._error = error
+            finally:
+                self._calls.put(None)
+
+        self._thread = threading.Thread(target=run, name="swarm-beside", daemon=True)
+        self._thread.start()
+
+    def in_turn(self, call: Callable[[], None]) -> None:
+        """Has something done by the thread that waits, at once if nothing runs beside it."""
+        if self._thread is None:
+            call()
+            return
+        done = threading.Event()
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+                failed.append(error)
+            finally:
+                done.set()
+
+        self._calls.put(run)
+        done.wait()
+        if failed:
+            raise failed[0]
+
+    def wait(self) -> None:
+        """Returns when nothing runs any more."""
+        if self._thread is None:
+            return
+        while (call := self._calls.get()) is not None:
+            call()
+        self._thread.join()
+        self._thread = None
+
+    def result(self) -> Result:
+        """What the last work has made; waits for it, and raises what it raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
