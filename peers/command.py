@@ -73,9 +73,7 @@ class _ScipyOptimize(ModuleType):
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
-        import scipy.optimize  # type: ignore[import-untyped]
-
-        return getattr(scipy.optimize, name)
+        return getattr(sys.modules["scipy"].optimize, name)  # scipy imports it when it is asked
 
 
 def program(name: str) -> Callable[[Callable[..., Any]], Program]:
