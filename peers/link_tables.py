@@ -203,7 +203,9 @@ ASSUMPTIONS = (
     f"Assumed: transfers reach {ASSUMED.link_share:.0%} of the link, a round takes "
     f"{ASSUMED.control_s:g} s beside them, as many bytes come as go, {ASSUMED.cores} cores make "
     "and adopt what is exchanged, and the private state goes to "
-    f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round)."
+    f"the disk at {ASSUMED.disk_bytes_per_s / 1e9:g} GB/s once a cycle (uncoded: in each round). "
+    "Where rounds overlap, offers and private states are made beside the next step, by a resident "
+    "engine; steps of the others wait for them."
 )
 COLUMNS = (
     "P: rounds of a cycle. Every: rounds between two exchanges of a shared tensor, of an expert. "

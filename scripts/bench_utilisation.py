@@ -20,7 +20,8 @@ and the windows of connections open. In seconds a cycle, mean of the peers:
 
   computing   local steps x their seconds; over wall seconds it is the utilisation
   encode      values or deltas of what is offered are made, hashed and stored
-  private     the private state is not durable yet, where the offer waits for that
+  private     the private state is not durable yet, where the offer waits for that; where rounds
+              overlap both are made beside a step, and what is left of them holds up its update
   waiting     from the offer to the manifest that the round agreed on
   apply       it is brought into the engine
   other       all else, such as a step that woke up late and the agreed state's validation

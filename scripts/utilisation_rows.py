@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -206,11 +207,22 @@ def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: flo
 
 
 def planned(
-    run: RunConfig, mode: Mode, link: LinkRates, compute_s: float, num_peers: int
+    run: RunConfig, mode: Mode, link: LinkRates, compute_s: float, num_peers: int, *, here: bool
 ) -> Planned:
-    """What swarm-plan says of a run that exchanges so on a link."""
+    """What swarm-plan says of a run that exchanges so on a link.
+
+    `here`: all peers share this machine's cores.
+    """
     rates = carried_mbit(link, num_peers)
-    plan = plan_link(run, mode.setting, rates, compute_s=compute_s, num_peers=num_peers)
+    cores = len(os.sched_getaffinity(0)) / num_peers if here else ASSUMED.cores
+    plan = plan_link(
+        run,
+        mode.setting,
+        rates,
+        compute_s=compute_s,
+        num_peers=num_peers,
+        assumed=replace(ASSUMED, cores=cores),
+    )
     return Planned(plan.round_s * mode.setting.rounds, plan.utilisation)
 
 
@@ -226,7 +238,7 @@ def case_of(mode: str, link: str, model: str, num_peers: int, cycle_s: float) ->
         plan = server_plan(sizes, rates, server, compute_s * scale)
         return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real, (),
                     sizes)  # fmt: skip
-    real = planned(like, how, rates, compute_s, num_peers)
+    real = planned(like, how, rates, compute_s, num_peers, here=False)
     wanted = parameters(like.model).total * cycle_s / real.cycle_s
     least = parameters(run_of(model_like(like, 1, HIDDEN_STEP)).model).total
     hidden = HIDDEN_STEP * max(1, round(wanted / least))
@@ -234,7 +246,7 @@ def case_of(mode: str, link: str, model: str, num_peers: int, cycle_s: float) ->
     run = run_of(overrides)
     moved = [cycle_bytes(each, how.setting, num_peers) for each in (run, like)]
     scale = moved[0] / moved[1]
-    plan = planned(run, how, rates, compute_s * scale, num_peers)
+    plan = planned(run, how, rates, compute_s * scale, num_peers, here=True)
     return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real,
                 tuple(overrides))  # fmt: skip
 
@@ -277,13 +289,14 @@ def figures_of(
     told = [e for e in events if e["kind"] == QUORUM and e["round"] in numbers]
     wall_s = counted[-1]["at_s"] - before["at_s"]
     computing = sum(line["steps"] for line in counted) * case.step_s
-    private = sum(line["private_s"] for line in counted)
+    offering = sum(e["phases"].get("offering", {}).get("seconds", 0.0) for e in told)
+    private = min(offering, sum(line["private_s"] for line in counted))
 
     def took(phase: str) -> float:
         return sum(event["phases"].get(phase, {}).get("seconds", 0.0) for event in told)
 
     stalls = {
-        "encode": took("offering") - private,
+        "encode": offering - private,
         "private": private,
         "waiting": took("averaging"),
         "apply": took("adopting"),

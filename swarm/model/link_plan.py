@@ -32,23 +32,27 @@ class Assumptions:
     Attributes:
         link_share: of a link's rate that transfers reach.
         control_s: of a round, beside its transfers: greeting, rosters, votes.
-        stall_ns: what a core computes while steps wait, for an element that is exchanged: of a
-            shared tensor, of an expert that the peer trains, of another's (scripts/bench_stall.py,
-            codings b2 and b1; values take less).
+        offer_ns: what a core computes to offer an element of a shared tensor, and of an expert
+            that the peer trains (scripts/bench_stall.py, codings b2 and b1; values take less).
+        adopt_ns: to adopt one, and one of an expert that another peer trains.
         cores: that share this.
         disk_bytes_per_s: at which a peer makes its private state durable: once a cycle with a
-            coding, else before each offer; it takes no steps meanwhile.
+            coding, else before each offer.
+        is_beside: whether offers and private states are made beside the products of the next step
+            where rounds overlap, as a resident engine does; else steps wait for them.
     """
 
     link_share: float = 0.85
     control_s: float = 4.0
-    stall_ns: tuple[float, float, float] = (7.0, 10.0, 0.4)
-    cores: int = 8
+    offer_ns: tuple[float, float] = (5.0, 9.0)
+    adopt_ns: tuple[float, float, float] = (2.0, 0.1, 0.4)
+    cores: float = 8
     disk_bytes_per_s: float = 2e9
+    is_beside: bool = True
 
 
 ASSUMED = Assumptions()
-TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0, 0.0), 1, math.inf)
+TRANSFERS_ALONE = Assumptions(1.0, 0.0, (0.0, 0.0), (0.0, 0.0, 0.0), 1, math.inf)
 """For rates that were measured."""
 
 
@@ -136,16 +140,36 @@ def private_bytes(run: RunConfig, setting: Setting, num_peers: int) -> float:
     return PRIVATE_BYTES * (counted.shared + counted.experts * owners / num_peers)
 
 
-def exchange_stall_s(
+def exchange_s(
     run: RunConfig, setting: Setting, num_peers: int, assumed: Assumptions = ASSUMED
-) -> float:
-    """Seconds of a cycle in which a peer takes no steps since it makes offers and adopts."""
+) -> tuple[float, float]:
+    """Seconds of a round in which a peer makes its offer, and in which it adopts the outcome."""
     counted, owners = parameters(run.model), min(setting.owners, num_peers)
-    own = counted.experts * owners / num_peers
-    shared_ns, own_ns, others_ns = assumed.stall_ns
-    shared = shared_ns * counted.shared * setting.rounds / setting.shared_every
-    experts = own_ns * own + others_ns * (counted.experts - own)
-    return (shared + experts * setting.rounds / setting.experts_every) / assumed.cores * 1e-9
+    own = counted.experts * owners / num_peers / setting.experts_every
+    others = counted.experts / setting.experts_every - own
+    shared, each = counted.shared / setting.shared_every, 1e-9 / assumed.cores
+    offer = assumed.offer_ns[0] * shared + assumed.offer_ns[1] * own
+    adopt = assumed.adopt_ns[0] * shared + assumed.adopt_ns[1] * own + assumed.adopt_ns[2] * others
+    return each * offer, each * adopt
+
+
+def stall_s(
+    run: RunConfig,
+    setting: Setting,
+    num_peers: int,
+    *,
+    compute_s: float,
+    assumed: Assumptions = ASSUMED,
+) -> float:
+    """Seconds of a cycle in which a peer neither computes steps nor waits for others."""
+    offer_s, adopt_s = exchange_s(run, setting, num_peers, assumed)
+    private_s = private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s
+    saves = 1 if {setting.shared, setting.experts} - {"fp32", "bf16"} else setting.rounds
+    rounds = [offer_s + private_s] * saves + [offer_s] * (setting.rounds - saves)
+    free_s = 0.0
+    if setting.overlap and assumed.is_beside:
+        free_s = compute_s / cycle_steps(run)
+    return setting.rounds * adopt_s + sum(max(0.0, each - free_s) for each in rounds)
 
 
 def carried_mbit(link: LinkRates, num_peers: int, *, is_bbr: bool = False) -> tuple[float, float]:
@@ -184,14 +208,11 @@ def plan_link(
     num_bytes = cycle_bytes(run, setting, num_peers)
     transfer_s = num_bytes * 8 / (min(rates) * 1e6 * assumed.link_share)
     exchange_s = transfer_s / setting.rounds + assumed.control_s
-    stall_s = exchange_stall_s(run, setting, num_peers, assumed)
-    coded = {setting.shared, setting.experts} - {"fp32", "bf16"}
-    saves = 1 if coded else setting.rounds
-    stall_s += saves * private_bytes(run, setting, num_peers) / assumed.disk_bytes_per_s
+    stalls_s = stall_s(run, setting, num_peers, compute_s=compute_s, assumed=assumed)
     waits_s = exchange_s
     if setting.overlap:  # one round in flight, which may last as long as the steps beside it
         waits_s = max(0.0, exchange_s - compute_s / setting.rounds)
-    cycle_s = compute_s + setting.rounds * waits_s + stall_s
+    cycle_s = compute_s + setting.rounds * waits_s + stalls_s
     return LinkPlan(
         cycle_bytes=num_bytes,
         transfer_s=transfer_s,

@@ -19,12 +19,13 @@ from swarm.model.link_plan import (
     Setting,
     carried_mbit,
     cycle_bytes,
-    exchange_stall_s,
+    exchange_s,
     needed_mbit,
     plan_link,
     private_bytes,
     setting_of,
     settings_for,
+    stall_s,
     with_rounds,
 )
 
@@ -46,19 +47,33 @@ FAST_DISK = Assumptions(disk_bytes_per_s=math.inf)
 
 def test_a_private_state_is_saved_once_a_cycle_and_takes_its_time() -> None:
     # Source: 12 bytes of 0.893 + 6.44 / 4 billion parameters, 30 GB; at 2 GB/s 15 s.
-    setting = Setting("b2", "b1", 5, 1, 5, overlap=True)
+    setting = Setting("b2", "b1", 5, 1, 5)
     assert private_bytes(RUN, setting, 4) / 1e9 == pytest.approx(30, rel=0.01)
-    plan = plan_link(RUN, setting, (100.0, 100.0), compute_s=COMPUTE_S, num_peers=4)
-    stall_s = 15 + exchange_stall_s(RUN, setting, 4)
-    assert plan.utilisation == pytest.approx(COMPUTE_S / (COMPUTE_S + stall_s), rel=1e-3)
+    at_once = {"compute_s": COMPUTE_S, "assumed": replace(TRANSFERS_ALONE, disk_bytes_per_s=2e9)}
+    assert stall_s(RUN, setting, 4, **at_once) == pytest.approx(15, rel=0.01)
 
 
 def test_eight_cores_make_and_adopt_what_a_cycle_exchanges_in_some_seconds() -> None:
-    # Computed apart: (5 x 0.891 x 7 + 1.611 x 10 + 4.832 x 0.4) / 8.
+    # Computed apart: (5 x 0.891 x 5 + 1.611 x 9) / 8,
+    # and (5 x 0.891 x 2 + 1.611 x 0.1 + 4.832 x 0.4) / 8.
     setting = Setting("b2", "b1", 5, 1, 5, overlap=True)
-    assert exchange_stall_s(RUN, setting, 4) == pytest.approx(6.15, rel=0.01)
-    alone = Assumptions(cores=1)
-    assert exchange_stall_s(RUN, setting, 4, alone) == pytest.approx(49.2, rel=0.01)
+    offer_s, adopt_s = exchange_s(RUN, setting, 4)
+    assert (5 * offer_s, 5 * adopt_s) == pytest.approx((4.60, 1.38), rel=0.01)
+    alone = exchange_s(RUN, setting, 4, Assumptions(cores=1))
+    assert alone == pytest.approx((8 * offer_s, 8 * adopt_s))
+
+
+def test_beside_a_step_of_36_s_neither_offers_nor_private_states_take_time() -> None:
+    # 50 steps are 1,800 s; an offer takes 0.9 s, and the private state 15 s beside one of them.
+    setting, how = Setting("b2", "b1", 5, 1, 5, overlap=True), {"compute_s": COMPUTE_S}
+    assert stall_s(RUN, setting, 4, **how) == pytest.approx(1.38, rel=0.01)
+    waiting = Assumptions(is_beside=False)
+    assert stall_s(RUN, setting, 4, **how, assumed=waiting) == pytest.approx(20.98, rel=0.01)
+    short = {"compute_s": COMPUTE_S / 3}  # 12 s a step: 3.9 s of the state are left
+    assert stall_s(RUN, setting, 4, **short) == pytest.approx(1.38 + 15 + 0.92 - 12, rel=0.03)
+    for up in (100.0, 20.0):
+        plan = plan_link(RUN, setting, (up, 100.0), compute_s=COMPUTE_S, num_peers=4)
+        assert plan.utilisation > 0.999
 
 
 # Computed apart from this program, for the 7B, H = 50, N = 4: GB a peer and cycle, then for 100/100
