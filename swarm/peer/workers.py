@@ -247,7 +247,13 @@ def nodes_of(
 
 
 def parallel_engine(
-    run: RunConfig, plan: EnginePlan, folder: Path, place: Place, nodes: Nodes | None
+    run: RunConfig,
+    plan: EnginePlan,
+    folder: Path,
+    place: Place,
+    nodes: Nodes | None,
+    *,
+    remaining_s: Callable[[], float] = lambda: inf,
 ) -> ParallelEngine:
     """Starts workers for a plan that is made for each of them.
 
@@ -257,6 +263,7 @@ def parallel_engine(
         folder: the run's; the private state lies there.
         place: where those of this machine compute.
         nodes: where other machines bring some; None for none. Closed with the engine.
+        remaining_s: seconds that a start of workers may take at most from now on.
     """
     logger.info("workers: %d, %d threads each, over %s", place.size, place.threads, place.backend)
     with ExitStack() as undo:
@@ -265,7 +272,7 @@ def parallel_engine(
         engine = ParallelEngine(
             run,
             [plan.options, *plan.below],
-            lambda: Crew(place, nodes),
+            lambda: Crew(place, nodes, remaining_s),
             folder=folder,
             saved=Saved.at(RunDirectory(folder).private_path),
             ending=nodes.close if nodes else lambda: None,
