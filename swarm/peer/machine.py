@@ -194,7 +194,7 @@ def engine_for(
         logging.INFO if plan.fits else logging.WARNING,
         "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
         plan.reason,
-        plan.need.device / 1e9,
+        plan.need.crowded / 1e9,
         plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )

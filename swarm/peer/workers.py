@@ -107,18 +107,10 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
             f"divide the {workers} workers (--gpus)",
             hint="leave out one of both",
         )
-    if asked[0] > 1 and compute.shard == "state":
-        raise ConfigError(
-            f'compute.pipeline = {asked[0]} and compute.shard = "state": '
-            "a pipeline whose stages share masters and moments is not built",
-            hint="leave out one of both",
-        )
     dealt = _dealings(compute, workers, model.num_experts)
     cut = _stagings(compute, workers, model.num_hidden_layers)
-    if compute.shard == "state":
-        cut = (1,)
     size = max(workers, 1)
-    # Both at once only where that is asked for: what it takes of memory is not measured.
+    # Both at once only where that is asked for.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
     return tuple(Mesh(size, ep, pp) for ep, pp in pairs)
 
