@@ -1,6 +1,7 @@
 """Workers that take long to start: a peer that has to go does not wait for them."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_peer_that_has_to_go_waits_for_no_worker_that_starts(sleepy):
 
 
 def test_workers_that_have_started_go_on_while_a_peer_leaves():
-    """Whatever it still asks them for, such as its private state."""
+    """Whatever it still asks them for, such as its private state; but none come back."""
     run, left_s = tiny_run(), [100.0]
     engine = ParallelEngine(
         run, [EngineOptions.of(run)], lambda: Crew(Place(1), None, lambda: left_s[0])
@@ -49,5 +50,8 @@ def test_workers_that_have_started_go_on_while_a_peer_leaves():
     try:
         left_s[0] = 0.0
         assert engine.read(["model.norm.weight"]).keys() == {"model.norm.weight"}
+        os.kill(engine.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkersFailed, match="this peer has to go"):
+            engine.read(["model.norm.weight"])
     finally:
         engine.close()
