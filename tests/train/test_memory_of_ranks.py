@@ -51,7 +51,7 @@ def assert_as_predicted(run, options, found):
         pytest.param(2, {"ep": 2, **AGAIN}, BF16, id="dealt out, again", marks=SLOW),
         pytest.param(2, {"ep": 2, "frozen": "int8"}, BF16, id="dealt out, int8", marks=SLOW),
         pytest.param(4, {"ep": 2, **AGAIN}, BF16, id="two by two, again", marks=SLOW),
-        pytest.param(4, {"ep": 4}, {}, id="dealt out over four"),
+        pytest.param(4, {"ep": 4}, {}, id="dealt out over four", marks=SLOW),
         pytest.param(2, {"shards": 2}, BF16, id="cut"),
         pytest.param(4, {"shards": 4}, {}, id="cut over four", marks=SLOW),
         pytest.param(2, {"shards": 2, "ep": 2}, BF16, id="cut, dealt out", marks=SLOW),
