@@ -122,7 +122,7 @@ def _needs(run: RunConfig, around: Around, compute: ComputeSection, folder: Path
     num_peers = around.num_members + 1 if around.num_members else run.run.peers
     owned = owned_per_peer(run, num_peers)
     _, plan = plan_here(run, owned, compute, folder)
-    device, process = plan.need.device / 1e9, plan.peaks.highest / 1e9
+    device, process = plan.need.crowded / 1e9, plan.peaks.highest / 1e9
     peaks = f"device {device:.1f} GB, the whole process {process:.1f} GB"
     return Needs(
         around.run_id or run.run.name,

@@ -182,7 +182,7 @@ def _figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
         "owned_experts": planned.owned_experts,
         "experts_that_fit": planned.experts_that_fit,
         "micro_batch_tokens": run.train.micro_batch_sequences * run.data.sequence_length,
-        "device_peak_bytes": round(plan.need.device),
+        "device_peak_bytes": round(plan.need.crowded),
         "host_peak_bytes": round(plan.peaks.highest),
         "host_training_bytes": round(plan.peaks.training),
         "host_round_bytes": round(plan.peaks.running_a_round),
@@ -256,7 +256,7 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
         ("engine", plan.options.kind.value, plan.reason),
         (
             "peak, device",
-            _gigabytes(need.device),
+            _gigabytes(need.crowded),
             f"{where}{of_each}; {_gigabytes(need.activations)} of it activations",
         ),
         (

@@ -10,7 +10,8 @@ from rich.table import Table
 from swarm.config import RunConfig
 from swarm.peer.planning import RunPlan
 from swarm.train.comparing import Rung
-from swarm.train.memory import Need, need_of, pipeline_cut, stage_needs
+from swarm.train.memory import need_of, stage_needs
+from swarm.train.sizes import Need, pipeline_cut
 
 if TYPE_CHECKING:
     from swarm.train.options import EngineOptions
@@ -30,7 +31,7 @@ def workers_table(run: RunConfig, planned: RunPlan) -> Table:
         table.add_row(
             str(fabric.size // len(held)),
             words,
-            *map(_gigabytes, (need.device, need.activations, plan.peaks.highest, need.disk)),
+            *map(_gigabytes, (need.crowded, need.activations, plan.peaks.highest, need.disk)),
         )
     return table
 
@@ -40,14 +41,13 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
     options, owned = planned.engine.options, planned.owned_experts
     workers, experts = planned.machine.fabric.size, run.model.num_experts
     share = f"1/{options.ep} of {experts} experts" if options.ep > 1 else f"{experts} experts"
+    cut = f", 1/{options.shards} of masters and moments" if options.shards > 1 else ""
     if options.pp == 1:
-        need = need_of(run, owned, options, workers)
-        cut = f", 1/{options.shards} of masters and moments" if options.shards > 1 else ""
-        return [(f"all layers, {share}{cut}", need)]
+        return [(f"all layers, {share}{cut}", need_of(run, owned, options, workers))]
     stages = pipeline_cut(run, options).stages
     needs = stage_needs(run, owned, options, workers)
     return [
-        (f"layers {stage.layers.start}-{stage.layers.stop - 1}, {share}", need)
+        (f"layers {stage.layers.start}-{stage.layers.stop - 1}, {share}{cut}", need)
         for stage, need in zip(stages, needs, strict=True)
     ]
 
@@ -68,13 +68,14 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
             str(options.pp),
             options.moments + _marks(options),
             "yes" if rung.fits else "no",
-            _gigabytes(rung.need.device),
+            _gigabytes(rung.need.crowded),
             *(f"{each:.3g}" for each in seconds),
             f"{run.train.batch_tokens / time.total:,.0f}",
         )
     table.caption = (
         "ep: experts dealt out over so many; pp: layers cut over so many.\n"
-        "*: layers are computed again for backward; +: masters and moments cut over all.\n"
+        "device: with room for 25 % more rows on the experts of a worker than an even share.\n"
+        "*: layers are computed again for backward; +: masters and moments cut over those alike.\n"
     )
     table.caption_justify = "left"
     return table
@@ -93,7 +94,7 @@ def workers_figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
             {
                 "workers": fabric.size // len(held),
                 "holds": words,
-                "device_bytes": round(need.device),
+                "device_bytes": round(need.crowded),
                 "host_bytes": round(plan.peaks.highest),
                 "disk_bytes": round(need.disk),
             }
@@ -112,7 +113,7 @@ def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
         "moments": options.moments,
         "recompute": options.recompute,
         "fits": rung.fits,
-        "device_peak_bytes": round(rung.need.device),
+        "device_peak_bytes": round(rung.need.crowded),
         **{name: round(value, 4) for name, value in seconds.items()},
         "step_s": round(rung.time.total, 4),
         "tokens_per_s": round(run.train.batch_tokens / rung.time.total, 1),

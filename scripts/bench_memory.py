@@ -26,8 +26,9 @@ from swarm.experts import all_shapes
 from swarm.model.cost import full_state_bytes
 from swarm.train.allocations import LiveBytes
 from swarm.train.ladder import describe
-from swarm.train.memory import Need, need_of, sizes_of
+from swarm.train.memory import need_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.sizes import Need, sizes_of
 from swarm.train.stepping import make_engine
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"

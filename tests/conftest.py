@@ -1,6 +1,7 @@
 """What every test runs under: one thread, no network hub, a home and an environment of its own."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,13 +14,17 @@ SCRATCH_HOME = pytest.StashKey[str]()
 
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
-    expression = config.getoption("markexpr").replace("not gpu", "")
-    return "gpu" in expression.split()
+    asked = re.findall(r"(not )?\b(?:gpu|gpu2)\b", config.getoption("markexpr"))
+    return "" in asked
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add an option of scripts/test: most files need not be loaded to know that none is meant."""
+    """Add options: of scripts/test, and of those that change tests for two GPUs."""
+    # Most files need not be loaded to know that none of their tests is meant.
     parser.addoption("--files-with", metavar="TEXT", help="pass over files without this text")
+    parser.addoption(
+        "--gpu2-on-cpu", action="store_true", help="run tests marked gpu2 on the CPU, over gloo"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -57,13 +62,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where none was asked for or none is there."""
-    if not _gpu_was_asked_for(config):
-        reason = "the GPU is hidden unless asked for with -m gpu"
-    elif not torch.cuda.is_available():
-        reason = "no CUDA device on this machine"
-    else:
-        return
+    """Skip what needs GPUs where none were asked for or too few are there."""
+    reasons = {"gpu": _lacking(config, 1), "gpu2": _lacking(config, 2)}
+    if config.getoption("--gpu2-on-cpu"):
+        del reasons["gpu2"]
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _lacking(config: pytest.Config, needed: int) -> str | None:
+    """Why tests that need so many GPUs are skipped."""
+    if not _gpu_was_asked_for(config):
+        return "GPUs are hidden unless asked for with -m gpu or -m gpu2"
+    if torch.cuda.device_count() < needed:
+        return f"{torch.cuda.device_count()} of {needed} CUDA devices on this machine"
+    return None

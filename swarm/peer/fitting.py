@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.train.hardware import Machine
-from swarm.train.memory import Need
 from swarm.train.round_memory import HostPeaks
+from swarm.train.sizes import Need
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ def shortfalls(
         ("disk", state_bytes + need.disk, machine.disk_bytes, "free some, or take a larger one"),
     ]
     if machine.device != "cpu":
-        bounds.append(("GPU memory", need.device, machine.usable_device, fewer))
+        bounds.append(("GPU memory", need.crowded, machine.usable_device, fewer))
     bounds.append(("host memory", peaks.highest, machine.usable_host, fewer))
     return [Shortfall(*bound) for bound in bounds if bound[1] > max(bound[2], 0.0)]

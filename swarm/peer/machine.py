@@ -185,7 +185,8 @@ def engine_for(
         run: what is trained.
         compute: what the person decided.
         folder: the run's; frozen experts may be mapped from files in it.
-        remaining_s: seconds until this peer has to go, however few workers are there.
+        remaining_s: seconds until this peer has to go, however few workers are there, and however
+            slowly they start.
     """
     owned = owned_per_peer(run, run.run.peers)
     machine, plan = plan_here(run, owned, compute, folder / "frozen")
@@ -193,7 +194,7 @@ def engine_for(
         logging.INFO if plan.fits else logging.WARNING,
         "engine: %s (predicted: device %.1f GB; the whole process: %.1f GB; disk %.1f GB)",
         plan.reason,
-        plan.need.device / 1e9,
+        plan.need.crowded / 1e9,
         plan.peaks.highest / 1e9,
         plan.need.disk / 1e9,
     )
@@ -201,7 +202,7 @@ def engine_for(
     if workers:
         place = place_of(run, compute, machine, workers)
         nodes = nodes_of(compute, plan, folder, place, remaining_s)
-        return parallel_engine(run, plan, folder, place, nodes)
+        return parallel_engine(run, plan, folder, place, nodes, remaining_s=remaining_s)
     return _with_threads(run, plan, compute, folder)
 
 

@@ -107,18 +107,10 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
             f"divide the {workers} workers (--gpus)",
             hint="leave out one of both",
         )
-    if asked[0] > 1 and compute.shard == "state":
-        raise ConfigError(
-            f'compute.pipeline = {asked[0]} and compute.shard = "state": '
-            "a pipeline whose stages share masters and moments is not built",
-            hint="leave out one of both",
-        )
     dealt = _dealings(compute, workers, model.num_experts)
     cut = _stagings(compute, workers, model.num_hidden_layers)
-    if compute.shard == "state":
-        cut = (1,)
     size = max(workers, 1)
-    # Both at once only where that is asked for: what it takes of memory is not measured.
+    # Both at once only where that is asked for.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
     return tuple(Mesh(size, ep, pp) for ep, pp in pairs)
 
@@ -247,7 +239,13 @@ def nodes_of(
 
 
 def parallel_engine(
-    run: RunConfig, plan: EnginePlan, folder: Path, place: Place, nodes: Nodes | None
+    run: RunConfig,
+    plan: EnginePlan,
+    folder: Path,
+    place: Place,
+    nodes: Nodes | None,
+    *,
+    remaining_s: Callable[[], float] = lambda: inf,
 ) -> ParallelEngine:
     """Starts workers for a plan that is made for each of them.
 
@@ -257,6 +255,7 @@ def parallel_engine(
         folder: the run's; the private state lies there.
         place: where those of this machine compute.
         nodes: where other machines bring some; None for none. Closed with the engine.
+        remaining_s: seconds that a start of workers may take at most from now on.
     """
     logger.info("workers: %d, %d threads each, over %s", place.size, place.threads, place.backend)
     with ExitStack() as undo:
@@ -265,7 +264,7 @@ def parallel_engine(
         engine = ParallelEngine(
             run,
             [plan.options, *plan.below],
-            lambda: Crew(place, nodes),
+            lambda: Crew(place, nodes, remaining_s),
             folder=folder,
             saved=Saved.at(RunDirectory(folder).private_path),
             ending=nodes.close if nodes else lambda: None,

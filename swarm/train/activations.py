@@ -5,6 +5,8 @@ Derived from what the autograd functions of `swarm.model` keep, and held against
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from swarm.config import RunConfig
 from swarm.model.attention import BLOCK_TOKENS, SHORT_TOKENS
 from swarm.model.losses import slice_tokens
@@ -15,15 +17,53 @@ from swarm.model.transformer import DTYPES
 from swarm.train.options import EngineOptions
 
 
+@dataclass(frozen=True)
+class Rows:
+    """(token, expert) pairs of one layer and micro-batch, as a rank has them.
+
+    Attributes:
+        sent: of its own tokens, wherever their experts are.
+        received: of its experts, whosever tokens they are.
+        computed: the received ones with padding.
+        largest: the computed ones of one expert, at most.
+    """
+
+    sent: float
+    received: float
+    computed: float
+    largest: float
+
+    @classmethod
+    def even(cls, run: RunConfig, options: EngineOptions) -> Rows:
+        """Where every expert gets as many; half a group's padding for each in bf16 on a CPU."""
+        tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
+        padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
+        computed = rows + (PAD_ROWS_BF16 / 2 * experts if padded else 0)
+        return cls(rows, rows, computed, computed / experts)
+
+    def crowded(self, more: float) -> Rows:
+        """With this share of rows more on the rank's experts."""
+        times = 1 + more
+        return replace(
+            self,
+            received=times * self.received,
+            computed=times * self.computed,
+            largest=times * self.largest,
+        )
+
+
 class MicroBatchBytes:
     """Activations of one micro-batch, as the autograd functions of the model keep them."""
 
-    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
+    def __init__(self, run: RunConfig, options: EngineOptions, rows: Rows | None = None) -> None:
+        """`rows`: of the layer that is asked for; None where routing is even."""
         self.run, self.model, self.options = run, run.model, options
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
         self.experts = run.model.num_experts / options.ep
+        self.rows = rows or Rows.even(run, options)
 
     def checkpoint(self) -> float:
         """The residual stream, fp32."""
@@ -38,8 +78,11 @@ class MicroBatchBytes:
 
     def sorted_rows(self) -> float:
         """Where the rows of a layer lie, here and where they are computed if that is elsewhere."""
-        tables = 3 if self.options.ep == 1 else 6
-        return 8.0 * tables * self.tokens * self.model.num_experts_per_tok
+        pairs = self.tokens * self.model.num_experts_per_tok
+        if self.options.ep == 1:
+            return 8.0 * 3 * pairs
+        rows = self.rows
+        return 8.0 * (2 * rows.sent + pairs + 2 * rows.computed + rows.received)
 
     def kept(self) -> float:
         """Bytes that the graph of one layer keeps for its backward."""
@@ -53,7 +96,7 @@ class MicroBatchBytes:
         per_token += c * (queries + 2 * keys) * self.places() + c * queries
         # The output of each document by itself, put together, and which token is where.
         per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
-        experts = c * self.rows() * 2 * model.moe_intermediate_size
+        experts = c * self.rows.computed * 2 * model.moe_intermediate_size
         experts += c * hidden * self.inputs()
         kept = self.tokens * (per_token + 4 * self.scales()) + experts
         return kept + self.routing() + self.scores()
@@ -74,19 +117,13 @@ class MicroBatchBytes:
         """Places in attention for each token, at most."""
         return WASTE if self.run.data.attention == "document" else 1
 
-    def rows(self) -> float:
-        """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
-        rows = self.tokens * self.model.num_experts_per_tok
-        padded = self.compute == 2 and not self.grouped
-        return rows + (PAD_ROWS_BF16 / 2 * self.experts if padded else 0)
-
     def inputs(self) -> float:
         """Inputs of experts that are kept: one for each row that has travelled, else of a token.
 
         In fp32 that of a token is the router's.
         """
         if self.options.ep > 1:
-            return self.tokens * self.model.num_experts_per_tok
+            return self.rows.received
         return self.tokens if self.compute < 4 else 0
 
     def scores(self) -> float:
@@ -109,26 +146,28 @@ class MicroBatchBytes:
             layer_owned: parameters of the layer's owned experts.
             frozen_layer: bytes of its frozen ones.
         """
-        model, c = self.model, self.compute
-        rows = self.rows()
+        model, c, rows = self.model, self.compute, self.rows
         # On a CPU one expert at a time; a grouped product takes a stack, in pieces if it is long.
-        one_expert = rows / self.experts
-        together = min(rows, max(GROUPED_ROWS, one_expert)) if self.grouped else one_expert
+        together = rows.largest
+        if self.grouped:
+            together = min(rows.computed, max(GROUPED_ROWS, rows.largest))
         products = c * together * (2 * model.hidden_size + 4 * model.moe_intermediate_size)
         is_cast = c < 4 and self.options.alike[1] == 1
         dense = (layer_owned * c if is_cast else 0) + frozen_layer
         products += dense if self.grouped else dense / self.experts
         # The gradients of the rows, and of the residual stream.
-        gathered = c * rows * model.hidden_size + self.checkpoint() + rows * (4 + c)
+        row = c * model.hidden_size
+        gathered = (row + 4 + c) * rows.computed + self.checkpoint()
         # Once the products are gone the rows of each token are added up in fp32.
         adding = 2 * self.checkpoint()
         if self.options.ep == 1:
-            gathered += c * self.tokens * model.hidden_size if c < 4 else 0  # as products take it
+            gathered += row * self.tokens if c < 4 else 0  # as products take it
         else:
-            # Gradients of outputs, here and there, and those of rows on their way back.
-            travelling = c * self.inputs() * model.hidden_size
-            gathered += 2 * travelling
-            adding = travelling + max(adding, 2 * travelling)
+            # Gradients of outputs, here and there, and those of rows on their way back, with the
+            # numbers that travel beside them.
+            gathered += row * rows.sent + (row + 4) * rows.received
+            packed = (row + 4) * (rows.computed + rows.received)
+            adding = (row + 4) * rows.sent + max(adding, packed)
         return gathered + max(products, adding) + 4 * layer_owned
 
     def head(self, table: int) -> float:
@@ -138,7 +177,8 @@ class MicroBatchBytes:
         elements = step * self.model.vocab_size
         # A CPU has a product, and that in fp32, before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0
-        cast = c * table if c < 4 else 0
+        is_copy = self.options.shards > 1 and not self.model.tie_word_embeddings
+        cast = c * table if c < 4 and not is_copy else 0
         # The gradient, the head as it is multiplied; then the gradient times the loss's scale.
         slices = max(self.logits(), c * elements + product)
         matrices = max(4 * table + cast + slices, 2 * 4 * table)

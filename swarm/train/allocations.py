@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if num_bytes == 0 or key in self._alive:
+        if num_bytes == 0 or tensor.is_meta or key in self._alive:
             return
         self.now += num_bytes
         self.peak = max(self.peak, self.now)

@@ -8,9 +8,9 @@ from math import prod
 
 from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.hardware import Machine
-from swarm.train.memory import Need
 from swarm.train.options import EngineOptions
 from swarm.train.round_memory import HostPeaks
+from swarm.train.sizes import Need
 from swarm.train.step_time import StepTime
 
 FORMATS = tuple(MOMENT_BYTES)
@@ -53,14 +53,14 @@ def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
 
 def least(ladder: Sequence[Rung]) -> Rung:
     """What needs least of the device."""
-    return min(ladder, key=lambda rung: rung.need.device)
+    return min(ladder, key=lambda rung: rung.need.crowded)
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
     """Those of which each needs less of the device than the chosen one and all before it."""
     found = [chosen]
     for rung in ladder:
-        if rung.need.device < found[-1].need.device:
+        if rung.need.crowded < found[-1].need.device:
             found.append(rung)
     return found[1:]
 
@@ -127,6 +127,6 @@ def _lack(rung: Rung, machine: Machine) -> str:
         ("disk", rung.need.disk, machine.disk_bytes),
     ]
     if machine.device != "cpu":
-        bounds.insert(0, ("GPU memory", rung.need.device, machine.usable_device))
+        bounds.insert(0, ("GPU memory", rung.need.crowded, machine.usable_device))
     kind, needed, there = max(bounds, key=lambda bound: bound[1] - bound[2])
     return f"{needed / 1e9:,.1f} GB of {kind} needed, {max(there, 0) / 1e9:,.1f} usable"

@@ -23,10 +23,11 @@ from swarm.train.comparing import (
     why_not,
 )
 from swarm.train.hardware import Machine
-from swarm.train.memory import Need, need_of, pipeline_cut
+from swarm.train.memory import need_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions, ScheduleName
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.round_memory import HostPeaks, host_peaks
+from swarm.train.sizes import Need, pipeline_cut
 from swarm.train.step_time import step_time
 
 RING = 3
@@ -45,7 +46,7 @@ class Wishes:
             be cut as the stages of a pipeline; each of as many workers as the machine's fabric has.
         schedule: of a pipeline.
         shard: whether masters and moments may be cut over workers that hold a tensor alike: where
-            it needs to be ("auto"), never or always; those of a pipeline never are.
+            it needs to be ("auto"), never or always.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -61,9 +62,10 @@ class Wishes:
 
     def shards(self, mesh: Mesh) -> tuple[int, ...]:
         """Over how many workers of a mesh the state may be cut, whole ones first."""
-        if mesh.size == 1 or mesh.pp > 1 or self.shard == "none":
+        alike = mesh.size // mesh.pp  # have the same stage
+        if alike == 1 or self.shard == "none":
             return (1,)
-        return (mesh.size,) if self.shard == "state" else (1, mesh.size)
+        return (alike,) if self.shard == "state" else (1, alike)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def fits(need: Need, peaks: HostPeaks, machine: Machine) -> bool:
     on_gpu = machine.device != "cpu"
     if need.disk > machine.disk_bytes or peaks.highest > machine.usable_host:
         return False
-    return not on_gpu or need.device <= machine.usable_device
+    return not on_gpu or need.crowded <= machine.usable_device
 
 
 def plan_engine(

@@ -44,8 +44,9 @@ class EngineOptions:
         ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
             with each.
         pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
-        shards: ranks over which masters and moments of what they hold alike are cut; 1 leaves all
-            of them with each. With fewer ranks than that, they are cut over these.
+        shards: ranks over which masters and moments of what they hold alike are cut, those with the
+            same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut
+            over these.
         schedule: of a pipeline; both take as long, 1f1b keeps fewer micro-batches for backward.
         recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.

@@ -188,7 +188,7 @@ class ResidentEngine:
         scored_BT: Tensor | None = None,
         agreed: StandIn | None = None,
     ) -> float:
-        with _computing_fp32(self._model), self._standing_in(agreed):
+        with _computing_fp32(self._model), _standing_in(self._model, agreed):
             return self._mean(tokens_BT1, scored_BT)
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
@@ -199,35 +199,6 @@ class ResidentEngine:
         masked = Masked(scored_BT=scored_BT.to(self._device))
         losses = self._model.losses(micro_BT1.to(self._device), self._run.loss, masked=masked)
         return losses.cross_entropy.item()
-
-    @contextlib.contextmanager
-    def _standing_in(self, agreed: StandIn | None) -> Iterator[None]:
-        """Lets each layer compute with other values of its owned experts, one layer at a time."""
-        kept: dict[str, Tensor] = {}
-
-        def restore(*_: Any) -> None:
-            self._model.write(kept)
-            kept.clear()
-
-        def put_in(layer: int, give: StandIn) -> None:
-            owned = self._model.owned_here
-            names = [expert_tensor(layer, e, kind) for e in owned for kind in PROJECTIONS]
-            kept.update({name: each.clone() for name, each in self._model.read(names).items()})
-            for name in names:
-                self._model.write({name: give(name)})
-
-        hooks = []
-        for index, experts in self._model.banks.items() if agreed else ():
-            assert agreed is not None
-            before = functools.partial(put_in, index, agreed)
-            hooks.append(experts.register_forward_pre_hook(lambda *_, before=before: before()))
-            hooks.append(experts.register_forward_hook(restore))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            restore()  # of a layer that failed
 
     def state_dict(self) -> EngineState:
         return EngineState(
@@ -307,3 +278,33 @@ def _computing_fp32(model: Transformer) -> Iterator[None]:
     finally:
         for module, compute in zip(modules, before, strict=True):
             module.compute = compute
+
+
+@contextlib.contextmanager
+def _standing_in(model: Transformer, agreed: StandIn | None) -> Iterator[None]:
+    """Lets each layer compute with other values of its owned experts, one layer at a time."""
+    kept: dict[str, Tensor] = {}
+
+    def restore(*_: Any) -> None:
+        model.write(kept)
+        kept.clear()
+
+    def put_in(layer: int, give: StandIn) -> None:
+        owned = model.owned_here
+        names = [expert_tensor(layer, e, kind) for e in owned for kind in PROJECTIONS]
+        kept.update({name: each.clone() for name, each in model.read(names).items()})
+        for name in names:
+            model.write({name: give(name)})
+
+    hooks = []
+    for index, experts in model.banks.items() if agreed else ():
+        assert agreed is not None
+        before = functools.partial(put_in, index, agreed)
+        hooks.append(experts.register_forward_pre_hook(lambda *_, before=before: before()))
+        hooks.append(experts.register_forward_hook(restore))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        restore()  # of a layer that failed

@@ -101,7 +101,7 @@ def host_peaks(
     largest = largest_tensor_bytes(run.model)
     shard = min(SHARD_BYTES, shared_wire_bytes(run) + expert_wire_bytes(run))
     return HostPeaks(
-        training=rest + (need.activations if on_host else 0),
+        training=rest + (need.activations + need.crowding if on_host else 0),
         offering=rest + 12 * chunk + SAVED_CHUNKS * SAVED_CHUNK_BYTES,
         averaging=rest + mean,
         merging=rest + max(donors, (16 + 2 * 4) * chunk),

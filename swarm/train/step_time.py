@@ -9,10 +9,11 @@ from swarm.config import RunConfig
 from swarm.model.cost import step_flops_with
 from swarm.model.transformer import DTYPES
 from swarm.train.hardware import Machine
-from swarm.train.memory import frozen_layer_bytes, pipeline_cut, sizes_of, trained_by_stage
+from swarm.train.memory import trained_by_stage
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
+from swarm.train.sizes import frozen_layer_bytes, pipeline_cut, sizes_of
 
 GPU_UPDATES_G_S = 50.0
 """10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""

@@ -157,7 +157,7 @@ def test_a_peers_engine_is_of_as_many_workers_as_it_asks_for(
 ) -> None:
     places = []
 
-    def start(place: Place, nodes: object) -> Crew:
+    def start(place: Place, *_: object) -> Crew:
         places.append(place)
         raise ConfigError("no process is started here")
 

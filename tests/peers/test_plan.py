@@ -350,8 +350,12 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
     cards = ("--gpus", "8x24GB", "--host", "512GB", "--disk", "4TB", "--bus", "pcie")
     figures = plan("spes_7b", *cards)
     assert [rank["holds"] for rank in figures["workers"]["ranks"]] == [
-        "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
+        f"layers {layers}, 32 experts, 1/2 of masters and moments"
+        for layers in ("0-4", "5-9", "10-14", "15-15")
     ]
+    whole = ("--set", "compute.pipeline=1")
+    (dealt,) = plan("spes_7b", *cards, *whole)["workers"]["ranks"]
+    assert dealt["holds"] == "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
     stages = plan("spes_7b", *cards, "--set", "compute.shard=none")["workers"]["ranks"]
     assert [rank["workers"] for rank in stages] == [2] * 4
     assert stages[0]["holds"] == "layers 0-4, 32 experts"
@@ -368,7 +372,7 @@ def test_people_read_what_each_worker_holds_and_every_other_way() -> None:
     assert "on a machine with 8 x 80.0 GB GPU, 800.0 GB memory" in said
     assert "8 workers: 8 in a machine over pcie" in said
     assert re.search(r"4 +layers 0-10, 32 experts +45\.\d GB", said)
-    assert re.search(r"\n +8 +1 +fp32 +yes +29\.\d GB +9\.\d+ +0 ", said)
+    assert re.search(r"\n +8 +1 +fp32 +yes +3[01]\.\d GB +9\.\d+ +0 ", said)
     assert "of matrix products, assumed" in said
     assert "of each worker" in said
 

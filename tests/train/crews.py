@@ -40,17 +40,18 @@ class SharedCrew(Crew):
 
 
 class Crews:
-    """Workers of any number, started when there are none to be used again."""
+    """Workers of any number, started when there are none to be used again; a GPU each on "cuda"."""
 
-    def __init__(self) -> None:
-        self._idle: list[SharedCrew] = []
+    def __init__(self, device: str = "cpu") -> None:
+        self._device, self._idle = device, list[SharedCrew]()
 
     def start(self, size: int) -> Crew:
         for crew in self._idle:
             if crew.place.size == size:
                 self._idle.remove(crew)
                 return crew
-        crew = SharedCrew(Place(size))
+        backend = "nccl" if self._device == "cuda" else "gloo"
+        crew = SharedCrew(Place(size, self._device, backend=backend))
         crew.pool = self._idle
         return crew
 
@@ -70,7 +71,7 @@ class Crews:
         **options: Any,
     ) -> ParallelEngine:
         """A parallel engine with the run's initial weights that owns some experts; to be closed."""
-        first = replace(EngineOptions.of(run), **options)
+        first = replace(EngineOptions.of(run, device=self._device), **options)
         start = lambda: self.start(workers)  # noqa: E731
         engine = ParallelEngine(run, [first, *below], start, **(given or {}))
         engine.write(initial_tensors(run, all_names(run)))
@@ -115,9 +116,9 @@ def assert_holders_answer(engine: ParallelEngine, run: RunConfig, shared: Sequen
 
 
 @contextmanager
-def shared_crews() -> Iterator[Crews]:
+def shared_crews(device: str = "cpu") -> Iterator[Crews]:
     """For the tests of a module."""
-    crews = Crews()
+    crews = Crews(device)
     try:
         yield crews
     finally:

@@ -99,9 +99,9 @@ def test_in_fp32_five_steps_are_those_of_one_process(dealt, sections, workers, e
     assert engine.traffic["tokens"][0] >= run.model.num_hidden_layers
 
 
-def assert_as_one_process(run, engine):
+def assert_as_one_process(run, engine, straight=None):
     """Five steps, to 2 % of the learning rate, and an evaluation."""
-    straight = new_engine(run, OWNED)
+    straight = straight or new_engine(run, OWNED)
     found, expected = five_steps(engine, run), five_steps(straight, run)
     for mine, other in zip(found, expected, strict=True):
         assert mine.loss == pytest.approx(other.loss, abs=1e-5)

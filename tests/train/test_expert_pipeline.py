@@ -1,4 +1,4 @@
-"""Experts that are dealt out within the stages of a pipeline: the values of one process.
+"""Experts dealt out within the stages of a pipeline, and state cut over equal stages.
 
 The tests share one crew of eight: two groups of two stages, each of whose experts two workers have.
 """
@@ -20,7 +20,9 @@ from tests.train.test_parallel import (
     OWNED,
     THEN,
     assert_a_kill_costs_nothing,
+    assert_equal,
     assert_nan_changes_nothing,
+    in_blocks,
     train,
 )
 from tests.train.test_pipeline import BF16, EMBEDDING, ONE_BY_ONE, run_of
@@ -29,6 +31,7 @@ SLOW = pytest.mark.exhaustive
 FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
 EVERYTHING_FIVE = {**EVERYTHING, "train": {**EVERYTHING["train"], **FIVE["train"]}}
 FOUR = {"workers": 4}
+CUT = {"shards": 4}
 RUN = run_of(3, **FIVE)
 
 
@@ -60,6 +63,10 @@ def meshed(crews):
         pytest.param(run_of(**FIVE), {"ep": 4}, id="four seats", marks=SLOW),
         pytest.param(run_of(train={"batch_tokens": 32}), {}, id="a group without any", marks=SLOW),
         pytest.param(run_of(tied=True, **ONE_BY_ONE), {}, id="tied", marks=SLOW),
+        pytest.param(RUN, CUT, id="state cut"),
+        pytest.param(RUN, FOUR | {"shards": 2}, id="state cut, one group", marks=SLOW),
+        pytest.param(run_of(tied=True, **ONE_BY_ONE), CUT, id="state cut, tied", marks=SLOW),
+        pytest.param(run_of(3, **EVERYTHING_FIVE), CUT, id="state cut, all", marks=SLOW),
     ],
 )
 def test_in_fp32_five_steps_are_those_of_one_process(meshed, run, options):
@@ -74,32 +81,44 @@ def test_in_bf16_the_loss_of_five_steps_is_that_of_one_process(meshed):
         assert mine.loss == pytest.approx(other.loss, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    "sections", [BF16, pytest.param(ONE_BY_ONE, marks=SLOW)], ids=["bf16", "fp32"]
+)
+def test_two_pipelines_of_four_with_cut_state_have_the_bits_of_one_process(meshed, sections):
+    """One that adds up as they do, in blocks."""
+    run = run_of(4, **sections)
+    assert_equal(run, meshed(run, OWNED, ep=1, pp=4, shards=2), in_blocks(run, 2))
+
+
 @SLOW
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_a_state_goes_on_in_one_process_bit_for_bit_and_comes_back(meshed, moments):
+def test_a_state_goes_on_in_one_process_bit_for_bit_and_comes_back(meshed, moments, cut):
     """With biases that a rule moves, and experts that have changed their worker."""
     sigmoid = {"model": {"scoring_func": "sigmoid"}, "routing": {"bias_update_rate": 0.01}}
     run = run_of(3, **sigmoid)
-    engine, resident = meshed(run, OWNED, moments=moments), new_engine(run, moments=moments)
+    engine, resident = meshed(run, OWNED, moments=moments, **cut), new_engine(run, moments=moments)
     train(engine, run, range(2))
     engine.own(THEN)
     train(engine, run, [2])
     handed_on(engine, resident, run)
-    handed_on(resident, meshed(run, [2], moments=moments), run)
+    handed_on(resident, meshed(run, [2], moments=moments, **cut), run)
 
 
-def test_who_holds_a_tensor_reads_and_writes_it(meshed):
-    engine = meshed(RUN, OWNED)
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_who_holds_a_tensor_reads_and_writes_it(meshed, cut):
+    engine = meshed(RUN, OWNED, **cut)
     train(engine, RUN, range(2))
     shared = [EMBEDDING, "lm_head.weight", "model.layers.1.input_layernorm.weight"]
     assert_holders_answer(engine, RUN, shared)
 
 
 @SLOW
-def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed, cut):
     """Of nine micro-batches, the last of which is smaller; and where most pipelines have none."""
     run = run_of(3)
-    engine, straight = meshed(run, OWNED), new_engine(run, OWNED)
+    engine, straight = meshed(run, OWNED, **cut), new_engine(run, OWNED)
     before = straight.read(all_names(run))
     tokens_BT1 = torch.cat([batch(run, k) for k in range(5)])[:17]
     scored_BT = torch.arange(16).repeat(17, 1) % 3 > 0
@@ -113,8 +132,9 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(meshed):
 
 
 @SLOW
-def test_a_step_that_is_not_finite_changes_nothing_anywhere(meshed):
-    engine = meshed(RUN, OWNED)
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_a_step_that_is_not_finite_changes_nothing_anywhere(meshed, cut):
+    engine = meshed(RUN, OWNED, **cut)
     assert_nan_changes_nothing(engine, RUN, "model.layers.2.mlp.experts.3.up_proj.weight")
 
 

@@ -13,10 +13,11 @@ from swarm.config import ComputeSection
 from swarm.peer.workers import meshes_of
 from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, plan_engine, rungs
-from swarm.train.memory import need_of, pipeline_cut
+from swarm.train.memory import need_of
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
+from swarm.train.sizes import pipeline_cut
 from swarm.train.step_time import step_time
 from tests.train.crews import lent_engines, shared_crews
 from tests.train.runs import batch, new_engine, tiny_run
@@ -81,10 +82,10 @@ def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
     saved = found[0].need.device_state - found[1].need.device_state
     assert saved == pytest.approx(20.7e9, rel=0.01)
     machine, wishes = site(8, 40, "nvlink", model=run.model)
-    for wished, shards in (("none", {1}), ("state", {1, 8})):
-        options = rungs(run, machine, replace(wishes, shard=wished))
-        assert {each.shards for each in options} == shards
-        assert all(each.pp > 1 for each in options if each.shards == 1 and wished == "state")
+    for wished in ("none", "state"):
+        for each in rungs(run, machine, replace(wishes, shard=wished)):
+            # Over all workers that have the same stage, so not over a single pipeline.
+            assert each.shards == (8 // each.pp if wished == "state" else 1)
 
 
 def test_a_slow_bus_makes_it_a_pipeline():
@@ -101,12 +102,12 @@ def test_a_slow_bus_makes_it_a_pipeline():
 def test_wide_layers_and_long_sequences_on_a_fast_bus():
     """Layers and sequences are not cut across (tensor and sequence parallel are not built).
 
-    Where the shared tensors are too much for a GPU, their masters and moments are cut.
+    Where the shared tensors are too much for a GPU, their masters and moments are cut, and layers.
     """
     sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
     wide = of_file("spes_7b", model={**sizes, "num_key_value_heads": 64, "num_experts": 8})
     plan = planned(wide, 2, 8, 141, "nvlink")
-    assert plan.fits and (cut(plan), plan.options.shards) == ((2, 1), 8)
+    assert plan.fits and (cut(plan), plan.options.shards) == ((1, 2), 4)
     assert all(max(rung.options.pp, rung.options.shards) > 1 for rung in plan.others if rung.fits)
     # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and have to
     # compute layers again, which stages need not.
@@ -132,12 +133,16 @@ def test_more_gpus_than_one_copy_takes_hold_several():
     # Only sums of gradients cross: 5 GB of 8 bytes for each of 16 GPUs, half of them far away.
     assert nodes.time.sums > 20 * planned(run, 16, 8, 141, "nvlink").time.sums
     cards = planned(of_file("spes_7b"), 8, 8, 24, "pcie")
-    assert cards.fits and cut(cards) == (4, 1)
-    assert cards.options.shards == 8  # shared tensors' over all, the experts' over two each
+    assert cards.fits and cut(cards) == (1, 4)
+    assert cards.options.shards == 2  # of each stage over the two that have it
+    assert "masters and moments cut over 2, a pipeline of 4 stages" in cards.reason
+    small = planned(of_file("spes_7b"), 8, 8, 20, "pcie")
+    assert small.fits and cut(small) == (4, 1)
+    assert small.options.shards == 8  # shared tensors' over all, the experts' over two each
 
 
 def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():
-    plan = planned(of_file("spes_7b"), 8, 8, 24, "pcie", machines=2)
+    plan = planned(of_file("spes_7b"), 8, 8, 22, "pcie")
     assert plan.options.moments == "fp32"
     assert "faster, with bf16 moments: a pipeline of 4" in plan.reason
     rounded = next(rung for rung in plan.others if rung.cut == (1, 4))
@@ -208,10 +213,10 @@ def test_the_choice_is_the_fastest_of_what_fits(found):
     for ways, mesh in product(("none", "routing"), wishes.meshes):
         options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp)
         need = need_of(run, owned, options, mesh.size)
-        if need.device <= machine.usable_device:
+        if need.crowded <= machine.usable_device:
             assert plan.step_s <= step_time(run, owned, options, machine).total
-    needs = [need_of(run, owned, options, machine.fabric.size).device for options in plan.below]
-    assert [plan.need.device, *needs] == sorted([plan.need.device, *needs], reverse=True)
+    needs = [need_of(run, owned, options, machine.fabric.size).crowded for options in plan.below]
+    assert [plan.need.crowded, *needs] == sorted([plan.need.crowded, *needs], reverse=True)
 
 
 # ------------------------------------------------ seconds

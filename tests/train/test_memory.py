@@ -1,25 +1,19 @@
 import gc
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from swarm.config import RunConfig, parse_config
 from swarm.data.masks import masks_of
 from swarm.model.cost import full_state_bytes, parameters, state_bytes_per_peer
-from swarm.model.initialise import initial_tensors
 from swarm.train.allocations import LiveBytes
-from swarm.train.memory import need_of, pipeline_cut, sizes_of, stage_needs
+from swarm.train.memory import need_of, stage_needs
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from swarm.train.parallel.ranks import Ranks
-from swarm.train.parallel.sharding import RankEngine
-from swarm.train.parallel.staged import StageEngine
 from swarm.train.resident import ResidentEngine
-from tests.train.runs import all_names, new_engine, new_streaming, tiny_run
-from tests.train.team import together
+from swarm.train.sizes import pipeline_cut, sizes_of
+from tests.train.runs import new_engine, new_streaming, tiny_run
 
 BF16 = {"compute": "bf16", "frozen": "bf16"}
 OWNED = [0, 1, 2, 3]
@@ -146,42 +140,6 @@ def test_peaks_are_predicted_within_5_percent(kind, options, train, sizes):
     assert need.device + need.host == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("size", "ep", "options", "train"),
-    [
-        (2, 1, {"recompute": "routing"}, BF16),
-        (2, 2, {}, {}),
-        pytest.param(2, 2, {"recompute": "routing"}, BF16, marks=slow),
-        pytest.param(2, 2, {"frozen": "int8"}, BF16, marks=slow),
-        pytest.param(4, 2, {"recompute": "routing"}, BF16, marks=slow),
-        pytest.param(4, 4, {}, {}, marks=slow),
-    ],
-)
-def test_state_and_peak_of_a_rank(size, ep, options, train):
-    """The mean of the peaks where experts are dealt out: tokens crowd on some of the ranks."""
-    run = sized({**train, "batch_tokens": size * 2 * 2 * 128})
-    chosen = replace(EngineOptions.of(run), ep=ep, **options)
-
-    def work(ranks):
-        with LiveBytes() as live:
-            engine = RankEngine(run, chosen, ranks)
-            engine.write(initial_tensors(run, all_names(run)))
-            engine.own(OWNED)
-            engine.step(tokens_of(run), lr=1e-3)
-            gc.collect()
-            state = live.now
-            live.reset()
-            engine.step(tokens_of(run), lr=1e-3)
-            return state, live.peak
-
-    need, found = need_of(run, len(OWNED), chosen, size), together(size, work)
-    for state, peak in found:
-        # Beside it only each layer's group numbers.
-        assert state == pytest.approx(need.device_state, rel=2e-4)
-        assert need.device == pytest.approx(peak, rel=0.05 if ep == 1 else 0.15)
-    assert need.device == pytest.approx(statistics.mean(peak for _, peak in found), rel=0.05)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_state_of_each_stage_of_a_pipeline_is_the_formula(tied):
     run = sized(BF16, layers=4, tie_word_embeddings=tied)
@@ -198,46 +156,6 @@ def test_the_state_of_each_stage_of_a_pipeline_is_the_formula(tied):
         # Int8 codes are padded to whole blocks; and each layer has its group numbers.
         assert state == pytest.approx(need.device_state, rel=0.01)
     assert need_of(run, len(OWNED), options) in needs
-
-
-def in_a_stage(rank, run, options, folder):
-    """State and peak of one rank, into a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.pp
-    )
-    with LiveBytes() as live:
-        engine = StageEngine(run, options, Ranks(rank, options.pp, torch.device("cpu")))
-        engine.write(initial_tensors(run, all_names(run)))
-        engine.own(OWNED)
-        engine.step(tokens_of(run), lr=1e-3)
-        gc.collect()
-        state = live.now
-        live.reset()
-        engine.step(tokens_of(run), lr=1e-3)
-        torch.save([state, live.peak], folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@slow
-@pytest.mark.parametrize(
-    ("schedule", "recompute", "train"),
-    [
-        ("1f1b", "none", {}),
-        ("gpipe", "none", {}),
-        ("1f1b", "none", BF16),
-        ("gpipe", "routing", BF16),
-    ],
-    ids=str,
-)
-def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, recompute, train):
-    run = sized({**train, "batch_tokens": 4 * 2 * 128}, layers=4)
-    options = replace(EngineOptions.of(run), pp=2, schedule=schedule, recompute=recompute)
-    torch.multiprocessing.spawn(in_a_stage, (run, options, tmp_path), nprocs=2)
-    for rank, need in enumerate(stage_needs(run, len(OWNED), options)):
-        state, peak = torch.load(tmp_path / f"{rank}.pt")
-        assert state == pytest.approx(need.device_state, rel=0.01)
-        assert need.device == pytest.approx(peak, rel=0.05)
 
 
 def test_the_streaming_peak_is_the_same_for_4_and_32_layers_but_for_their_routing():

@@ -99,15 +99,42 @@ def test_two_pipelines_have_the_bits_of_one_process_that_adds_up_as_they_do(pipe
     assert_equal(run, piped(run, OWNED, workers=4), in_blocks(run, 2))
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=SLOW)])
-def test_a_tied_embedding_is_one_tensor_that_is_held_twice(piped, stages):
+CUT = {"workers": 4, "shards": 2}
+UNEVEN = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "sections",
+    [ONE_BY_ONE, BF16, {"train": {"batch_tokens": 32}}, UNEVEN],
+    ids=["fp32", "bf16", "one idle", "uneven"],
+)
+def test_two_pipelines_with_cut_state_have_these_bits_too(piped, sections):
+    run = run_of(**sections)
+    assert_equal(run, piped(run, OWNED, **CUT), in_blocks(run, 2))
+
+
+@SLOW
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_two_pipelines_with_cut_state_round_moments_as_with_whole_state(piped, moments):
+    run = run_of(**BF16)
+    whole, cut = (piped(run, OWNED, moments=moments, **each) for each in ({"workers": 4}, CUT))
+    assert_equal(run, cut, whole)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"workers": 4, "pp": 4}, marks=SLOW), pytest.param(CUT, marks=SLOW)],
+    ids=["two", "four", "two by two, state cut"],
+)
+def test_a_tied_embedding_is_one_tensor_that_is_held_twice(piped, options):
     """Within 2 % of the learning rate.
 
     One process adds what embedding and head contribute for each micro-batch, a pipeline what each
     of them has added up over all: another order of sums in fp32.
     """
-    run = run_of(stages, tied=True, **ONE_BY_ONE)
-    engine, straight = piped(run, OWNED, workers=stages, pp=stages), new_engine(run, OWNED)
+    run = run_of(4, tied=True, **ONE_BY_ONE)
+    engine, straight = piped(run, OWNED, **options), new_engine(run, OWNED)
     found, expected = train(engine, run, range(5)), train(straight, run, range(5))
     for mine, other in zip(found, expected, strict=True):
         assert mine.loss == pytest.approx(other.loss, abs=1e-5)
@@ -196,8 +223,10 @@ def test_bytes_between_stages_are_those_of_the_formula(piped):
 
 
 @SLOW
-def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog):
-    engine, straight = piped(RUN, OWNED), new_engine(RUN, OWNED)
+@pytest.mark.parametrize("options", [{}, CUT], ids=["one pipeline", "two, state cut"])
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog, options):
+    engine = piped(RUN, OWNED, **options)
+    straight = in_blocks(RUN, 2) if options else new_engine(RUN, OWNED)
     for each in (engine, straight):
         train(each, RUN, range(2))
         each.own(THEN)

@@ -1,28 +1,23 @@
-"""Masters and moments cut over ranks: the bits of one process; bytes held and moved."""
+"""Masters and moments cut over ranks: the bits of one process.
 
-import gc
+Bytes held and moved are in `test_memory_of_ranks.py`, stages in `test_pipeline.py`.
+"""
+
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
-from swarm.config import ComputeSection
-from swarm.errors import ConfigError
 from swarm.model.initialise import initial_tensors
-from swarm.peer.workers import meshes_of
 from swarm.train.adam_moments import BLOCK
-from swarm.train.allocations import LiveBytes
 from swarm.train.guard import norm_of
-from swarm.train.memory import need_of
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.sharded import ShardedEngine
-from swarm.train.parallel.shards import STEP, Cut, step_traffic
+from swarm.train.parallel.shards import STEP, Cut
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.team import together
-from tests.train.test_memory import OWNED as FOUR
-from tests.train.test_memory import sized, tokens_of
 from tests.train.test_parallel import (
     BF16,
     CLIPPED,
@@ -251,48 +246,3 @@ def test_workers_without_memory_for_a_whole_state_cut_it(cut, caplog):
     with caplog.at_level(logging.WARNING):
         assert train(engine, WIDE, range(2)) == train(straight, WIDE, range(2))
     assert "stepping down to resident, masters and moments cut over 2" in caplog.text
-
-
-def test_a_pipeline_with_cut_state_is_refused():
-    with pytest.raises(ConfigError, match="stages share masters and moments is not built"):
-        meshes_of(ComputeSection(pipeline=2, shard="state"), 2, tiny_run().model)
-    kept = meshes_of(ComputeSection(shard="state"), 4, tiny_run().model)
-    assert {mesh.pp for mesh in kept} == {1}
-
-
-# ------------------------------------------------ bytes
-
-IN_BF16 = {"compute": "bf16", "frozen": "bf16"}
-
-
-@pytest.mark.parametrize(
-    "train_section, options, size",
-    [
-        (IN_BF16, {}, 2),
-        ({}, {}, 4),
-        (IN_BF16, {"moments": "int8", "ep": 2}, 4),
-        (IN_BF16, {"ep": 2}, 2),
-    ],
-    ids=["two in bf16", "four in fp32", "two by two in int8", "dealt out over all"],
-)
-def test_state_peak_and_traffic_of_a_rank_are_the_formulas(train_section, options, size):
-    run = sized({**train_section, "batch_tokens": size * 2 * 2 * 128})
-    chosen = replace(EngineOptions.of(run), shards=size, **options)
-
-    def work(ranks):
-        with LiveBytes() as live:
-            engine = engine_of(ranks, run, FOUR, **options)
-            engine.step(tokens_of(run), lr=1e-3)
-            gc.collect()
-            state = live.now
-            live.reset()
-            ranks.traffic.take()
-            engine.step(tokens_of(run), lr=1e-3)
-            return state, live.peak, ranks.traffic.take()
-
-    need = need_of(run, len(FOUR), chosen)
-    for state, peak, traffic in together(size, work):
-        assert state == pytest.approx(need.device_state, rel=0.05)
-        assert need.device == pytest.approx(peak, rel=0.15)
-        moved = traffic["sums"][1] + traffic["values"][1]
-        assert moved == pytest.approx(step_traffic(run, len(FOUR), chosen), rel=0.02)

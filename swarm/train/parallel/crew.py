@@ -5,15 +5,16 @@ from __future__ import annotations
 import selectors
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from swarm import errors
-from swarm.errors import HostileInput, SwarmError
+from swarm.errors import HostileInput, SwarmError, WorkersFailed
 from swarm.train.parallel.exchange import Message
 from swarm.train.parallel.members import START_S, SYMPTOM_S, Member, WorkerProcess
 from swarm.train.parallel.members import Lost as Lost
-from swarm.train.parallel.nodes import Nodes
+from swarm.train.parallel.nodes import LOOK_S, Nodes
 from swarm.train.tensor_file import TensorFile
 
 
@@ -40,20 +41,30 @@ class Crew:
     Attributes:
         place: where those of this machine compute.
         pids: of the processes, by rank; those of a node are its own.
+        is_starting: whether they are on their way to where the peer is, so that what they do until
+            then ends with the peer's time to leave.
     """
 
-    def __init__(self, place: Place, nodes: Nodes | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        nodes: Nodes | None = None,
+        remaining_s: Callable[[], float] = lambda: inf,
+    ) -> None:
         """Starts them, as soon as the nodes are there.
 
         Args:
             place: where those of this machine compute.
             nodes: where other machines say that they have workers for this peer.
+            remaining_s: seconds that their start may take at most from now on; 0 or less once a
+                peer that was asked to leave has to go.
 
         Raises:
             Lost: they do not come up.
-            WorkersFailed: too few nodes come.
+            WorkersFailed: too few nodes come, or the peer has to go before they have begun.
         """
-        self.place, self._nodes = place, nodes
+        self.place, self._nodes, self._remaining_s = place, nodes, remaining_s
+        self.is_starting = True
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-workers-")
         self._members: list[Member] = []
         self._store: object = None  # is where they meet, for as long as it is held
@@ -97,6 +108,7 @@ class Crew:
 
         Raises:
             Lost: they are not to be asked again, but ended.
+            WorkersFailed: they are starting, and the peer has to go.
             SwarmError: as the workers raised it.
             RuntimeError: they failed by a bug of ours.
         """
@@ -130,13 +142,20 @@ class Crew:
             while len(answers) < self._size:
                 if any("failed" in answer for answer in answers.values()):
                     end_s = min(end_s, time.monotonic() + SYMPTOM_S)
-                ready = selector.select(max(0.0, end_s - time.monotonic()))
+                left_s = min(end_s - time.monotonic(), self._leaves_s(), LOOK_S)
+                ready = selector.select(max(0.0, left_s))
                 answers |= _received([key.data for key, _ in ready])
                 if not ready and time.monotonic() >= end_s:
                     raise Lost(_why_late(answers, self._size, messages[0]["do"], within_s))
+                if not ready and self._leaves_s() <= 0:
+                    raise _not_begun(answers, self._size, messages[0]["do"])
         for rank in sorted(answers):
             _raise_other(rank, answers[rank])
         return [answers[rank] for rank in sorted(answers)]
+
+    def _leaves_s(self) -> float:
+        """Seconds until nobody waits for workers that are starting."""
+        return self._remaining_s() if self.is_starting else inf
 
 
 def _own(member: Member) -> Message:
@@ -160,8 +179,19 @@ def _why_late(answers: Mapping[int, Message], size: int, what: str, within_s: fl
     for rank, answer in answers.items():
         if "failed" in answer:
             return f"worker {rank} failed and the others wait: {answer['text']}"
+    return f"{_silent(answers, size, what)} within {within_s:.0f} s"
+
+
+def _silent(answers: Mapping[int, Message], size: int, what: str) -> str:
     named = " and ".join(str(rank) for rank in range(size) if rank not in answers)
-    return f"no answer to {what!r} from worker {named} within {within_s:.0f} s"
+    return f"no answer to {what!r} from worker {named}"
+
+
+def _not_begun(answers: Mapping[int, Message], size: int, what: str) -> WorkersFailed:
+    return WorkersFailed(
+        f"this peer has to go, and its workers are still starting: {_silent(answers, size, what)}",
+        hint="the state directory is good; a longer --leave-timeout waits for them",
+    )
 
 
 def _raise_memory(rank: int, answer: Message) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarm.errors import lacks_memory
-from swarm.train.memory import BUCKET
 from swarm.train.parallel.mesh import Sets
+from swarm.train.sizes import BUCKET
 
 COLLECTIVE_S = 1800.0
 """A rank waits for the others so long; the controller ends all of them much sooner."""

@@ -1,7 +1,8 @@
 """Data and expert parallel with state that is cut: the engine of one rank.
 
 Masters and moments of what ranks hold alike are cut over these: those of the shared tensors over
-all ranks, those of dealt experts over the ranks of a seat (`sharded_adamw.py`). Gradients are whole
+all ranks (of a pipeline those of the same stage), those of dealt experts over the ranks of a seat
+(`sharded_adamw.py`). Gradients are whole
 on every rank until the end of a step; then each element is added up in the order of the ranks by
 the one that has its state, and all get the new values. Each rank forms the norms of what it has in
 fp64 and tells them to all, so that clipping does not depend on the cut.
@@ -17,13 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from swarm.experts import (
-    PROJECTIONS,
-    Slice,
-    owned_stack,
-    shared_shapes,
-    stacked_tensors,
-)
+from swarm.experts import Slice, stacked_tensors
 from swarm.model.transformer import DTYPES
 from swarm.train.engine import StandIn, is_trained
 from swarm.train.guard import norm_of, square_sum
@@ -41,14 +36,13 @@ class ShardedEngine(RankEngine):
     _optimizer: ShardedAdamW
 
     def _adamw(self, options: EngineOptions) -> OwnedAdamW:
-        assert options.pp == 1, "the state of a pipeline's stages is not cut"
         compute = DTYPES[options.compute]
         return ShardedAdamW(self._run.optimizer, options.moments, compute, self._alike)
 
     def _alike(self, name: str) -> Ranks:
         """The ranks that hold a parameter alike."""
         is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
-        return self._replicas if is_dealt else self._ranks
+        return self._replicas if is_dealt else self._same
 
     # ------------------------------------------------ who holds what
 
@@ -73,14 +67,11 @@ class ShardedEngine(RankEngine):
         return self._optimizer.own_gradients()
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
-        model = self._run.model
-        names = [name for name in shared_shapes(model) if name not in self._biases()]
-        layers = range(model.num_hidden_layers) if self.owned else ()
-        names += [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
+        names = self._trained_names()
         # A row for each rank, so that the sum over them has one order.
         squares = torch.zeros(self._ranks.size, len(names), dtype=torch.float64)
         own = self._gradients_by_name()
-        here = [index for index, name in enumerate(names) if name in own]
+        here = [k for k, name in enumerate(names) if name in own and self._speaks_for(name)]
         found = [square_sum(own[names[index]]) for index in here]
         squares[self._ranks.rank, here] = torch.stack(found).cpu()
         total = self._ranks.united(squares).sum(0)

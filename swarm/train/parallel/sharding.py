@@ -25,9 +25,11 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.experts import (
     PROJECTIONS,
+    Shape,
     Slice,
     expert_of,
     expert_shapes,
+    layer_of,
     owned_stack,
     selection_biases,
     shared_shapes,
@@ -38,7 +40,7 @@ from swarm.model.moe import ExpertBank, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.adam_moments import SCALE, Moments
+from swarm.train.adam_moments import SCALE, Moments, MomentsFormat
 from swarm.train.engine import TERMS, is_trained, mean_over
 from swarm.train.guard import norm_of, square_sum
 from swarm.train.micro_batches import MicroBatch
@@ -94,6 +96,17 @@ class RankEngine(ResidentEngine):
         """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
         return self.answers(name)
 
+    def _speaks_for(self, name: str) -> bool:
+        """Whether this rank counts a tensor's values, and no other one of its pipeline."""
+        return self.holds(name)
+
+    def _trained_names(self) -> list[str]:
+        """The parameters of all ranks that get gradients, as `trained_parameters` names them."""
+        model = self._run.model
+        names = [name for name in shared_shapes(model) if name not in selection_biases(model)]
+        layers = range(model.num_hidden_layers) if self.owned else ()
+        return names + [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, wherever it is; raises BadBlob as `read`."""
         return self._model.shape(name)
@@ -105,23 +118,7 @@ class RankEngine(ResidentEngine):
 
     def state_forms(self) -> dict[str, Form]:
         """Type and shape of every tensor of the private state, wherever it is."""
-        shapes = shared_shapes(self._run.model)
-        for expert in self.owned:
-            shapes |= expert_shapes(self._run.model, expert)
-        forms: dict[str, Form] = {}
-        biases = selection_biases(self._run.model)
-        for name, shape in shapes.items():
-            forms[f"master.{name}"] = (torch.float32, shape)
-            if name not in biases:
-                forms |= self._moment_forms(name, shape)
-        return forms
-
-    def _moment_forms(self, name: str, shape: tuple[int, ...]) -> dict[str, Form]:
-        parts = Moments.zeros(self._form, 1, math.prod(shape), torch.device("meta")).parts
-        return {
-            f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
-            for kind, part in parts.items()
-        }
+        return _state_forms(self._run, self.owned, self._form)
 
     @property
     def _bank(self) -> DealtBank | None:
@@ -141,31 +138,12 @@ class RankEngine(ResidentEngine):
         staying = set(wanted) & set(self.owned)
         moves = [move for move in bank.dealing.moves(after) if move.expert in staying]
         found: dict[str, Tensor] = {}
+        shapes = {move.expert: expert_shapes(self._run.model, move.expert) for move in moves}
         for layer in self._model.banks:
-            found |= self._moved_moments(moves, layer)
+            forms = {expert: _forms_in(layer, of, self._form) for expert, of in shapes.items()}
+            found |= _moved_moments(self._group, moves, self._optimizer.state(), forms)
         super().own(wanted)
         self._optimizer.take(found)
-
-    def _moved_moments(self, moves: Sequence[Move], layer: int) -> dict[str, Tensor]:
-        """Those of a layer that come to this rank, by their names in the private state."""
-        views = self._optimizer.state()
-        forms = {move.expert: self._expert_forms(move.expert, layer) for move in moves}
-        come = moved(
-            self._group,
-            moves,
-            lambda expert: [views[name] for name in forms[expert]],
-            lambda expert: list(forms[expert].values()),
-        )
-        named = (zip(forms[expert], tensors, strict=True) for expert, tensors in come.items())
-        return {name: tensor for each in named for name, tensor in each}
-
-    def _expert_forms(self, expert: int, layer: int) -> dict[str, Form]:
-        """Of the moments of an expert's matrices in one layer."""
-        forms: dict[str, Form] = {}
-        for name, shape in expert_shapes(self._run.model, expert).items():
-            if name.startswith(f"model.layers.{layer}."):
-                forms |= self._moment_forms(name, shape)
-        return forms
 
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`; takes what this rank holds."""
@@ -206,18 +184,18 @@ class RankEngine(ResidentEngine):
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         norms = super()._norms(scale)
-        if self._mesh.ep == 1 or not self.owned:
-            return norms
-        stacks = [owned_stack(layer, kind) for layer in self._model.banks for kind in PROJECTIONS]
-        table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64, device=self._device)
-        parameters = dict(zip(self._optimizer.names, self._optimizer.parameters, strict=True))
-        columns = [self.owned.index(expert) for expert in self._model.owned_here]
-        for row, name in enumerate(stacks if columns else ()):
-            gradient = parameters[name].grad
-            assert gradient is not None
-            table[row, columns] = torch.stack([square_sum(one) for one in gradient])
-        for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
-            norms[name] = norm_of(row_E.sum(), scale).to(self._device)
+        if self._mesh.ep > 1 and self.owned:
+            stacks = [
+                owned_stack(layer, kind) for layer in self._model.banks for kind in PROJECTIONS
+            ]
+            columns = [self.owned.index(expert) for expert in self._model.owned_here]
+            size = (len(stacks), len(self.owned))
+            table = torch.zeros(size, dtype=torch.float64, device=self._device)
+            gradients = self._gradients_by_name()
+            for row, name in enumerate(stacks if columns else ()):
+                table[row, columns] = torch.stack([square_sum(each) for each in gradients[name]])
+            for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
+                norms[name] = norm_of(row_E.sum(), scale).to(self._device)
         return norms
 
     # ------------------------------------------------ ranks without a micro-batch
@@ -245,6 +223,55 @@ class RankEngine(ResidentEngine):
             self._model.model.without_tokens()
         means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+
+
+def _moved_moments(
+    group: Ranks,
+    moves: Sequence[Move],
+    views: Mapping[str, Tensor],
+    forms: Mapping[int, Mapping[str, Form]],
+) -> dict[str, Tensor]:
+    """Those of a layer that come to this rank, by their names in the private state."""
+    come = moved(
+        group,
+        moves,
+        lambda expert: [views[name] for name in forms[expert]],
+        lambda expert: list(forms[expert].values()),
+    )
+    named = (zip(forms[expert], tensors, strict=True) for expert, tensors in come.items())
+    return {name: tensor for each in named for name, tensor in each}
+
+
+def _state_forms(run: RunConfig, owned: Sequence[int], form: MomentsFormat) -> dict[str, Form]:
+    """Of a private state with these experts."""
+    shapes = shared_shapes(run.model)
+    for expert in owned:
+        shapes |= expert_shapes(run.model, expert)
+    forms: dict[str, Form] = {}
+    biases = selection_biases(run.model)
+    for name, shape in shapes.items():
+        forms[f"master.{name}"] = (torch.float32, shape)
+        if name not in biases:
+            forms |= _moment_forms(form, name, shape)
+    return forms
+
+
+def _moment_forms(form: MomentsFormat, name: str, shape: Shape) -> dict[str, Form]:
+    """Of the moments of a tensor."""
+    parts = Moments.zeros(form, 1, math.prod(shape), torch.device("meta")).parts
+    return {
+        f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
+        for kind, part in parts.items()
+    }
+
+
+def _forms_in(layer: int, shapes: Mapping[str, Shape], form: MomentsFormat) -> dict[str, Form]:
+    """Of the moments of those tensors that are in a layer."""
+    forms: dict[str, Form] = {}
+    for name, shape in shapes.items():
+        if layer_of(name) == layer:
+            forms |= _moment_forms(form, name, shape)
+    return forms
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ up over the micro-batches, where one process adds both for each micro-batch.
 With `ep` > 1 there are `ep` pipelines side by side, whose ranks share the experts of each stage.
 
 Of the norms each stage forms its own, and tells them to the others: all clip by the same factor.
+
+Masters and moments may be cut over the ranks of all pipelines that hold the same stage. A tied
+embedding is cut alike at both ends, whose shares are then added up.
 """
 
 from __future__ import annotations
@@ -18,24 +21,19 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.experts import (
-    EMBEDDING,
-    PROJECTIONS,
-    owned_stack,
-    selection_biases,
-    shared_shapes,
-)
+from swarm.experts import EMBEDDING
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import mean_over
-from swarm.train.memory import pipeline_cut
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.pipeline import Flow, Pipeline
 from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.sharding import LossesForm, RankEngine
+from swarm.train.sizes import pipeline_cut
 
 
 class StageEngine(RankEngine):
@@ -90,7 +88,7 @@ class StageEngine(RankEngine):
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
-                parameter.grad = torch.full_like(parameter, -0.0)
+                parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
         rows = torch.zeros(len(parts), form.width, dtype=torch.float64)
@@ -114,13 +112,6 @@ class StageEngine(RankEngine):
         values = self._stages.united(table).float().to(self._device)
         return dict(zip(names, values.unbind(), strict=True))
 
-    def _trained_names(self) -> list[str]:
-        """The parameters of all stages that get gradients, as `trained_parameters` names them."""
-        model = self._run.model
-        names = [name for name in shared_shapes(model) if name not in selection_biases(model)]
-        layers = range(model.num_hidden_layers) if self.owned else ()
-        return names + [owned_stack(layer, kind) for layer in layers for kind in PROJECTIONS]
-
     # ------------------------------------------------ evaluation
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
@@ -141,3 +132,11 @@ class StageEngine(RankEngine):
             table[k] = losses.cross_entropy.double().cpu()
         means = iter(self._ranks.united(table).tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+
+
+class ShardedStageEngine(StageEngine, ShardedEngine):
+    """A stage whose masters and moments are cut over the ranks that hold the same stage."""
+
+    def _norms(self, scale: float) -> dict[str, Tensor]:
+        """Of all stages in one operation: each rank knows those of its shares alone."""
+        return ShardedEngine._norms(self, scale)

@@ -296,9 +296,10 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
     if options.pp == 1:
         kind = ShardedEngine if options.shards > 1 else RankEngine
         return kind(run, options, ranks)
-    from swarm.train.parallel.staged import StageEngine  # torch's schedules take 1 s and 75 MB
+    from swarm.train.parallel import staged  # torch's schedules take 1 s and 75 MB
 
-    return StageEngine(run, options, ranks)
+    stage = staged.ShardedStageEngine if options.shards > 1 else staged.StageEngine
+    return stage(run, options, ranks)
 
 
 def _meeting(found: Message) -> dict[str, Any]:

@@ -165,6 +165,7 @@ class Workforce:
         except BaseException:
             crew.end()
             raise
+        crew.is_starting = False
         self._crew, self.size = crew, len(crew.pids)
         logger.info(
             "%d workers began within %.1f s (processes %s)",

@@ -1,0 +1,112 @@
+"""Bytes of the ranks of a mesh: living tensors, and what is predicted from the rows they had."""
+
+import gc
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swarm.config import RunConfig
+from swarm.model.initialise import initial_tensors
+from swarm.train.activations import Rows
+from swarm.train.allocations import LiveBytes
+from swarm.train.memory import need_of, rank_need, stage_needs
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.dispatch import Trip
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.sharding import RankEngine
+from swarm.train.parallel.worker import rank_engine
+from swarm.train.sizes import Need
+from tests.train.runs import all_names
+from tests.train.team import together
+from tests.train.test_memory import tokens_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank had in its second step.
+
+    Attributes:
+        state: bytes between two steps.
+        peak: the most within the step.
+        layers: that it holds.
+        rows: of these, micro-batch after micro-batch; none where experts are not dealt out.
+        traffic: of the step.
+    """
+
+    state: int
+    peak: int
+    layers: int
+    rows: list[Rows]
+    traffic: dict[str, tuple[int, int]]
+
+    def predicted(
+        self, run: RunConfig, num_owned: int, options: EngineOptions, *, workers: int, rank: int
+    ) -> Need:
+        """From the rows that it had, or where there are none from sizes alone."""
+        if not self.rows:
+            if options.pp == 1:
+                return need_of(run, num_owned, options, workers)
+            return stage_needs(run, num_owned, options, workers)[rank % options.pp]
+        starts = range(0, len(self.rows), self.layers)
+        loads = [self.rows[at : at + self.layers] for at in starts]
+        return rank_need(run, num_owned, options, loads, workers=workers, rank=rank)
+
+
+def measured(ranks: Ranks, run: RunConfig, owned: list[int], options: EngineOptions) -> Measured:
+    """Two steps of one rank, of which the second is measured; nobody holds their tokens besides."""
+    with LiveBytes() as live:
+        engine = rank_engine(run, options, ranks)
+        engine.write(initial_tensors(run, all_names(run)))
+        engine.own(owned)
+        engine.step(tokens_of(run), lr=1e-3)
+        gc.collect()
+        state, rows = live.now, rows_of(engine)
+        live.reset()
+        ranks.traffic.take()
+        engine.step(tokens_of(run), lr=1e-3)
+        layers = len(engine._model.banks)
+        return Measured(state, live.peak, layers, rows, ranks.traffic.take())
+
+
+def rows_of(engine: RankEngine) -> list[Rows]:
+    """A list to which the dealt experts of an engine add the rows of each forward."""
+    found: list[Rows] = []
+    for bank in engine._model.banks.values() if engine._mesh.ep > 1 else ():
+        ask: Any = getattr(bank, "_trip")  # noqa: B009 - of a `DealtBank`
+
+        def trip(*given: Any, ask: Any = ask) -> Trip:
+            way: Trip = ask(*given)
+            sizes = [stop - start for start, stop in pairwise(way.there.starts)]
+            found.append(Rows(sum(way.sent), sum(way.received), way.there.num_rows, max(sizes)))
+            return way
+
+        bank._trip = trip
+    return found
+
+
+def on_threads(size: int, *given: Any) -> list[Measured]:
+    """`measured` on each of so many ranks; for meshes without a pipeline."""
+    found: list[Measured] = together(size, lambda ranks: measured(ranks, *given))
+    return found
+
+
+def on_processes(size: int, folder: Path, *given: Any) -> list[Measured]:
+    """The same where torch's schedules need processes: forked, as loading torch takes seconds."""
+    torch.multiprocessing.start_processes(
+        _in_process, (size, folder, given), nprocs=size, start_method="fork"
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _in_process(rank: int, size: int, folder: Path, given: Any) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    found = measured(Ranks(rank, size, torch.device("cpu")), *given)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""Workers on two GPUs, over NCCL, against one GPU. Not measured: nobody has run them yet.
+
+The tests are those of gloo, with its tolerances; `--gpu2-on-cpu` runs them there. Bits hold on GPUs
+as far as the kernels add up in the same order each time.
+"""
+
+import pytest
+import torch
+
+from swarm.peer.gpu_bus import slowest_copy
+from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.runs import new_engine, tiny_run
+from tests.train.test_expert_parallel import assert_as_one_process
+from tests.train.test_parallel import (
+    BF16,
+    CLIPPED,
+    OWNED,
+    RUN,
+    assert_a_kill_costs_nothing,
+    assert_equal,
+    is_same,
+    train,
+)
+from tests.train.test_pipeline import run_of
+
+pytestmark = pytest.mark.gpu2
+
+STAGED = run_of(train={"micro_batch_sequences": 1})
+
+
+@pytest.fixture(scope="module")
+def device(request):
+    return "cpu" if request.config.getoption("--gpu2-on-cpu") else "cuda"
+
+
+@pytest.fixture(scope="module")
+def crews(device):
+    with shared_crews(device) as crews:
+        yield crews
+
+
+@pytest.fixture
+def on_two(crews):
+    """Makes engines of two workers."""
+    with lent_engines(crews) as make:
+        yield make
+
+
+@pytest.fixture
+def on_one(device):
+    """Makes an engine in this process."""
+    return lambda run: new_engine(run, OWNED, device=device)
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        pytest.param(RUN, {}, id="dp"),
+        pytest.param(tiny_run(**BF16), {}, id="dp, bf16"),
+        pytest.param(STAGED, {"pp": 2}, id="pp"),
+        pytest.param(STAGED, {"pp": 2, "schedule": "gpipe"}, id="pp, gpipe"),
+        pytest.param(tiny_run(**CLIPPED), {"shards": 2}, id="cut state"),
+        pytest.param(tiny_run(**BF16), {"shards": 2}, id="cut state, bf16"),
+    ],
+)
+def test_five_steps_on_two_gpus_have_the_bits_of_one(on_two, on_one, run, options):
+    assert_equal(run, on_two(run, OWNED, **options), on_one(run))
+
+
+@pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=["whole", "cut state"])
+def test_with_experts_dealt_out_they_are_those_of_one_to_2_percent(on_two, on_one, options):
+    assert_as_one_process(RUN, on_two(RUN, OWNED, ep=2, **options), on_one(RUN))
+
+
+@pytest.mark.parametrize("options", [{}, {"ep": 2}, {"shards": 2}], ids=["dp", "ep", "cut state"])
+def test_whoever_holds_a_tensor_answers_for_it(on_two, options):
+    engine = on_two(RUN, OWNED, **options)
+    train(engine, RUN, range(2))
+    assert_holders_answer(engine, RUN, ["model.norm.weight"])
+
+
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(on_two, on_one, caplog):
+    engine, straight = on_two(RUN, OWNED), on_one(RUN)
+    assert train(engine, RUN, range(2)) == train(straight, RUN, range(2))
+    assert_a_kill_costs_nothing(engine, straight, RUN, 1, caplog)
+    assert is_same(RUN, engine, straight)
+
+
+def test_the_measured_bus_is_one(device):
+    """Between 1 and 1,000 GB/s; on the CPU that of its memory."""
+    devices = [torch.device("cpu")] * 2
+    if device == "cuda":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    assert 1 < slowest_copy(devices) < 1000

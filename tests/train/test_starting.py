@@ -1,0 +1,57 @@
+"""Workers that take long to start: a peer that has to go does not wait for them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from swarm.errors import WorkersFailed
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.crew import Crew, Place
+from swarm.train.parallel.engine import ParallelEngine
+from tests.train.runs import tiny_run
+
+SLEEPS = """
+import sys, time
+if "swarm.train.parallel.worker" in sys.orig_argv:
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def sleepy(tmp_path, monkeypatch):
+    """Every worker that is started sleeps before it loads anything."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def test_a_peer_that_has_to_go_waits_for_no_worker_that_starts(sleepy):
+    began_s = time.monotonic()
+
+    def remaining_s():
+        """Nobody asks this peer to leave before a second has passed."""
+        now_s = time.monotonic() - began_s
+        return 2.0 - now_s if now_s > 1 else float("inf")
+
+    run = tiny_run()
+    with pytest.raises(WorkersFailed, match=r"still starting: .* 'begin' from worker 0 and 1 "):
+        ParallelEngine(run, [EngineOptions.of(run)], lambda: Crew(Place(2), None, remaining_s))
+    assert 1.5 < time.monotonic() - began_s < 30
+
+
+def test_workers_that_have_started_go_on_while_a_peer_leaves():
+    """Whatever it still asks them for, such as its private state; but none come back."""
+    run, left_s = tiny_run(), [100.0]
+    engine = ParallelEngine(
+        run, [EngineOptions.of(run)], lambda: Crew(Place(1), None, lambda: left_s[0])
+    )
+    try:
+        left_s[0] = 0.0
+        assert engine.read(["model.norm.weight"]).keys() == {"model.norm.weight"}
+        os.kill(engine.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkersFailed, match="this peer has to go"):
+            engine.read(["model.norm.weight"])
+    finally:
+        engine.close()
