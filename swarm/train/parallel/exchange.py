@@ -179,7 +179,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> Masks | None:
 
 
 def stats_of(values: Mapping[str, Any]) -> StepStats:
-    """Findings of a step from their fields, which JSON made lists of."""
+    """Findings of a step from their fields, which JSON made lists of; without the workers."""
     pairs = tuple((first, second, alike) for first, second, alike in values["pairs"])
     tokens = tuple(tuple(layer) for layer in values["expert_tokens"])
-    return StepStats(**{**values, "pairs": pairs, "expert_tokens": tokens})
+    return StepStats(**{**values, "pairs": pairs, "expert_tokens": tokens, "workers": ()})

@@ -34,6 +34,7 @@ from swarm.model.transformer import Transformer
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import ScheduleName
 from swarm.train.parallel.ranks import Disconnected, Ranks
+from swarm.train.parallel.watch import PIPELINE, STAGE, Watch
 
 TOGETHER = 8
 """Micro-batches that flow through the stages in one go of an evaluation."""
@@ -181,11 +182,13 @@ class Pipeline:
             self._form = self._schedule = None  # its buffers, before others are made
             self._schedule, self._form = self._made(form), form
         self._count(form)
+        watch, device = self._group.traffic.watch, self._module.device
         index = torch.arange(len(flow.parts))
         is_last = self._module.model.stage.is_last
         target = index if is_training and is_last else None
         try:
-            self._schedule.step(index=index, target=target, return_outputs=False)
+            with watch.timing(PIPELINE, device):
+                self._schedule.step(index=index, target=target, return_outputs=False)
         except RuntimeError as error:
             self._form = self._schedule = None
             if error.__cause__ is not None:
@@ -199,7 +202,8 @@ class Pipeline:
 
     def _made(self, form: _Form) -> ScheduleGPipe | Schedule1F1B:
         module, group = self._module, self._group
-        stage = PipelineStage(
+        stage = _TimedStage(
+            group.traffic.watch,
             module,
             group.rank,
             group.size,
@@ -238,6 +242,24 @@ def _flows(parts: Sequence[MicroBatch | None]) -> Iterator[Flow]:
         yield Flow(run, shape)
 
 
+class _TimedStage(PipelineStage):
+    """A stage that records the seconds of its forwards and backwards."""
+
+    def __init__(self, watch: Watch, module: _StageModule, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        self._watch, self._on = watch, module.device
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """See `PipelineStage`."""
+        with self._watch.timing(STAGE, self._on):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """See `PipelineStage`."""
+        with self._watch.timing(STAGE, self._on):
+            return super().backward_one_chunk(*args, **options)
+
+
 class _StageModule(nn.Module):
     """The layers of a stage for torch's schedules, which know micro-batches by their number."""
 
@@ -249,6 +271,11 @@ class _StageModule(nn.Module):
         self._found: list[Losses] = []
         self._terms: TermsForm
         self._out: tuple[Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.model.parameters()).device
 
     def begin(self, flow: Flow, form: _Form) -> list[Losses]:
         """Takes micro-batches, in the place of those before.
@@ -277,15 +304,14 @@ class _StageModule(nn.Module):
         assert self._flow is not None
         model, k = self.model, int(index)
         part = self._flow.parts[k]
-        weight = next(model.parameters())
         controls = self._flow.controls[k] if self._flow.controls else None
         if part is None:
             return self._without_tokens(received, controls)
         tokens_BT1, masked = part
-        tokens_BT1 = tokens_BT1.to(weight.device, non_blocking=True)
+        tokens_BT1 = tokens_BT1.to(self.device, non_blocking=True)
         before: list[Tensor] = []
         if received:
-            x_BTD, table_lW = (each.to(weight.device) for each in received)
+            x_BTD, table_lW = (each.to(self.device) for each in received)
             before = [table_lW]
         else:
             x_BTD = model.model.embed_tokens(tokens_BT1[:, :-1])

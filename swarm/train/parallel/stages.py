@@ -32,6 +32,20 @@ class Cut:
     reason: str
 
 
+def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
+    """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
+
+    Of stages that all take as long; the same for gpipe and 1f1b, which have one chunk (Narayanan et
+    al., https://arxiv.org/abs/2104.04473, section 2.2, there as a part of the time of products).
+
+    Args:
+        stages: ranks of the pipeline, p.
+        micro_batches: that flow through it, m; perhaps a mean.
+        chunks: runs of layers that each rank has, v.
+    """
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
 def cut_of(run: RunConfig, num_owned: int, stages: int) -> Cut:
     """Cuts the layers of a model evenly by the operations of a step.
 
