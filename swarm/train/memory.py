@@ -21,7 +21,7 @@ from swarm.train.activations import MicroBatchBytes
 from swarm.train.adam_moments import MOMENT_BYTES, MomentsFormat
 from swarm.train.optimizer import PIECE, PIECE_GPU
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
-from swarm.train.parallel.stages import Cut, cut_of
+from swarm.train.parallel.stages import Cut, cut_of, flows_of
 from swarm.train.streaming.units import is_cast
 
 BUCKET = 2**22
@@ -154,12 +154,27 @@ def stage_needs(
     whole = _Held.of(run, options, workers)
     needs = []
     for index, stage in enumerate(stages):
-        kept = whole.micro_batches
+        kept: float = whole.micro_batches
         if options.schedule == "1f1b":
             kept = min(kept, len(stages) - index)
+        if options.schedule == "interleaved":
+            kept = kept_by_chunks(whole.micro_batches, len(stages), index, options.chunks)
         held = replace(whole, stage=stage, kept=kept, received=whole.micro_batches)
         needs.append(_resident(run, num_owned, options, held))
     return tuple(needs)
+
+
+def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> float:
+    """Micro-batches whose backward is yet to come, at most, where each stage has several chunks.
+
+    As torch's schedule goes, `flows_of` after the other: rounds of micro-batches, forward through
+    all chunks but the last, two more for each stage behind this one, then forward and backward in
+    turn. One that is through some of the chunks counts as that part.
+    """
+    number = max(flows_of(micro_batches, stages))
+    of_a_round = number // max(1, number // stages)
+    forwards = (chunks - 1) * of_a_round + 2 * (stages - 1 - stage) + 1
+    return min(forwards, chunks * number) / chunks
 
 
 def trained_by_stage(
@@ -177,7 +192,7 @@ def trained_by_stage(
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
     """The stages of a pipeline: by what a peer owns in the beginning, so that layers never move."""
-    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp)
+    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 
 class Ends(NamedTuple):
@@ -194,14 +209,15 @@ class _Held:
     Attributes:
         stage: its layers and ends.
         micro_batches: of the worker in a step; of the one that has most.
-        kept: micro-batches whose backward is yet to come, at most.
+        kept: micro-batches whose backward is yet to come, at most; perhaps a part of one, where
+            each stage has several chunks.
         received: micro-batches for which there are buffers between stages.
         sharers: workers that hold the same shared tensors, and add up their gradients.
     """
 
     stage: Stage
     micro_batches: int = 1
-    kept: int = 1
+    kept: float = 1
     received: int = 0
     sharers: int = 1
 
@@ -234,19 +250,33 @@ class _Held:
 
         Of the last one the head's gradient and that of its input, which are formed with the loss,
         of micro-batches that wait for backward; and the rows of those that are done, since the
-        schedule keeps their losses. Of the others what goes back to the stage before.
+        schedule keeps their losses. Of the others what goes back to the stage before. Where there
+        are several chunks, the schedule keeps all that was sent until the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
+        chunks = self.stage.chunks
+        if len(chunks) > 1:
+            going_back = (self.received - self.kept) * self.sides * micro.checkpoint()
         if not self.stage.is_last:
             return going_back
         formed = GRADIENT * sizes.table + micro.checkpoint() * (1 + micro.compute / 4)
-        done = len(self.stage.layers) * micro.sorted_rows() if self.received else 0.0
-        return going_back + (self.kept - 1) * formed + (self.received - self.kept) * done
+        done = len(chunks[-1].layers) * micro.sorted_rows() if self.received else 0.0
+        kept = self.kept if len(chunks) == 1 else 1  # the last one of several goes back at once
+        return going_back + (kept - 1) * formed + (self.received - kept) * done
+
+    @property
+    def sides(self) -> int:
+        """Ends of its chunks at which there is another stage."""
+        return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
 
     def buffers(self, micro: MicroBatchBytes) -> float:
-        """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
-        sides = (not self.stage.is_first) + (not self.stage.is_last)
-        return self.received * sides * micro.checkpoint()
+        """Bytes of what comes from the stages beside it; a schedule keeps them between steps.
+
+        Of several chunks it keeps what each has sent last, too.
+        """
+        chunks = len(self.stage.chunks)
+        last = chunks - self.stage.is_last if chunks > 1 else 0
+        return (self.received * self.sides + last) * micro.checkpoint()
 
 
 def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Held) -> Need:
@@ -268,7 +298,8 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Hel
     gradients: float = GRADIENT * trained
     backward = again + micro.backward(sizes.layer_owned, frozen / layers)
     head, layer = gradients, backward + gradients
-    if held.micro_batches == 1 or 1 < held.kept == held.received:
+    all_kept = 1 < held.kept == held.received and options.chunks == 1
+    if held.micro_batches == 1 or all_kept:
         # Gradients come into being while backward goes down and frees the first micro-batch;
         # they are all there from the second one on.
         tables = held.tables(run.model, sizes)

@@ -227,12 +227,15 @@ def in_a_stage(rank, run, options, folder):
         ("gpipe", "none", {}),
         ("1f1b", "none", BF16),
         ("gpipe", "routing", BF16),
+        ("interleaved", "none", {}),
+        ("interleaved", "routing", BF16),
     ],
     ids=str,
 )
 def test_the_peak_of_each_stage_of_a_pipeline(tmp_path, schedule, recompute, train):
     run = sized({**train, "batch_tokens": 4 * 2 * 128}, layers=4)
     options = replace(EngineOptions.of(run), pp=2, schedule=schedule, recompute=recompute)
+    options = replace(options, chunks=2 if schedule == "interleaved" else 1)
     torch.multiprocessing.spawn(in_a_stage, (run, options, tmp_path), nprocs=2)
     for rank, need in enumerate(stage_needs(run, len(OWNED), options)):
         state, peak = torch.load(tmp_path / f"{rank}.pt")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from swarm.train.parallel.stages import bubble_of
+from swarm.train.parallel.stages import bubble_of, flows_of
 
 STANDS_OUT = 1.1
 """A rank that computes so many times as long as the others' median is named."""
@@ -149,7 +149,9 @@ def _expected(ranks: Sequence[RankFigures]) -> float | None:
     one = max(ranks, key=lambda rank: rank.micro_batches)
     if one.stages == 1 or not one.micro_batches:
         return None
-    return bubble_of(one.stages, one.micro_batches / one.steps, one.chunks)
+    number = one.micro_batches / one.steps
+    goes = len(flows_of(round(number), one.stages)) if one.chunks > 1 else 1
+    return bubble_of(one.stages, number / goes, one.chunks)
 
 
 def _slowest(ranks: Sequence[RankFigures]) -> tuple[int | None, str]:

@@ -238,6 +238,7 @@ class RankEngine(ResidentEngine):
             idle=most - own,
             stage=mesh.stage(self._ranks.rank),
             stages=mesh.pp,
+            chunks=len(self._model.stage.chunks),
             pipeline_s=took_s.pop(PIPELINE, 0.0),
             stage_s=took_s.pop(STAGE, 0.0),
             operations={kind: number for kind, (number, _) in moved.items()},
