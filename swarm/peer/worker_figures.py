@@ -19,7 +19,7 @@ def told_workers(stats: LocalStats) -> WorkersFigures | None:
     found = folded(stats.workers)
     if found is None:
         return None
-    logger.info("workers %s", found.words())
+    logger.info("%s", found.words())
     return workers_figures({**asdict(found), "why": shortened(found.why, MAX_BRIEF)})
 
 

@@ -284,7 +284,7 @@ def test_what_the_workers_wait_for_is_in_record_event_and_log(status: PeerStatus
         status.end_steps(stats)
     status.applied(report(successor(successor(TIP)), stats))
     why = "worker 1 computes 2 s a step, others 0.5: 2 micro-batches, not 1"
-    assert "workers 2 workers, 2 s a step; between them: sums 38%; fewer" in caplog.text
+    assert "2 workers, 2 s a step; between them: sums 38%; fewer" in caplog.text
     assert why in caplog.text
     told = {"number": 2, "step_s": 2.0, "shares": {"sums": 0.375}, "idle": (0,), "slowest": 1}
     record = status.record()
