@@ -9,6 +9,7 @@ from peers.printed import Printed
 from swarm.errors import ConfigError
 from swarm.peer.observing import RoundReport
 from swarm.train.engine import StepStats
+from swarm.train.parallel.figures import folded
 
 
 class Drawn(Printed):
@@ -43,6 +44,10 @@ class Drawn(Printed):
             skipped=float(stats.skipped),
             masked=float(stats.masked),
         )
+        if workers := folded(stats.workers):
+            bubble = {} if workers.bubble is None else {"bubble": workers.bubble}
+            between = sum(workers.shares.values())
+            self._write("workers", step, step_s=workers.step_s, between=between, **bubble)
 
     def on_round(self, report: RoundReport) -> None:
         """Of each manifest that it applies."""

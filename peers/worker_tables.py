@@ -46,10 +46,9 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
         return [(f"all layers, {share}{cut}", need_of(run, owned, options, workers))]
     stages = pipeline_cut(run, options).stages
     needs = stage_needs(run, owned, options, workers)
-    return [
-        (f"layers {stage.layers.start}-{stage.layers.stop - 1}, {share}{cut}", need)
-        for stage, need in zip(stages, needs, strict=True)
-    ]
+    runs = [[(chunk.layers[0], chunk.layers[-1]) for chunk in stage.chunks] for stage in stages]
+    layers = [" and ".join(f"{first}-{last}" for first, last in each) for each in runs]
+    return [(f"layers {own}, {share}{cut}", need) for own, need in zip(layers, needs, strict=True)]
 
 
 def ways_table(run: RunConfig, planned: RunPlan) -> Table:

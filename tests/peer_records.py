@@ -49,5 +49,6 @@ def peer_record(peer_id: str, **changes: Any) -> PeerRecord:
         engine="resident",
         trouble="",
         link=None,
+        workers=None,
     )
     return dataclasses.replace(record, **changes)

@@ -117,9 +117,13 @@ class ComputeSection(Section):
     """The layers are cut over so many of these processes, which divides their number, as stages of
     a pipeline through which micro-batches flow: for GPUs without NVLink. 1: no pipeline; 0 does
     what is predicted to be fastest of all that fits."""
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
-    all forward, then all backward; a step with fewer micro-batches than stages is always so."""
+    all forward, then all backward; a step with fewer micro-batches than stages is always so.
+    interleaved: as 1f1b with `pipeline_chunks` runs of layers in each process, which wait for less,
+    send more and keep more; where there are too few layers for that it is 1f1b."""
+    pipeline_chunks: Annotated[int, Field(ge=2, le=16)] = 2
+    """Runs of layers in each process of an interleaved pipeline."""
     bus: Literal["auto", "nvlink", "pcie"] = "auto"
     """What the GPUs of a machine reach each other by, for the predictions; auto measures a copy
     between two of them, and takes pcie on a CPU."""

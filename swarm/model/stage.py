@@ -1,7 +1,8 @@
-"""A run of consecutive layers, with the ends of the model that belong to it. Pure."""
+"""Some of a model's layers, with the ends of the model that belong to them. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.config import ModelConfig
@@ -16,16 +17,17 @@ class Stage:
     embedding is held at both ends.
 
     Attributes:
-        layers: consecutive ones, at least one.
+        layers: ascending, at least one; consecutive, but for a stage of several chunks.
         num_layers: of the model.
     """
 
-    layers: range
+    layers: Sequence[int]
     num_layers: int
 
     def __post_init__(self) -> None:
         """Holds the rule."""
-        assert 0 <= self.layers.start < self.layers.stop <= self.num_layers, self
+        assert self.layers and list(self.layers) == sorted(set(self.layers)), self
+        assert self.layers[0] >= 0 and self.layers[-1] < self.num_layers, self
 
     @classmethod
     def whole(cls, model: ModelConfig) -> Stage:
@@ -35,12 +37,20 @@ class Stage:
     @property
     def is_first(self) -> bool:
         """Whether tokens come in here."""
-        return self.layers.start == 0
+        return self.layers[0] == 0
 
     @property
     def is_last(self) -> bool:
         """Whether the loss is formed here."""
-        return self.layers.stop == self.num_layers
+        return self.layers[-1] == self.num_layers - 1
+
+    @property
+    def chunks(self) -> tuple[Stage, ...]:
+        """Its runs of consecutive layers, each as a stage of its own."""
+        starts = [layer for layer in self.layers if layer - 1 not in self.layers]
+        stops = [layer + 1 for layer in self.layers if layer + 1 not in self.layers]
+        runs = zip(starts, stops, strict=True)
+        return tuple(Stage(range(start, stop), self.num_layers) for start, stop in runs)
 
     def holds(self, name: str, *, tied: bool) -> bool:
         """Whether a tensor of the model belongs to it.

@@ -99,25 +99,29 @@ class Decoder(nn.Module):
         x_BTD: Tensor,
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
+        layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """Takes the residual stream, fp32 [B, T, D], through the layers of the stage."""
+        """Takes the residual stream, fp32 [B, T, D], through the stage or some of its layers."""
         num_tokens, device = x_BTD.shape[1], x_BTD.device
         positions = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
         positions = positions._replace(documents=documents)
         routings = []
-        for index in self.stage.layers:
+        for index in layers or self.stage.layers:
             placed = functools.partial(self.layers[index], positions=positions)
             x_BTD, routing = self._run(placed, x_BTD, controls and controls.part(index))
             routings.append(routing)
         return x_BTD, routings
 
-    def without_tokens(self, controls: RoutingControls | None = None) -> Tensor:
-        """Goes through the experts of all layers of the stage; others may have tokens for them.
+    def without_tokens(
+        self, controls: RoutingControls | None = None, among: Sequence[int] | None = None
+    ) -> Tensor:
+        """Goes through the experts of the stage or some of its layers; others may have tokens.
 
         Returns:
             0, from which backward goes through them again.
         """
-        layers = [(index, self.get_submodule(f"layers.{index}")) for index in self.stage.layers]
+        indices = among or self.stage.layers
+        layers = [(index, self.get_submodule(f"layers.{index}")) for index in indices]
         weight = layers[0][1].get_parameter("input_layernorm.weight")
         x_BTD = weight.new_empty(0, 1, len(weight)).requires_grad_()
         for index, layer in layers:
@@ -314,7 +318,7 @@ class Transformer(nn.Module):
     @property
     def _bank(self) -> ExpertBank:
         """Any of them: all own the same experts."""
-        return self.banks[self.stage.layers.start]
+        return self.banks[self.stage.layers[0]]
 
     def _head(self) -> Tensor:
         tied = self.config.tie_word_embeddings

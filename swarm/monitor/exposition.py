@@ -183,6 +183,12 @@ def _engines(state: Row) -> Iterator[Sample]:
         yield (peer["peer_id"], peer["name"], peer["engine"]), 1 if peer["engine"] else None
 
 
+def _between(state: Row) -> Iterator[Sample]:
+    for peer in state["peers"]:
+        for kind, share in sorted((peer["workers"] or {}).get("shares", {}).items()):
+            yield (peer["peer_id"], peer["name"], kind), share
+
+
 def _pairs(state: Row) -> Iterator[Sample]:
     for peer in state["peers"]:
         for first, second, alike in (peer["routing"] or {}).get("pairs", ()):
@@ -240,6 +246,8 @@ FAMILIES = (
     Family(metrics.RTT, "swarm_peer_round_trip_seconds", PEER, _round_trips),
     Family(metrics.RATE, "swarm_peer_line_mbit_per_second", (*PEER, "direction"), _rates),
     Family(metrics.ENGINE, "swarm_peer_engine_info", (*PEER, "engine"), _engines),
+    Family(metrics.BETWEEN, "swarm_peer_worker_share", (*PEER, "kind"), _between),
+    Family(metrics.BUBBLE, "swarm_peer_bubble_share", PEER, _peers("workers", "bubble")),
     Family(metrics.ALIKE, "swarm_peer_pair_permille", (*PEER, "first", "second"), _pairs),
     Family(metrics.COVERAGE, "swarm_text_percent", (), _coverage),
     Family(metrics.SCORE, "swarm_score", ("task", "metric", "publisher"), _scores),

@@ -241,7 +241,24 @@ ALIKE = Metric(
     "last local steps",
     "not of all pairs: few share enough tokens to be compared",
 )
+BETWEEN = Metric(
+    "between workers",
+    "share of a step",
+    "seconds of a peer's worker processes in operations between them, by kind, in its last local "
+    "steps, mean over the workers",
+    "not the way of the bytes alone: the wait for a slower worker is part of it",
+)
+BUBBLE = Metric(
+    "bubble",
+    "share of a pipeline's time",
+    "in which the stages of a peer's pipeline compute nothing, mean over them, in its last local "
+    "steps",
+    "not the same as the schedule's own, which is told beside it: uneven stages and slow lines "
+    "add to that",
+)
 METRICS = (
+    BETWEEN,
+    BUBBLE,
     CAUSE,
     COUNTED,
     TOKENS_LOST,

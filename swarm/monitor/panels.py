@@ -16,6 +16,7 @@ from swarm.monitor import metrics
 from swarm.monitor.braille import braille
 from swarm.monitor.causes import causes_of
 from swarm.monitor.snapshot import Agreement, Coverage, Merge, PeerRow, Snapshot
+from swarm.monitor.workers import workers_line
 from swarm.protocol.manifest import PeerId
 from swarm.protocol.printable import PEER_ID, printable, ranges
 from swarm.protocol.records import PeerRecord, PeerState
@@ -227,8 +228,7 @@ def facts(snapshot: Snapshot, width: int) -> list[Text]:
         )
         told.append(f", {zeros} experts began with {metrics.ZERO_MOMENTS.title}" if zeros else "")
         lines.append(told)
-    lines += _routing_lines(snapshot)
-    lines += _machine_lines(rows)
+    lines += [*_routing_lines(snapshot), *_machine_lines(rows)]
     skipped = sum(row.steps_skipped for row in rows)
     spikes = sum(row.grad_spikes for row in rows)
     if skipped or spikes:
@@ -266,6 +266,7 @@ def _machine_lines(rows: Sequence[PeerRecord]) -> list[Text]:
     if engines:
         said = ", ".join(f"{printable(engine)} ({count})" for engine, count in engines.items())
         lines.append(Text.assemble((f"{metrics.ENGINE.title}  ", "dim"), said))
+    lines += [workers_line(row.name, row.workers) for row in rows if row.workers][:MAX_NAMED]
     pairs = [pair for row in rows if row.routing for pair in row.routing.pairs]
     if pairs:
         first, second, alike = max(pairs, key=lambda pair: pair[2])

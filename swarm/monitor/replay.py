@@ -8,7 +8,13 @@ from typing import Any
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Agreement, ExpertRow, Happening, PeerRow, Snapshot, Topic
-from swarm.protocol.figures import RoundFigures, routing_figures
+from swarm.protocol.figures import (
+    MAX_BRIEF,
+    RoundFigures,
+    WorkersFigures,
+    routing_figures,
+    workers_figures,
+)
 from swarm.protocol.records import PeerRecord, PeerState, shortened
 
 Event = Mapping[str, Any]
@@ -151,6 +157,7 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         engine="",
         trouble="",
         link=None,
+        workers=_workers(own.get("workers")),
     )
     return PeerRow(
         record,
@@ -158,6 +165,14 @@ def _row(peer_id: str, name: str, own: Event, tip: Event, total: int) -> PeerRow
         votes=True if peer_id in tip["members"] else None,
         contributed=peer_id in tip["contributors"],
     )
+
+
+def _workers(found: Event | None) -> WorkersFigures | None:
+    if found is None:
+        return None
+    kept = {name: value for name, value in found.items() if name != "ranks"}
+    why = shortened(found["why"], MAX_BRIEF)
+    return workers_figures({**kept, "idle": tuple(found["idle"]), "why": why})
 
 
 def _agreement(own: Event, tip: Event) -> Agreement:

@@ -72,6 +72,19 @@ class RoutingJson(TypedDict):
     pairs: list[tuple[int, int, int]]
 
 
+class WorkersJson(TypedDict):
+    """`WorkersFigures` of a record."""
+
+    number: int
+    step_s: float
+    shares: dict[str, float]
+    bubble: float | None
+    expected: float | None
+    idle: list[int]
+    slowest: int | None
+    why: str
+
+
 class LastRoundJson(TypedDict):
     """`RoundFigures` of a record."""
 
@@ -126,6 +139,7 @@ class PeerJson(TypedDict):
     engine: str
     trouble: str
     link: LinkJson | None
+    workers: WorkersJson | None
     agreement: Literal["equal", "behind", "ahead", "different"]
     votes: bool | None
     counted: int

@@ -25,11 +25,13 @@ from swarm.peer.round_account import RoundAccount, link_figures
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.step_progress import StepProgress
 from swarm.peer.telling import because, told
+from swarm.peer.worker_figures import told_workers, workers_event
 from swarm.protocol.figures import (
     MAX_BRIEF,
     MAX_REFUSED,
     RoundFigures,
     RoutingFigures,
+    WorkersFigures,
     routing_figures,
 )
 from swarm.protocol.fitness import lateness
@@ -88,6 +90,7 @@ class PeerStatus:
         self._steps_done = 0
         self._loss: float | None = None
         self._routing: RoutingFigures | None = None
+        self._workers: WorkersFigures | None = None
         self._last_round: RoundFigures | None = None
         self._grad_norms: tuple[float, ...] = ()
         self.grad_spikes = 0
@@ -174,6 +177,7 @@ class PeerStatus:
         self._loss = stats.cross_entropy
         if stats.routing:
             self._routing = routing_figures(asdict(stats.routing))
+        self._workers = told_workers(stats)
         self.tokens_per_s = stats.tokens / max(stats.seconds, 1e-9)
 
     def refused(self, unit: str, reason: str) -> None:
@@ -276,7 +280,7 @@ class PeerStatus:
             moments_bytes_sent=self._round_traffic.moments_sent, reason=report.reason,
             routing=asdict(stats.routing) if stats and stats.routing else None,
             grad_norm=self._median_norm(), grad_spikes=self.grad_spikes,
-            phases=phases, why_not=why_not,
+            phases=phases, why_not=why_not, workers=workers_event(stats),
         )  # fmt: skip
         self.changed.set()
         self.observer.on_round(report)
@@ -381,6 +385,7 @@ class PeerStatus:
             engine=shortened(self.engine_of(), MAX_BRIEF),
             trouble=self.account.trouble(),
             link=link_figures(self.node.lines, self.fetched_of(), self.node.traffic),
+            workers=self._workers,
         )
 
     def _median_norm(self) -> float | None:

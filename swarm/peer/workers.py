@@ -165,6 +165,7 @@ def for_workers(
         engine="resident",
         meshes=meshes,
         schedule=compute.pipeline_schedule,
+        chunks=compute.pipeline_chunks,
         shard=compute.shard,
     )
     return replace(share_of(machine, workers.per_node), fabric=workers), wishes

@@ -20,7 +20,9 @@ MAX_BRIEF = 120
 MAX_PAIRS = 16
 MAX_LEFT_OUT = 4
 MAX_UNREACHED = 8
-MAX_REFUSED = 32
+MAX_REFUSED = 16
+MAX_KINDS = 12
+MAX_IDLE = 16
 MAX_SHARES = 256
 """Experts of which a peer tells what part of its tokens they got; a record has no room for more."""
 
@@ -39,6 +41,8 @@ Real = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Address = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
 Expert = Annotated[int, Field(ge=0, lt=2**16)]
+Worker = Annotated[int, Field(ge=0, lt=2**16)]
+Work = Annotated[str, Field(max_length=24, pattern=PRINTABLE)]
 Share = Annotated[int, Field(ge=0, le=1000)]
 Alike = Annotated[int, Field(ge=-1000, le=1000)]
 Pair = tuple[Expert, Expert, Alike]
@@ -85,6 +89,29 @@ class RoundFigures(Strict):
     """Other members that were not counted, and why, as this peer decided: it was the convener."""
 
 
+@dataclass(frozen=True)
+class WorkersFigures(Strict):
+    """How a peer's worker processes computed its last local steps; means over these."""
+
+    number: Annotated[int, Field(gt=0, le=2**16)]
+    step_s: Amount
+    """Seconds of a step."""
+    shares: Annotated[Mapping[Work, Amount], Field(max_length=MAX_KINDS)]
+    """Of each kind of operation between them its part of a step's time, the wait for slower ones
+    included, mean over the workers."""
+    bubble: Amount | None
+    """Part of a pipeline's time in which a stage computes nothing, mean over the stages; None
+    without one."""
+    expected: Amount | None
+    """The same, if all stages took as long."""
+    idle: Annotated[tuple[Worker, ...], Field(max_length=MAX_IDLE)]
+    """Workers that had fewer micro-batches than others."""
+    slowest: Worker | None
+    """The worker that computes longest; None if none stands out."""
+    why: Brief
+    """What is known of the reason; "" if none stands out."""
+
+
 class Silence(Enum):
     """What becomes of messages to a peer."""
 
@@ -111,3 +138,11 @@ def routing_figures(stats: Mapping[str, Any]) -> RoutingFigures:
     shares = tuple(stats["shares"]) if len(stats["shares"]) <= MAX_SHARES else ()
     pairs = tuple((a, b, round(1000 * cka)) for a, b, cka in stats["pairs"][:MAX_PAIRS])
     return RoutingFigures(**{**stats, "shares": shares, "pairs": pairs})
+
+
+def workers_figures(stats: Mapping[str, Any]) -> WorkersFigures:
+    """Of the fields of `WorkersStats`; what a record has no room for is left out."""
+    shares: Mapping[str, float] = stats["shares"]
+    longest = sorted(shares, key=lambda kind: -shares[kind])[:MAX_KINDS]
+    kept = {kind: shares[kind] for kind in sorted(longest)}
+    return WorkersFigures(**{**stats, "shares": kept, "idle": stats["idle"][:MAX_IDLE]})

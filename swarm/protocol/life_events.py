@@ -68,6 +68,39 @@ class AppliedRouting(Strict):
 
 
 @dataclass(frozen=True)
+class AppliedRank(Strict):
+    """`RankFigures` of one worker process, over all local steps."""
+
+    steps: int
+    seconds: float
+    micro_batches: int
+    idle: int
+    stage: int
+    stages: int
+    chunks: int
+    pipeline_s: float
+    stage_s: float
+    operations: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+    waited_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AppliedWorkers(Strict):
+    """`WorkersStats` of the local steps, and what they are made of."""
+
+    number: int
+    step_s: float
+    shares: Mapping[str, float]
+    bubble: float | None
+    expected: float | None
+    idle: tuple[int, ...]
+    slowest: int | None
+    why: str
+    ranks: tuple[AppliedRank, ...]
+
+
+@dataclass(frozen=True)
 class Applied(Strict):
     """A manifest became the peer's tip; figures since the one before."""
 
@@ -99,6 +132,7 @@ class Applied(Strict):
     grad_norm: float | None
     grad_spikes: int
     phases: Mapping[str, AppliedPhase]
+    workers: AppliedWorkers | None = None
 
 
 @dataclass(frozen=True)

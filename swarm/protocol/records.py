@@ -40,6 +40,7 @@ from swarm.protocol.figures import (
     RoundFigures,
     RoutingFigures,
     Word,
+    WorkersFigures,
 )
 from swarm.protocol.manifest import RUN_ID
 from swarm.protocol.schemas import Generation
@@ -177,6 +178,8 @@ class PeerRecord(Strict):
     trouble: Brief
     """What this machine waits for a person to mend, such as a full disk; "" for nothing."""
     link: LinkFigures | None
+    workers: WorkersFigures | None
+    """Of the last local steps; None of a peer that computes in one process."""
 
 
 @dataclass(frozen=True)

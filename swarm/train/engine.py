@@ -6,7 +6,7 @@ Legend: B sequences, T tokens that a sequence predicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from swarm.errors import CorruptState
 from swarm.experts import Slice, expert_of, expert_shapes, shared_shapes
 from swarm.model.routing import RoutingControls
 from swarm.train.guard import UNSCALED, LossScale
+from swarm.train.parallel.figures import RankFigures
 from swarm.train.tensor_file import forms_of
 
 StandIn = Callable[[str], Tensor]
@@ -47,6 +48,8 @@ class StepStats:
         similarity: mean CKA of experts that got the same tokens; None where not measured.
         pairs: these experts and their CKA, the most alike first.
         spike: whether the norm stood out from those before; see `Guard`.
+        workers: what each of several worker processes did, by rank; two steps with the same
+            findings are equal whatever it was.
     """
 
     loss: float
@@ -63,6 +66,7 @@ class StepStats:
     similarity: float | None = None
     pairs: tuple[tuple[int, int, float], ...] = ()
     spike: bool = False
+    workers: tuple[RankFigures, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Wishes:
         meshes: over how many workers the resident engine's experts may be dealt out, and its layers
             be cut as the stages of a pipeline; each of as many workers as the machine's fabric has.
         schedule: of a pipeline.
+        chunks: runs of layers of each rank of an interleaved one, where there are so many layers.
         shard: whether masters and moments may be cut over workers that hold a tensor alike: where
             it needs to be ("auto"), never or always.
     """
@@ -58,7 +59,15 @@ class Wishes:
     folder: Path | None = None
     meshes: tuple[Mesh, ...] = (Mesh(1, 1),)
     schedule: ScheduleName = "1f1b"
+    chunks: int = 2
     shard: Literal["auto", "none", "state"] = "auto"
+
+    def flowing(self, mesh: Mesh, layers: int) -> tuple[ScheduleName, int]:
+        """The schedule of a mesh's pipelines of so many layers, and the chunks of each rank."""
+        if self.schedule != "interleaved":
+            return self.schedule, 1
+        chunks = min(self.chunks, layers // mesh.pp)
+        return ("interleaved", chunks) if chunks > 1 < mesh.pp else ("1f1b", 1)
 
     def shards(self, mesh: Mesh) -> tuple[int, ...]:
         """Over how many workers of a mesh the state may be cut, whole ones first."""
@@ -113,7 +122,9 @@ def _rungs(
         if wishes.recompute != "auto":
             ways = (wishes.recompute,)
         for mesh, way in itertools.product(wishes.meshes, ways):
-            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=wishes.schedule, recompute=way)
+            schedule, chunks = wishes.flowing(mesh, run.model.num_hidden_layers)
+            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=schedule, chunks=chunks)
+            cut = replace(cut, recompute=way)
             shards = wishes.shards(mesh)
             # State that is whole and layers that are computed again need more than the rung before.
             for number in shards[-1:] if way != ways[0] else shards:
@@ -233,8 +244,10 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
         if options.shards > 1:
             words += f", masters and moments cut over {options.shards}"
         if options.pp > 1:
-            why = pipeline_cut(run, options).reason
-            words += f", a pipeline of {options.pp} stages ({options.schedule}; {why})"
+            why, how = pipeline_cut(run, options).reason, str(options.schedule)
+            if options.chunks > 1:
+                how += f", {options.chunks} chunks of layers each"
+            words += f", a pipeline of {options.pp} stages ({how}; {why})"
     else:
         stay = layers if options.resident_layers is None else options.resident_layers
         words = "streaming, " + (

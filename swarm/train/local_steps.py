@@ -11,6 +11,7 @@ from swarm.data.loader import Dealt, Loader
 from swarm.data.masks import masks_of
 from swarm.data.streams import samples_at
 from swarm.train.engine import Engine, StepStats
+from swarm.train.parallel.figures import RankFigures, together
 from swarm.train.routing_stats import RoutingStats, routing_stats
 from swarm.train.schedule import learning_rate, routing_controls_at, schedule_step
 
@@ -47,6 +48,7 @@ class LocalStats:
         cross_entropy: mean of the finite cross-entropies in nats per token; None likewise.
         completed: False if the loop ended early because `stop` said so.
         routing: how its tokens were spread over the experts; None if there was no finite step.
+        workers: what each of several worker processes did in all of the steps, by rank.
     """
 
     steps: int
@@ -57,6 +59,7 @@ class LocalStats:
     cross_entropy: float | None
     completed: bool
     routing: RoutingStats | None = None
+    workers: tuple[RankFigures, ...] = ()
 
 
 def train_local_steps(
@@ -109,4 +112,5 @@ def train_local_steps(
         cross_entropy=sum(stats.cross_entropy for stats in kept) / len(kept) if kept else None,
         completed=not to_do,
         routing=routing_stats(kept) if kept else None,
+        workers=together(stats.workers for stats in taken),
     )

@@ -12,8 +12,9 @@ from swarm.model.frozen import FrozenFormat
 from swarm.model.transformer import ComputeType, Recompute
 from swarm.train.adam_moments import MomentsFormat
 
-ScheduleName = Literal["1f1b", "gpipe"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 """1f1b: backward of a micro-batch begins as soon as it can. gpipe: all forward, then all backward.
+interleaved: as 1f1b, where each rank has several chunks of layers in turn.
 """
 
 
@@ -47,7 +48,9 @@ class EngineOptions:
         shards: ranks over which masters and moments of what they hold alike are cut, those with the
             same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut
             over these.
-        schedule: of a pipeline; both take as long, 1f1b keeps fewer micro-batches for backward.
+        schedule: of a pipeline; gpipe takes as long as 1f1b, which keeps fewer micro-batches for
+            backward; interleaved waits for less and keeps more.
+        chunks: runs of layers of each rank of a pipeline; several with "interleaved" alone.
         recompute: layers that backward computes again; the streaming engine always does so,
             with their routing kept.
         kind: which engine.
@@ -73,6 +76,7 @@ class EngineOptions:
     pp: int = 1
     shards: int = 1
     schedule: ScheduleName = "1f1b"
+    chunks: int = 1
     kind: EngineKind = EngineKind.RESIDENT
     resident_layers: int | None = 0
     activation_checkpoints: ActivationCheckpoints = ActivationCheckpoints.DEVICE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from swarm.train.activations import MicroBatchBytes, Rows
 from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.optimizer import PIECE, PIECE_GPU
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.stages import flows_of
 from swarm.train.sizes import (
     BUCKET,
     GRADIENT,
@@ -49,14 +51,15 @@ class Held:
     Attributes:
         stage: its layers and ends.
         micro_batches: of the worker in a step; of the one that has most.
-        kept: micro-batches whose backward is yet to come, at most.
+        kept: micro-batches whose backward is yet to come, at most; perhaps a part of one, where
+            each stage has several chunks.
         received: micro-batches for which there are buffers between stages.
         sharers: workers that hold the same shared tensors, and add up their gradients.
     """
 
     stage: Stage
     micro_batches: int = 1
-    kept: int = 1
+    kept: float = 1
     received: int = 0
     sharers: int = 1
 
@@ -98,19 +101,28 @@ class Held:
 
         Of the last one the head's gradient and that of its input, which are formed with the loss,
         of micro-batches that wait for backward; and the rows of those that are done, since the
-        schedule keeps their losses. Of the others what goes back to the stage before.
+        schedule keeps their losses. Of the others what goes back to the stage before. Where there
+        are several chunks, the schedule keeps all that was sent until the step ends.
         """
         going_back = 0.0 if self.stage.is_first else micro.checkpoint()
+        chunks = self.stage.chunks
+        if len(chunks) > 1:
+            going_back = (self.received - self.kept) * self.sides * micro.checkpoint()
         if not self.stage.is_last:
             return going_back
         formed = GRADIENT * sizes.table + micro.checkpoint() * (1 + micro.compute / 4)
-        done = len(self.stage.layers) * micro.sorted_rows() if self.received else 0.0
-        return going_back + (self.kept - 1) * formed + (self.received - self.kept) * done
+        done = len(chunks[-1].layers) * micro.sorted_rows() if self.received else 0.0
+        kept = self.kept if len(chunks) == 1 else 1  # the last one of several goes back at once
+        return going_back + (kept - 1) * formed + (self.received - kept) * done
+
+    @property
+    def sides(self) -> int:
+        """Ends of its chunks at which there is another stage."""
+        return 2 * len(self.stage.chunks) - self.stage.is_first - self.stage.is_last
 
     def buffers(self, micro: MicroBatchBytes) -> float:
         """Bytes of what comes from the stages beside it; a schedule keeps them between steps."""
-        sides = (not self.stage.is_first) + (not self.stage.is_last)
-        return self.received * sides * micro.checkpoint()
+        return self.received * self.sides * micro.checkpoint()
 
 
 def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list[Held]:
@@ -118,20 +130,35 @@ def held_by_stages(run: RunConfig, options: EngineOptions, workers: int) -> list
     whole, stages = Held.of(run, options, workers), pipeline_cut(run, options).stages
     found = []
     for index, stage in enumerate(stages):
-        kept = whole.micro_batches
+        kept: float = whole.micro_batches
         if options.schedule == "1f1b":
             kept = min(kept, len(stages) - index)
+        if options.schedule == "interleaved":
+            kept = kept_by_chunks(whole.micro_batches, len(stages), index, options.chunks)
         found.append(replace(whole, stage=stage, kept=kept, received=whole.micro_batches))
     return found
 
 
+def kept_by_chunks(micro_batches: int, stages: int, stage: int, chunks: int) -> float:
+    """Micro-batches whose backward is yet to come, at most, where each stage has several chunks.
+
+    As torch's schedule goes, `flows_of` after the other: rounds of micro-batches, forward through
+    all chunks but the last, two more for each stage behind this one, then forward and backward in
+    turn. One that is through some of the chunks counts as that part.
+    """
+    number = max(flows_of(micro_batches, stages))
+    of_a_round = number // max(1, number // stages)
+    forwards = (chunks - 1) * of_a_round + 2 * (stages - 1 - stage) + 1
+    return min(forwards, chunks * number) / chunks
+
+
 def need_with_crowding(run: RunConfig, num_owned: int, options: EngineOptions, held: Held) -> Need:
     """With even routing, and what more rows take beside that."""
-    even = Rows.even(run, options)
-    need = resident_need(run, num_owned, options, held, [[even] * held.layers] * held.kept)
+    even, graphs = Rows.even(run, options), math.ceil(held.kept)
+    need = resident_need(run, num_owned, options, held, [[even] * held.layers] * graphs)
     if options.ep == 1:
         return need
-    more = [[even.crowded(CROWDING)] * held.layers] * held.kept
+    more = [[even.crowded(CROWDING)] * held.layers] * graphs
     crowded = resident_need(run, num_owned, options, held, more)
     return replace(need, crowding=crowded.device - need.device)
 
@@ -206,8 +233,9 @@ def resident_need(
         _Graph.of([MicroBatchBytes(run, options, r) for r in rows], sizes, frozen_layer, ends)
         for rows in loads
     ]
-    starts = range(len(graphs) - held.kept + 1)
-    peak = max(_peak(micro, graphs[at : at + held.kept], sizes, held) for at in starts)
+    kept = math.ceil(held.kept)
+    starts = range(len(graphs) - kept + 1)
+    peak = max(_peak(micro, graphs[at : at + kept], sizes, held) for at in starts)
     peak += held.waiting(micro, sizes)
     # A bucket of gradients, what other workers send of it, and its sums.
     dealt = held.layers * sizes.layer_owned if options.ep > 1 else 0
@@ -224,10 +252,13 @@ def resident_need(
 def _peak(micro: MicroBatchBytes, graphs: Sequence[_Graph], sizes: Sizes, held: Held) -> float:
     """Graphs and gradients, with micro-batches that are kept, of which the first goes backward."""
     gradients: float = GRADIENT * held.trained(micro.model, sizes)
-    kept = sum(graph.kept for graph in graphs)
+    # The last one may be through some chunks alone.
+    part = 1 + held.kept - len(graphs)
+    kept = sum(graph.kept for graph in graphs[:-1]) + part * graphs[-1].kept
     head = micro.head(sizes.table) if held.stage.is_last else 0.0
     all_there = [gradients] * held.layers
-    if held.micro_batches > 1 and not 1 < held.kept == held.received:
+    all_kept = 1 < held.kept == held.received and len(held.stage.chunks) == 1
+    if held.micro_batches > 1 and not all_kept:
         return kept + max(gradients + head, graphs[0].going_back(all_there))
     # Gradients come into being while backward goes down and frees the first micro-batch; they are
     # all there from the second one on.

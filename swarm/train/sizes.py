@@ -102,7 +102,7 @@ def frozen_layer_bytes(run: RunConfig, num_owned: int, options: EngineOptions) -
 
 def pipeline_cut(run: RunConfig, options: EngineOptions) -> Cut:
     """The stages of a pipeline: by what a peer owns in the beginning, so that layers never move."""
-    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp)
+    return cut_of(run, owned_per_peer(run, run.run.peers), options.pp, options.chunks)
 
 
 def num_elements(shapes: dict[str, Shape]) -> int:

@@ -13,6 +13,7 @@ from swarm.train.memory import trained_by_stage
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
+from swarm.train.parallel.stages import flows_of
 from swarm.train.sizes import frozen_layer_bytes, pipeline_cut, sizes_of
 
 GPU_UPDATES_G_S = 50.0
@@ -79,13 +80,16 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
     micro_s = flops / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
-    # Each stream of micro-batches goes through all stages; slots are those of its slowest rank.
-    slots = -(-micro_batches * options.pp // mesh.size) + options.pp - 1
+    # Each stream of micro-batches goes through all stages; slots are those of its slowest rank,
+    # one for each chunk of layers that it has.
+    flowing = -(-micro_batches * options.pp // mesh.size)
+    goes = len(flows_of(flowing, options.pp)) if options.chunks > 1 else 1
+    slots = options.chunks * flowing + goes * (options.pp - 1)
     stages = pipeline_cut(run, options) if options.pp > 1 else None
-    share = max(stages.shares) if stages else 1.0
+    share = stages.slot if stages else 1.0
     layers = run.model.num_hidden_layers
     if stages:
-        layers = max(len(stage.layers) for stage in stages.stages)
+        layers = max(len(chunk.layers) for stage in stages.stages for chunk in stage.chunks)
     products_s = micro_batches * micro_s / mesh.size
     trained = max(sum(each) for each in trained_by_stage(run, num_owned, options))
     on_gpu = machine.device == "cuda"
@@ -93,7 +97,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
         products=products_s,
         waiting=max(slots * share * micro_s - products_s, 0.0),
         tokens=slots * layers * _tokens_s(run, options, machine, mesh),
-        stream=slots * _stream_s(run, machine, mesh),
+        stream=slots * _stream_s(run, options, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
         updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
     )
@@ -110,12 +114,15 @@ def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
     return machine.fabric.exchange_s(parts, leaving)
 
 
-def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
-    """Of one micro-batch: the residual stream to the next stage, its gradient to the one before."""
+def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one micro-batch: the residual stream to the next stage, its gradient to the one before.
+
+    With several chunks the last stage comes before the first one, too.
+    """
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     pairs = []
     for ranks in mesh.pipelines:
-        ahead = list(pairwise(ranks))
+        ahead = list(pairwise((*ranks, ranks[0]) if options.chunks > 1 else ranks))
         pairs += ahead + [(receiver, sender) for sender, receiver in ahead]
     return machine.fabric.stream_s(pairs, 4 * tokens * run.model.hidden_size)
 

@@ -4,7 +4,13 @@ import random
 
 from swarm.monitor.history import with_history
 from swarm.monitor.snapshot import Sighting, Snapshot, snapshot_of
-from swarm.protocol.figures import TOO_LATE, LinkFigures, RoundFigures, RoutingFigures
+from swarm.protocol.figures import (
+    TOO_LATE,
+    LinkFigures,
+    RoundFigures,
+    RoutingFigures,
+    WorkersFigures,
+)
 from swarm.protocol.manifest import Entry, Founding, Kind, Manifest, Member, Text
 from swarm.protocol.records import (
     MergeRecord,
@@ -17,6 +23,8 @@ from swarm.protocol.records import (
 from tests.peer_records import DIGEST, peer_record
 
 BEGAN_S = 1_790_000_000.0
+WHY = "worker 2 computes 3.1 s a step, others 2.2: stage 3 of 4"
+WORKERS = WorkersFigures(4, 3.9, {"numbers": 0.01, "sums": 0.06}, 0.21, 0.16, (3,), 2, WHY)
 ROUND_S = 20.0
 STRANGER = "12D3KooW" + "1" * 44
 TEXT = Text("wikipedia-en", "byte-0", DIGEST, 500, 64_000_000, 60_000)
@@ -162,6 +170,7 @@ def record(
         ),
         tokens_lost=700 * late,
         link=LinkFigures(20.0 + k, 90.0, None, {}),
+        workers=None if k else WORKERS,
     )
 
 

@@ -45,6 +45,11 @@ def test_values_are_those_of_the_snapshot() -> None:
         assert found["swarm_peer_seen_seconds_ago"][labels] == STATE["at"] - peer["published"]
         for phase, seconds in peer["last_round"]["phases"].items():
             assert found["swarm_peer_phase_seconds"][labels | {phase}] == seconds
+    first = frozenset((STATE["peers"][0]["peer_id"], STATE["peers"][0]["name"]))
+    workers = STATE["peers"][0]["workers"]
+    assert found["swarm_peer_bubble_share"] == {first: workers["bubble"]}
+    kinds = {first | {kind}: share for kind, share in workers["shares"].items()}
+    assert found["swarm_peer_worker_share"] == kinds
     assert found["swarm_round"][frozenset()] == STATE["round"]
     assert found["swarm_held_out_loss"][frozenset()] == STATE["losses"][-1][1]
     assert found["swarm_utilisation"][frozenset()] == STATE["pace"]["utilisation"]

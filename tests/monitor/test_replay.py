@@ -1,6 +1,7 @@
 """A run that is over is shown from the histories of its peers, manifest by manifest."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from swarm.monitor.history import with_history
 from swarm.monitor.kept import decode_kept, encode_kept, kept_of
 from swarm.monitor.schema import as_json
 from swarm.monitor.snapshot import Agreement, Snapshot, snapshot_of
-from tests.monitor.crowds import crowd, sighting
+from tests.monitor.crowds import WORKERS, crowd, sighting
 
 RUN = "demo-0123456789abcdef"
 
@@ -52,7 +53,8 @@ def swarm(tmp_path: Path) -> Path:
     """Of two peers; the second one is late in the second round, and killed after it."""
     loss = [{"event": "validation", "time": 1011.0, "round": 1, "digest": "a", "val_loss": 3.5}]
     late = applied(2, "b", counted=False, at=1021.0)
-    write(tmp_path / "peer-0", "QmA", [applied(1, "a"), *loss, late, applied(3, "c")])
+    last = applied(3, "c") | {"workers": json.loads(json.dumps(asdict(WORKERS))) | {"ranks": []}}
+    write(tmp_path / "peer-0", "QmA", [applied(1, "a"), *loss, late, last])
     write(tmp_path / "peer-1", "QmB", [applied(1, "a", at=1010.5), late], torn='{"event": "app')
     return tmp_path
 
@@ -76,6 +78,7 @@ def test_each_manifest_is_a_frame_and_the_last_one_stays(swarm: Path) -> None:
         "round 2 went without peer-1: too late: still training"
     ]
     assert first.peers[0].record.routing and first.peers[0].record.routing.pairs == ((0, 2, 250),)
+    assert [row.record.workers for row in third.peers] == [WORKERS, None]
     assert [row.record.name for row in third.peers] == ["peer-0", "peer-1"]
     assert third.events[-1].text.startswith("round 3 decided")
     json.dumps(as_json(third), allow_nan=False)

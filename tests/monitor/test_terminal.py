@@ -11,7 +11,7 @@ from rich.text import Text
 from swarm.monitor import panels
 from swarm.monitor.snapshot import Coverage, Sighting, Snapshot, snapshot_of
 from swarm.monitor.terminal import render
-from swarm.protocol.figures import RoutingFigures
+from swarm.protocol.figures import RoutingFigures, WorkersFigures
 from swarm.protocol.manifest import Manifest
 from swarm.protocol.records import PeerRecord, PeerState
 
@@ -214,6 +214,19 @@ def test_how_tokens_were_spread_is_summed_up_over_the_peers(
     assert "2 spikes" in screen
     without = snapshot_of(make_sighting(peers={"QmC": make_peer("QmC")}))
     assert without and "busiest" not in shown(without, 140, 40)
+
+
+def test_what_the_workers_of_a_peer_wait_for_is_a_line(
+    make_sighting: Sightings, make_peer: Callable[..., PeerRecord]
+) -> None:
+    workers = WorkersFigures(4, 3.9, {"sums": 0.06}, 0.21, 0.16, (3,), 2, "worker 2\n is slow")
+    peers = {"QmA": make_peer("QmA", name="node", workers=workers), "QmB": make_peer("QmB")}
+    found = snapshot_of(make_sighting(peers=peers))
+    assert found
+    lines = [line.plain for line in panels.facts(found, 200) if "workers" in line.plain]
+    told = "workers  node: 4, 3.9 s a step, 6% between workers, bubble 21% (16% with even stages)"
+    assert lines == [f"{told}, fewer micro-batches: 3; worker 2\\n is slow"]
+    assert "workers  node: 4, 3.9 s a step" in shown(found, 140, 40)
 
 
 def test_a_line_says_how_much_of_the_text_was_read(snapshot: Snapshot) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +19,13 @@ from swarm.network.traffic import Traffic
 from swarm.peer.observing import RoundReport
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.status import MAX_RECENT, NO_DIGEST, PeerStatus
-from swarm.protocol.figures import RoutingFigures
+from swarm.protocol.figures import RoutingFigures, WorkersFigures
 from swarm.protocol.life_events import parse_event
 from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.records import PeerRecord, PeerState, decode_record, encode_record
 from swarm.train.engine import StepStats
 from swarm.train.local_steps import LocalStats
+from swarm.train.parallel.figures import RankFigures
 from swarm.train.routing_stats import RoutingStats
 from tests.protocol.round_pump import found, make_rules
 from tests.train.runs import tiny_run
@@ -262,6 +263,36 @@ def test_how_the_tokens_were_spread_is_in_record_event_and_log(status: PeerStatu
     told = {"shares": [250, 750], "pairs": [[0, 1, 0.4]]}
     assert events(status)[-1]["routing"] == figures | told
     assert "max_load=1.50 idle_experts=2 dropped=0.125 similarity=0.40" in caplog.text
+
+
+def test_what_the_workers_wait_for_is_in_record_event_and_log(status: PeerStatus, caplog) -> None:
+    watch(status)
+    status.end_steps(STATS)
+    status.applied(report(successor(TIP)))
+    assert status.record().workers is events(status)[-1]["workers"] is None
+    quick = RankFigures(
+        steps=2,
+        seconds=4.0,
+        micro_batches=2,
+        idle=2,
+        operations={"sums": 4},
+        num_bytes={"sums": 64},
+        waited_s={"sums": 3.0},
+    )
+    stats = replace(STATS, workers=(quick, replace(quick, micro_batches=4, idle=0, waited_s={})))
+    with caplog.at_level("INFO"):
+        status.end_steps(stats)
+    status.applied(report(successor(successor(TIP)), stats))
+    why = "worker 1 computes 2 s a step, others 0.5: 2 micro-batches, not 1"
+    assert "2 workers, 2 s a step; between them: sums 38%; fewer" in caplog.text
+    assert why in caplog.text
+    told = {"number": 2, "step_s": 2.0, "shares": {"sums": 0.375}, "idle": (0,), "slowest": 1}
+    record = status.record()
+    assert record.workers == WorkersFigures(**told, bubble=None, expected=None, why=why)
+    assert decode_record(PeerRecord, encode_record(record)) == record
+    event = events(status)[-1]["workers"]
+    assert event["ranks"][0] == asdict(quick)
+    assert {name: event[name] for name in told} == {**told, "idle": [0]}
 
 
 def test_a_record_of_a_very_large_model_leaves_out_the_shares(status: PeerStatus) -> None:

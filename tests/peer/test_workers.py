@@ -23,7 +23,7 @@ from swarm.peer.workers import (
     share_of,
 )
 from swarm.train.hardware import Machine
-from swarm.train.ladder import Wishes
+from swarm.train.ladder import Wishes, plan_engine
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.fabric import NVLINK
@@ -179,3 +179,19 @@ def test_a_peers_engine_is_a_pipeline_where_it_is_asked_for(
         options: Any = engine_for(RUN, compute, tmp_path)
     assert {(each.pp, each.ep, each.schedule) for each in options} == {(2, 1, "gpipe")}
     assert "a pipeline of 2 stages (gpipe; layers 0-0 | 1-1, with the head" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("layers, chunks", [(2, 1), (5, 2), (6, 3), (8, 3)])
+def test_stages_are_interleaved_where_there_are_layers_for_it(layers: int, chunks: int) -> None:
+    run = tiny_run(model={"num_hidden_layers": layers})
+    compute = ComputeSection(
+        parallel=2, pipeline=2, pipeline_schedule="interleaved", pipeline_chunks=3
+    )
+    fabric = fabric_of(compute, 2, NVLINK)
+    machine, wishes = for_workers(run, compute, NODE, Wishes(), fabric)
+    plan = plan_engine(run, 2, machine, wishes)
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    every = (plan.options, *plan.below)
+    assert {(each.pp, each.schedule, each.chunks) for each in every} == {(2, schedule, chunks)}
+    said = f"2 stages (interleaved, {chunks} chunks of layers each; layers 0-"
+    assert (said in plan.reason) == (chunks > 1)

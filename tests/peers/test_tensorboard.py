@@ -12,6 +12,7 @@ from peers.options import Options
 from peers.printed import Printed
 from peers.taking_part import observer_of
 from swarm.errors import ConfigError
+from swarm.train.parallel.figures import RankFigures
 from tests.peer.test_round_account import report
 from tests.peer.test_status import step
 
@@ -26,7 +27,8 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
 
     observer = Drawn(tmp_path / "new" / "folder")
     assert isinstance(observer, Printed)
-    observer.on_step(7, step(cross_entropy=2.5, masked=9))
+    workers = (RankFigures(seconds=2.0, waited_s={"sums": 0.5}), RankFigures(seconds=2.0))
+    observer.on_step(7, step(cross_entropy=2.5, masked=9, workers=workers))
     observer.on_step(8, step(cross_entropy=float("nan"), loss=float("nan"), skipped=True))
     observer.on_round(report(counted=True))
     observer.on_validation(3, 2.25, 3.25)
@@ -41,6 +43,8 @@ def test_losses_and_rounds_are_written_where_tensorboard_reads_them(tmp_path: Pa
         data = data[16 + size :]
     assert found["step/cross_entropy", 7] == 2.5 and found["step/masked", 7] == 9
     assert ("step/cross_entropy", 8) not in found and found["step/skipped", 8] == 1.0
+    assert found["workers/step_s", 7] == 2.0 and found["workers/between", 7] == 0.125
+    assert not {("workers/bubble", 7), ("workers/step_s", 8)} & found.keys()
     assert found["round/counted", 1] == 1.0
     assert found["held_out/loss", 3] == 2.25 and found["held_out/bits_per_byte", 3] == 3.25
 

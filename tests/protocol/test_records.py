@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadRecord
 from swarm.protocol import figures, records
-from swarm.protocol.figures import LinkFigures, RoundFigures, RoutingFigures, Silence
+from swarm.protocol.figures import (
+    LinkFigures,
+    RoundFigures,
+    RoutingFigures,
+    Silence,
+    WorkersFigures,
+)
 from swarm.protocol.records import (
     MAX_RECORD_BYTES,
     DhtRecord,
@@ -52,6 +58,7 @@ PEER = peer_record(
     routing=RoutingFigures(1.5, 0, 0.0, None, (250, 750)),
     last_round=RoundFigures(5, True, 12.5, {"training": 9.25}, 10, 20),
     link=LinkFigures(12.5, None, 40.0, {"QmFriend": Silence.GONE}),
+    workers=WorkersFigures(2, 1.5, {"sums": 0.25}, None, None, (1,), 0, "worker 0 is slow"),
     grad_norm=0.5,
     grad_spikes=1,
 )
@@ -212,6 +219,12 @@ def test_the_largest_admissible_peer_record_fits() -> None:
         link=LinkFigures(
             1.7976931348623157e308, 1.7976931348623157e308, 1.7976931348623157e308,
             {"Q" * 51 + "12345678"[k]: Silence.SILENT for k in range(figures.MAX_UNREACHED)},
+        ),
+        workers=WorkersFigures(
+            2**16, 1.7976931348623157e308,
+            {f"{'k' * 22}{k:02}": 1.7976931348623157e308 for k in range(figures.MAX_KINDS)},
+            1.7976931348623157e308, 1.7976931348623157e308, (2**16 - 1,) * figures.MAX_IDLE, 0,
+            '"' * figures.MAX_BRIEF,
         ),
     )  # fmt: skip
     encoded = encode_record(largest)

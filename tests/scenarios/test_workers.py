@@ -1,5 +1,6 @@
 """A peer of two worker processes and a peer of one process in one swarm."""
 
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,20 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
     engine = peers[0].says(r"engine: (.*?): the fastest that fits")
     assert [words in engine for words in UNLIKE] == [words == said for words in UNLIKE]
     assert_members_throughout(peers)
+    assert [event["workers"] for event in applied(tmp_path / "one")] == [None] * 6
+    for event in applied(tmp_path / "two"):
+        found = event["workers"]
+        assert found["number"] == len(found["ranks"]) == 2
+        assert (found["bubble"] is not None) == ("pipeline" in engine)
+        assert all(0 < sum(rank["waited_s"].values()) < rank["seconds"] for rank in found["ranks"])
+    assert re.search(r"2 workers, \S+ s a step; ", peers[0].log)
+
+
+def applied(folder: Path) -> list[dict[str, Any]]:
+    """What a peer has written of each manifest behind the founding one."""
+    (path,) = (folder / "runs").glob("*/events.jsonl")
+    events = map(json.loads, path.read_text().splitlines())
+    return [event for event in events if event["event"] == "applied" and event["round"]]
 
 
 def test_a_node_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(tmp_path: Path) -> None:

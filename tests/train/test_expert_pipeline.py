@@ -25,10 +25,9 @@ from tests.train.test_parallel import (
     in_blocks,
     train,
 )
-from tests.train.test_pipeline import BF16, EMBEDDING, ONE_BY_ONE, run_of
+from tests.train.test_pipeline import BF16, CHUNKS, EMBEDDING, FIVE, ONE_BY_ONE, run_of
 
 SLOW = pytest.mark.exhaustive
-FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
 EVERYTHING_FIVE = {**EVERYTHING, "train": {**EVERYTHING["train"], **FIVE["train"]}}
 FOUR = {"workers": 4}
 CUT = {"shards": 4}
@@ -60,6 +59,10 @@ def meshed(crews):
         pytest.param(run_of(**ONE_BY_ONE), FOUR | {"recompute": "layer"}, id="again", marks=SLOW),
         pytest.param(run_of(**MASKED), FOUR, id="documents and padding", marks=SLOW),
         pytest.param(run_of(4, **FIVE), {"pp": 4}, id="four stages", marks=SLOW),
+        pytest.param(run_of(5, **FIVE), CHUNKS, id="interleaved", marks=SLOW),
+        pytest.param(
+            run_of(4, **EVERYTHING_FIVE), FOUR | CHUNKS, id="interleaved, all", marks=SLOW
+        ),
         pytest.param(run_of(**FIVE), {"ep": 4}, id="four seats", marks=SLOW),
         pytest.param(run_of(train={"batch_tokens": 32}), {}, id="a group without any", marks=SLOW),
         pytest.param(run_of(tied=True, **ONE_BY_ONE), {}, id="tied", marks=SLOW),

@@ -255,6 +255,26 @@ def test_a_pipeline_waits_for_its_slowest_stage_and_while_it_fills():
     assert time.sums == 0
 
 
+@pytest.mark.parametrize(
+    # Of 33 the last one goes alone, and fills and drains the stages once more.
+    "micro_batches, slots",
+    [(32, 2 * 32 + 3), (33, 2 * 33 + 2 * 3)],
+)
+def test_each_chunk_of_a_pipeline_is_a_slot(micro_batches, slots):
+    batch = {"batch_tokens": micro_batches * 2048, "micro_batch_sequences": 1}
+    run = of_file("spes_7b", train=batch, phases={})
+    machine, _ = site(4, 80, "pcie", model=run.model)
+    plain = replace(EngineOptions.of(run, device="cuda"), pp=4)
+    chunks = replace(plain, schedule="interleaved", chunks=2)
+    one, two = (step_time(run, 8, options, machine) for options in (plain, chunks))
+    share = pipeline_cut(run, chunks).slot
+    assert two.products == one.products
+    assert (two.products + two.waiting) / two.products == pytest.approx(
+        4 * share * slots / micro_batches
+    )
+    assert two.stream == pytest.approx(one.stream * slots / (micro_batches + 3))
+
+
 def test_ranks_without_a_micro_batch_wait():
     run = of_file("spes_2b", train={"batch_tokens": 9 * 4096}, phases={})
     machine, _ = site(8, 80, "nvlink", model=run.model)

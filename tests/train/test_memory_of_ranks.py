@@ -21,6 +21,7 @@ AGAIN = {"recompute": "routing"}
 FRUGAL = {"moments": "int8", "frozen": "int8"}
 MICRO_BATCHES = 2
 GPIPE = {"schedule": "gpipe"}
+CHUNKS = {"schedule": "interleaved", "chunks": 2}
 
 
 def run_for(size, train, **sizes):
@@ -71,6 +72,8 @@ def test_state_and_peak_of_a_rank(size, options, train):
         pytest.param(2, GPIPE, {}, id="gpipe", marks=SLOW),
         pytest.param(2, {}, BF16, id="bf16", marks=SLOW),
         pytest.param(2, {**GPIPE, **AGAIN}, BF16, id="gpipe, again", marks=SLOW),
+        pytest.param(2, CHUNKS, {}, id="interleaved"),
+        pytest.param(2, {**CHUNKS, **AGAIN}, BF16, id="interleaved, again", marks=SLOW),
         pytest.param(4, {"ep": 2}, {}, id="dealt out"),
         pytest.param(4, {"ep": 2, **GPIPE, **AGAIN}, BF16, id="dealt out, gpipe", marks=SLOW),
         pytest.param(8, {"ep": 2}, BF16, id="two groups, dealt out", marks=SLOW),

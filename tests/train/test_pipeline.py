@@ -63,6 +63,8 @@ def piped(crews):
 
 FOUR = {"workers": 4, "pp": 4}
 GPIPE = {"schedule": "gpipe"}
+CHUNKS = {"schedule": "interleaved", "chunks": 2}
+FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,29 @@ GPIPE = {"schedule": "gpipe"}
         pytest.param(RUN, {}, id="fp32"),
         pytest.param(run_of(**BF16, loss={"balance": "global"}), GPIPE, id="bf16, gpipe, global"),
         pytest.param(run_of(**EVERYTHING), {}, id="every influence on routing"),
+        # Five micro-batches are no even rounds of two: the last one comes in a go of its own.
+        pytest.param(run_of(5, **FIVE), CHUNKS, id="interleaved"),
+        pytest.param(
+            run_of(4, **BF16, loss={"balance": "global"}),
+            CHUNKS,
+            id="interleaved, bf16, global",
+            marks=SLOW,
+        ),
+        pytest.param(run_of(4, **EVERYTHING), CHUNKS, id="interleaved, all", marks=SLOW),
+        pytest.param(run_of(4, **MASKED), CHUNKS, id="interleaved, documents", marks=SLOW),
+        pytest.param(
+            run_of(6, **ONE_BY_ONE), CHUNKS | {"chunks": 3}, id="three chunks", marks=SLOW
+        ),
+        pytest.param(run_of(8, **FIVE), FOUR | CHUNKS, id="four, interleaved", marks=SLOW),
+        pytest.param(
+            run_of(8, **GLOBAL, **ONE_BY_ONE),
+            FOUR | CHUNKS | {"recompute": "routing"},
+            id="four, interleaved, global",
+            marks=SLOW,
+        ),
+        pytest.param(
+            run_of(8, **EVERYTHING_BF16), FOUR | CHUNKS, id="four, interleaved, few", marks=SLOW
+        ),
         pytest.param(RUN, GPIPE, id="gpipe", marks=SLOW),
         pytest.param(run_of(**GLOBAL), {}, id="global", marks=SLOW),
         pytest.param(run_of(**BF16), {}, id="bf16", marks=SLOW),
@@ -124,8 +149,13 @@ def test_two_pipelines_with_cut_state_round_moments_as_with_whole_state(piped, m
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"workers": 4, "pp": 4}, marks=SLOW), pytest.param(CUT, marks=SLOW)],
-    ids=["two", "four", "two by two, state cut"],
+    [
+        {},
+        pytest.param({"workers": 4, "pp": 4}, marks=SLOW),
+        pytest.param(CUT, marks=SLOW),
+        pytest.param(CHUNKS, marks=SLOW),
+    ],
+    ids=["two", "four", "two by two, state cut", "interleaved"],
 )
 def test_a_tied_embedding_is_one_tensor_that_is_held_twice(piped, options):
     """Within 2 % of the learning rate.
@@ -181,7 +211,9 @@ def test_a_state_goes_on_with_other_numbers_of_stages(piped, crews):
     run = run_of(4, **ONE_BY_ONE)
     engine = piped(run, OWNED)
     train(engine, run, range(2))
-    handed_on(engine, piped(run, workers=4, pp=4), run)
+    chunks = piped(run, **CHUNKS)
+    handed_on(engine, chunks, run)
+    handed_on(chunks, piped(run, workers=4, pp=4), run)
     with closing(crews.engine(run, workers=2)) as whole:
         whole.load_state_dict(engine.state_dict())
         whole.write(frozen_of(engine, run))
@@ -205,11 +237,11 @@ def test_agreed_values_stand_in_for_masters_in_an_evaluation(piped):
     assert same(engine.read(all_names(RUN)), before)
     # Nine micro-batches, of which the last is smaller, and predictions that do not count.
     tokens_BT1 = torch.cat([batch(RUN, k) for k in range(5)])[:17]
-    run = run_of()
     scored_BT = torch.arange(16).repeat(17, 1) % 3 > 0
-    engine, straight = piped(run, OWNED), new_engine(run, OWNED)
-    expected = straight.evaluate(tokens_BT1, scored_BT=scored_BT)
-    assert engine.evaluate(tokens_BT1, scored_BT=scored_BT) == expected
+    for run, options in ((run_of(), {}), (run_of(4), CHUNKS)):
+        engine, straight = piped(run, OWNED, **options), new_engine(run, OWNED)
+        expected = straight.evaluate(tokens_BT1, scored_BT=scored_BT)
+        assert engine.evaluate(tokens_BT1, scored_BT=scored_BT) == expected
 
 
 def test_bytes_between_stages_are_those_of_the_formula(piped):
@@ -220,18 +252,30 @@ def test_bytes_between_stages_are_those_of_the_formula(piped):
     each = 4 * (tokens * hidden + 2 * experts + 3)
     assert engine.traffic["stage outputs"] == (4, 4 * each)
     assert "stage gradients" not in engine.traffic  # of the first stage
+    run = run_of(4, **ONE_BY_ONE)
+    engine = piped(run, OWNED, **CHUNKS)
+    first, second = engine.step(batch(run, 0), lr=LR).workers
+    rows = {layers: 4 * (tokens * hidden + layers * (2 * experts + 3)) for layers in (1, 2, 3)}
+    assert first.moved["stage outputs"] == (8, 4 * (rows[1] + rows[3]))
+    assert first.moved["stage gradients"] == (4, 4 * rows[2])
+    assert second.moved["stage outputs"] == (4, 4 * rows[2])
+    assert (first.chunks, first.stages, first.micro_batches) == (2, 2, 4)
 
 
 @SLOW
-@pytest.mark.parametrize("options", [{}, CUT], ids=["one pipeline", "two, state cut"])
-def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog, options):
-    engine = piped(RUN, OWNED, **options)
-    straight = in_blocks(RUN, 2) if options else new_engine(RUN, OWNED)
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [(RUN, {}), (RUN, CUT), (run_of(4, **ONE_BY_ONE), CHUNKS)],
+    ids=["one pipeline", "two, state cut", "interleaved"],
+)
+def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog, run, options):
+    engine = piped(run, OWNED, **options)
+    straight = in_blocks(run, 2) if options == CUT else new_engine(run, OWNED)
     for each in (engine, straight):
-        train(each, RUN, range(2))
+        train(each, run, range(2))
         each.own(THEN)
-    assert_a_kill_costs_nothing(engine, straight, RUN, 1, caplog)
-    assert is_same(RUN, engine, straight)
+    assert_a_kill_costs_nothing(engine, straight, run, 1, caplog)
+    assert is_same(run, engine, straight)
 
 
 @SLOW

@@ -29,7 +29,7 @@ export function drawPeers(state) {
       { title: "skipped", live: true, right: true, help: "local steps that were not finite", cell: (p) => flagged(p.steps_skipped) },
       { title: "reached", live: true, help: "whether others can dial it", cell: (p) => (p.addresses.length ? "directly" : "dials out") },
       { title: "seen", live: true, right: true, help: "seconds since its last word", cell: (p) => (p.published === null ? "–" : `${Math.max(state.at - p.published, 0).toFixed(0)} s`) },
-      { title: "engine", live: true, cell: (p) => element("span", { title: shown(p.engine) }, shown(p.engine).split(",")[0] || "–") },
+      { title: "engine", live: true, cell: (p) => element("span", { title: [p.engine, ...workers(p)].map(shown).join("; ") }, shown(p.engine).split(",")[0] || "–") },
       { title: "version", live: true, kind: "mono", cell: (p) => shown(p.version) },
     ].filter((column) => (state.live || !column.live) && (column.title !== "engine" || unlike(state.peers))),
     state.peers,
@@ -48,6 +48,15 @@ function counted(peer) {
 /** Whether peers compute in different ways, or not all on the device. */
 function unlike(peers) {
   return peers.some((peer) => peer.engine && peer.engine !== "resident");
+}
+
+/** What its worker processes wait for, in words; nothing of a peer that computes in one process. */
+function workers({ workers: found }) {
+  if (!found) return [];
+  const percent = (share) => `${(100 * share).toFixed(0)} %`;
+  const between = Object.values(found.shares).reduce((a, b) => a + b, 0);
+  const bubble = found.bubble === null ? [] : [`bubble ${percent(found.bubble)}, with even stages ${percent(found.expected)}`];
+  return [`${found.number} workers, ${percent(between)} of a step between them`, ...bubble, found.why].filter(Boolean);
 }
 
 function figure(value, unit) {

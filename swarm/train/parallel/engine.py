@@ -25,6 +25,7 @@ from swarm.train.parallel.exchange import (
     state_of,
     stats_of,
 )
+from swarm.train.parallel.figures import RankFigures
 from swarm.train.parallel.history import Command, Found, History, Saved, load_commands
 from swarm.train.parallel.workers_tensors import WorkersTensors
 from swarm.train.parallel.workforce import Patience, Workforce
@@ -134,10 +135,11 @@ class ParallelEngine:
         """See `Engine`."""
         message = {"do": "step", "lr": lr, "controls": controls_message(controls)}
         kept = self._history.kept({"tokens": tokens_BT1} | masks_tensors(masks))
-        answer = self._force.tell(Command(message, kept))[0]
-        self._skipped = answer["skipped"]
-        self.traffic = {kind: (count, size) for kind, (count, size) in answer["traffic"].items()}
-        return stats_of(answer["stats"])
+        answers = self._force.tell(Command(message, kept))
+        self._skipped = answers[0]["skipped"]
+        workers = tuple(RankFigures(**answer["figures"]) for answer in answers)
+        self.traffic = workers[0].moved
+        return replace(stats_of(answers[0]["stats"]), workers=workers)
 
     def rehearse(self, tokens_BT1: Tensor) -> None:
         """See `Engine`."""

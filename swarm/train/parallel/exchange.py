@@ -140,7 +140,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 def options_message(options: EngineOptions) -> Message:
     """The options of a resident engine, for JSON."""
-    kept = ("device", "compute", "frozen", "moments", "recompute", "ep", "pp", "shards", "schedule")
+    kept = ["device", "compute", "frozen", "moments", "recompute"]
+    kept += ["ep", "pp", "shards", "schedule", "chunks"]
     return {name: getattr(options, name) for name in kept}
 
 
@@ -179,7 +180,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> Masks | None:
 
 
 def stats_of(values: Mapping[str, Any]) -> StepStats:
-    """Findings of a step from their fields, which JSON made lists of."""
+    """Findings of a step from their fields, which JSON made lists of; without the workers."""
     pairs = tuple((first, second, alike) for first, second, alike in values["pairs"])
     tokens = tuple(tuple(layer) for layer in values["expert_tokens"])
-    return StepStats(**{**values, "pairs": pairs, "expert_tokens": tokens})
+    return StepStats(**{**values, "pairs": pairs, "expert_tokens": tokens, "workers": ()})

@@ -11,93 +11,50 @@ number of micro-batches, so pipelines that share experts have equally many, some
 Ranks of a stage that wait for each other are then as one rank of a single pipeline, whose schedule
 has no circle.
 
-Shapes: B sequences, T tokens of a sequence, D hidden size, E experts, P compared pairs of a layer,
-l layers that a micro-batch has gone through, W numbers of a layer in the table.
+A rank may have several chunks of layers, each a stage for the schedule: of p ranks the chunks of
+rank r are the stages r, p + r, and so on.
+
+Shapes: B sequences, T tokens of a sequence, D hidden size, l layers that a micro-batch has gone
+through, W numbers of a layer in the table.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import lacks_memory
 from swarm.model.losses import LayerTerms, Losses
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
+from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import ScheduleName
 from swarm.train.parallel.ranks import Disconnected, Ranks
+from swarm.train.parallel.stages import flows_of
+from swarm.train.parallel.terms import TermsForm
+from swarm.train.parallel.watch import PIPELINE, STAGE, Watch
+
+logger = logging.getLogger(__name__)
 
 TOGETHER = 8
 """Micro-batches that flow through the stages in one go of an evaluation."""
 NO_SHAPE = torch.Size([1, 2])
 """Of a pipeline whose micro-batches are all without tokens."""
-
-
-@dataclass(frozen=True)
-class TermsForm:
-    """How the terms of a layer are laid out as one row of a table, fp32.
-
-    Counts come through unchanged below 2^24 tokens of a micro-batch.
-
-    Attributes:
-        num_experts: of a layer.
-        top_k: experts of a token.
-        num_tokens: of a micro-batch.
-        pairs: compared pairs of experts that there is room for; 0 where none are measured.
-    """
-
-    num_experts: int
-    top_k: int
-    num_tokens: int
-    pairs: int
-
-    @property
-    def _sizes(self) -> list[int]:
-        """Of means, z, counts, dropped, number of pairs, similarities, first and second experts."""
-        return [self.num_experts, 1, self.num_experts, 1, 1, *(3 * [self.pairs])]
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row."""
-        return sum(self._sizes)
-
-    def row(self, terms: LayerTerms) -> Tensor:
-        """A row [W], differentiable as the terms are."""
-        alike, pair_P2 = terms.similarity, terms.pair_P2
-        if alike is None or pair_P2 is None:
-            alike, pair_P2 = terms.z.new_empty(0), torch.empty(0, 2)
-        number = terms.z.new_tensor([len(alike)])
-        filling = terms.z.new_zeros(self.pairs - len(alike))
-        parts = [terms.mean_E, terms.z[None], terms.tokens_E, terms.dropped[None], number]
-        parts += [alike, filling]
-        for each_P in pair_P2.to(terms.z.device).unbind(1):
-            parts += [each_P, filling]
-        return torch.cat([part.float() for part in parts])
-
-    def terms(self, row: Tensor) -> LayerTerms:
-        """The terms of such a row."""
-        mean_E, z, tokens_E, dropped, number, alike, *pair = row.split(self._sizes)
-        terms = LayerTerms(
-            mean_E,
-            z[0],
-            tokens_E.detach().long(),
-            dropped[0].detach().long(),
-            self.num_tokens,
-            self.top_k,
-        )
-        if not self.pairs:
-            return terms  # and nothing waits for the device
-        size = int(number)
-        pair_P2 = torch.stack([each[:size].detach().long().cpu() for each in pair], 1)
-        return terms._replace(similarity=alike[:size], pair_P2=pair_P2)
 
 
 class _Form(NamedTuple):
@@ -129,6 +86,15 @@ class Flow:
     divisor: int = 1
     scale: float = 1.0
 
+    def cut(self, sizes: Sequence[int]) -> Iterator[Flow]:
+        """Flows of so many of the micro-batches each, in their order."""
+        first = 0
+        for size in sizes:
+            own = slice(first, first + size)
+            controls = self.controls[own] if self.controls else None
+            yield replace(self, parts=self.parts[own], controls=controls)
+            first += size
+
 
 class Pipeline:
     """The stage of this rank; all ranks of a pipeline call it alike."""
@@ -141,9 +107,14 @@ class Pipeline:
             group: the ranks of the pipeline, in the order of the stages.
             loss: weights of its terms.
         """
-        self._module, self._group = _StageModule(model, loss, group.device), group
-        self._form: _Form | None = None
-        self._schedule: Any = None
+        self._group = group
+        self._chunks = [
+            _StageModule(model, chunk, loss, group.device) for chunk in model.stage.chunks
+        ]
+        self._schedules: dict[_Form, Any] = {}
+        self._said: tuple[int, ...] = ()
+        # It writes all of a schedule to the log when a stage has failed.
+        logging.getLogger(ScheduleLoopedBFS.__module__).setLevel(logging.CRITICAL)
 
     def train(self, flow: Flow, name: ScheduleName) -> list[Losses]:
         """Adds up the gradients of all micro-batches, in their order.
@@ -154,9 +125,19 @@ class Pipeline:
         Raises:
             Disconnected: another rank is gone.
         """
+        size, number = self._group.size, len(flow.parts)
+        if name == "interleaved":
+            goes = flows_of(number, size)
+            if len(goes) > 1 and self._said != goes:
+                logger.info(
+                    "%d micro-batches are no even rounds for %d stages: %d come in a go of their "
+                    "own; a multiple of the stages would take less time",
+                    number, size, goes[1],
+                )  # fmt: skip
+                self._said = goes
+            return self._run(list(flow.cut(goes)), name, is_training=True)
         # The other schedule keeps every stage busy at once, which so few cannot.
-        few = len(flow.parts) < self._group.size
-        return self._flow(flow, "gpipe" if few else name, is_training=True)
+        return self._run([flow], "gpipe" if number < size else name, is_training=True)
 
     def evaluate(self, parts: Sequence[MicroBatch | None]) -> list[Losses]:
         """The losses of micro-batches of any shapes, in the last stage; nothing in the others.
@@ -169,57 +150,78 @@ class Pipeline:
         """
         found: list[Losses] = []
         for flow in _flows(parts):
-            found += self._flow(flow, "gpipe", is_training=False)
+            found += self._run([flow], "gpipe", is_training=False)
         return found
 
-    def _flow(self, flow: Flow, name: ScheduleName, *, is_training: bool) -> list[Losses]:
-        compared = any(each.probe or each.draw_apart for each in flow.controls or ())
-        pairs = MAX_PAIRS if compared else 0
-        form = _Form(name, len(flow.parts), flow.shape, pairs, is_training)
-        found = self._module.begin(flow, form)
-        if form != self._form:
-            self._form = self._schedule = None  # its buffers, before others are made
-            self._schedule, self._form = self._made(form), form
+    def _run(self, flows: Sequence[Flow], name: ScheduleName, *, is_training: bool) -> list[Losses]:
+        """One after the other."""
+        forms = []
+        for flow in flows:
+            compared = any(each.probe or each.draw_apart for each in flow.controls or ())
+            pairs = MAX_PAIRS if compared else 0
+            forms.append(_Form(name, len(flow.parts), flow.shape, pairs, is_training))
+        # The buffers of others go before some are made.
+        self._schedules = {form: self._schedules[form] for form in forms if form in self._schedules}
+        found: list[Losses] = []
+        for flow, form in zip(flows, forms, strict=True):
+            for chunk in self._chunks:
+                chunk.begin(flow, form, found)
+            self._flow(form)
+        return found
+
+    def _flow(self, form: _Form) -> None:
+        if form not in self._schedules:
+            self._schedules[form] = self._made(form)
         self._count(form)
-        index = torch.arange(len(flow.parts))
-        is_last = self._module.model.stage.is_last
-        target = index if is_training and is_last else None
+        watch, device = self._group.traffic.watch, self._chunks[0].device
+        index = torch.arange(form.micro_batches)
+        target = index if form.is_training and self._chunks[-1].stage.is_last else None
         try:
-            self._schedule.step(index=index, target=target, return_outputs=False)
+            with watch.timing(PIPELINE, device):
+                self._schedules[form].step(index=index, target=target, return_outputs=False)
         except RuntimeError as error:
-            self._form = self._schedule = None
+            self._schedules.clear()
             if error.__cause__ is not None:
                 raise error.__cause__ from None  # what a stage raised, without torch's words
             if lacks_memory(error):
                 raise
             raise Disconnected(str(error).partition("\n")[0]) from error
         finally:
-            self._module.end()
-        return found
+            for chunk in self._chunks:
+                chunk.end()
 
-    def _made(self, form: _Form) -> ScheduleGPipe | Schedule1F1B:
-        module, group = self._module, self._group
-        stage = PipelineStage(
-            module,
-            group.rank,
-            group.size,
-            group.device,
-            input_args=module.inputs(form),
-            output_args=module.outputs(form),
-            group=group.handle,
-        )
+    def _made(self, form: _Form) -> Any:
+        group, number = self._group, len(self._chunks)
+        stages: list[Any] = [
+            _TimedStage(
+                group.traffic.watch,
+                chunk,
+                group.rank + index * group.size,
+                group.size * number,
+                group.device,
+                input_args=chunk.inputs(form),
+                output_args=chunk.outputs(form),
+                group=group.handle,
+            )
+            for index, chunk in enumerate(self._chunks)
+        ]
+        loss = self._chunks[-1].scaled if form.is_training else None
+        given: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+        if number > 1:
+            # The other one goes backward from the last micro-batch to the first.
+            several = ScheduleInterleaved1F1B if form.is_training else ScheduleLoopedBFS
+            return several(stages, form.micro_batches, **given)
         kind = Schedule1F1B if form.name == "1f1b" else ScheduleGPipe
-        loss = module.scaled if form.is_training else None
-        return kind(stage, form.micro_batches, loss_fn=loss, scale_grads=False)
+        return kind(stages[0], form.micro_batches, **given)
 
     def _count(self, form: _Form) -> None:
         """Records what leaves this rank."""
-        module = self._module
-        out = [] if module.model.stage.is_last else list(module.outputs(form))
-        back = list(module.inputs(form)) if form.is_training else []
-        for kind, tensors in (("stage outputs", out), ("stage gradients", back)):
-            for _ in range(form.micro_batches if tensors else 0):
-                self._group.traffic.count(kind, 4 * sum(each.numel() for each in tensors))
+        for chunk in self._chunks:
+            out = [] if chunk.stage.is_last else list(chunk.outputs(form))
+            back = list(chunk.inputs(form)) if form.is_training else []
+            for kind, tensors in (("stage outputs", out), ("stage gradients", back)):
+                for _ in range(form.micro_batches if tensors else 0):
+                    self._group.traffic.count(kind, 4 * sum(each.numel() for each in tensors))
 
 
 def _flows(parts: Sequence[MicroBatch | None]) -> Iterator[Flow]:
@@ -238,27 +240,47 @@ def _flows(parts: Sequence[MicroBatch | None]) -> Iterator[Flow]:
         yield Flow(run, shape)
 
 
-class _StageModule(nn.Module):
-    """The layers of a stage for torch's schedules, which know micro-batches by their number."""
+class _TimedStage(PipelineStage):
+    """A stage that records the seconds of its forwards and backwards."""
 
-    def __init__(self, model: Transformer, loss: LossConfig, between: torch.device) -> None:
-        """`between`: where what comes and goes lies."""
+    def __init__(self, watch: Watch, module: _StageModule, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        self._watch, self._on = watch, module.device
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """See `PipelineStage`."""
+        with self._watch.timing(STAGE, self._on):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """See `PipelineStage`."""
+        with self._watch.timing(STAGE, self._on):
+            return super().backward_one_chunk(*args, **options)
+
+
+class _StageModule(nn.Module):
+    """Consecutive layers for torch's schedules, which know micro-batches by their number."""
+
+    def __init__(
+        self, model: Transformer, stage: Stage, loss: LossConfig, between: torch.device
+    ) -> None:
+        """`stage`: which layers of the model; `between`: where what comes and goes lies."""
         super().__init__()
-        self.model, self._loss, self._between = model, loss, between
+        self.model, self.stage, self._loss, self._between = model, stage, loss, between
         self._flow: Flow | None = None
         self._found: list[Losses] = []
         self._terms: TermsForm
         self._out: tuple[Tensor, ...]
 
-    def begin(self, flow: Flow, form: _Form) -> list[Losses]:
-        """Takes micro-batches, in the place of those before.
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.model.parameters()).device
 
-        Returns:
-            A list to which the last stage appends the losses.
-        """
-        self._flow, self._found = flow, []
+    def begin(self, flow: Flow, form: _Form, found: list[Losses]) -> None:
+        """Takes micro-batches; the last stage appends their losses to `found`."""
+        self._flow, self._found = flow, found
         self._terms, self._out = self._terms_form(form), self.outputs(form)
-        return self._found
 
     def end(self) -> None:
         """Lets go of them."""
@@ -277,21 +299,20 @@ class _StageModule(nn.Module):
         assert self._flow is not None
         model, k = self.model, int(index)
         part = self._flow.parts[k]
-        weight = next(model.parameters())
         controls = self._flow.controls[k] if self._flow.controls else None
         if part is None:
             return self._without_tokens(received, controls)
         tokens_BT1, masked = part
-        tokens_BT1 = tokens_BT1.to(weight.device, non_blocking=True)
+        tokens_BT1 = tokens_BT1.to(self.device, non_blocking=True)
         before: list[Tensor] = []
         if received:
-            x_BTD, table_lW = (each.to(weight.device) for each in received)
+            x_BTD, table_lW = (each.to(self.device) for each in received)
             before = [table_lW]
         else:
             x_BTD = model.model.embed_tokens(tokens_BT1[:, :-1])
-        x_BTD, routings = model.model.through(x_BTD, controls, masked.documents)
+        x_BTD, routings = model.model.through(x_BTD, controls, masked.documents, self.stage.layers)
         terms = [LayerTerms.of(routing) for routing in routings]
-        if not model.stage.is_last:
+        if not self.stage.is_last:
             rows = torch.stack([self._terms.row(each) for each in terms])
             table_lW = torch.cat([*before, rows])
             return x_BTD.to(self._between), table_lW.to(self._between)
@@ -311,8 +332,9 @@ class _StageModule(nn.Module):
         self, received: tuple[Tensor, ...], controls: RoutingControls | None
     ) -> tuple[Tensor, ...] | Tensor:
         """As `forward`; zeros go from stage to stage, and zeros come back as gradients."""
-        zero = self.model.model.without_tokens(controls).to(self._between)
-        if self.model.stage.is_last:
+        layers = self.stage.layers
+        zero = self.model.model.without_tokens(controls, layers).to(self._between)
+        if self.stage.is_last:
             return zero + sum(each.sum() for each in received)
         shapes = [each.shape for each in self._out]
         found = [zero.expand(shape) for shape in shapes]
@@ -328,15 +350,13 @@ class _StageModule(nn.Module):
 
     def inputs(self, form: _Form) -> tuple[Tensor, ...]:
         """What comes in, as tensors without values."""
-        stage = self.model.stage
-        return () if stage.is_first else self._between_stages(form, stage.layers.start)
+        return () if self.stage.is_first else self._between_stages(form, self.stage.layers[0])
 
     def outputs(self, form: _Form) -> tuple[Tensor, ...]:
         """What goes out, likewise."""
-        stage = self.model.stage
-        if stage.is_last:
+        if self.stage.is_last:
             return (torch.empty((), device="meta", requires_grad=form.is_training),)
-        return self._between_stages(form, stage.layers.stop)
+        return self._between_stages(form, self.stage.layers[-1] + 1)
 
     def _between_stages(self, form: _Form, layers: int) -> tuple[Tensor, ...]:
         (sequences, length), width = form.shape, self._terms_form(form).width

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from swarm.errors import lacks_memory
 from swarm.train.parallel.mesh import Sets
+from swarm.train.parallel.watch import Watch
 from swarm.train.sizes import BUCKET
 
 COLLECTIVE_S = 1800.0
@@ -59,10 +61,12 @@ class Traffic:
     Attributes:
         operations: number of each kind.
         num_bytes: that left this rank for others, of each kind.
+        watch: how long they took, of each kind.
     """
 
     operations: dict[str, int] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
 
     def count(self, kind: str, num_bytes: int) -> None:
         """Adds one operation."""
@@ -70,7 +74,8 @@ class Traffic:
         self.num_bytes[kind] = self.num_bytes.get(kind, 0) + num_bytes
 
     def take(self) -> dict[str, tuple[int, int]]:
-        """Operations and bytes of each kind, and begins anew."""
+        """Operations and bytes of each kind, and begins anew, with the watch as well."""
+        self.watch.take()
         found = {kind: (self.operations[kind], self.num_bytes[kind]) for kind in self.operations}
         self.operations.clear()
         self.num_bytes.clear()
@@ -157,8 +162,8 @@ class Ranks:
             own = cut[self.rank]
             mine_X = torch.cat([each.to(self.device) for part in parts for each in part])
             received_X = mine_X.new_empty(own * self.size)
-            self.traffic.count("sums", 4 * (sum(cut) - own))
-            self._all_to_all(received_X, mine_X, [own] * self.size, cut)
+            with self._counted("sums", 4 * (sum(cut) - own)):
+                self._all_to_all(received_X, mine_X, [own] * self.size, cut)
             total = _in_order(received_X.view(self.size, own))
             sizes = [len(each) for each in parts[self.rank]]
             for each, found in zip(parts[self.rank], total.split(sizes), strict=True):
@@ -182,8 +187,8 @@ class Ranks:
             padding = torch.zeros(max(cut) - cut[self.rank], dtype=dtype, device=self.device)
             mine = torch.cat([*(each.to(self.device) for each in parts[self.rank]), padding])
             found = mine.new_empty(self.size * max(cut))
-            self.traffic.count("values", mine.nbytes * (self.size - 1))
-            self._all_gather(found.view(torch.uint8), mine.view(torch.uint8))
+            with self._counted("values", mine.nbytes * (self.size - 1)):
+                self._all_gather(found.view(torch.uint8), mine.view(torch.uint8))
             for rank, whole in enumerate(found.view(self.size, max(cut))):
                 sizes = [len(each) for each in parts[rank]]
                 theirs = whole[: cut[rank]].split(sizes) if sizes and rank != self.rank else ()
@@ -212,8 +217,8 @@ class Ranks:
         if self.size == 1:
             return numbers
         numbers = numbers.to(self.device)
-        self.traffic.count("numbers", 8 * numbers.numel())
-        self._all_reduce(numbers)
+        with self._counted("numbers", 8 * numbers.numel()):
+            self._all_reduce(numbers)
         return numbers.cpu()
 
     def exchange(
@@ -236,19 +241,24 @@ class Ranks:
         mine = rows_MX.contiguous().view(torch.uint8).to(self.device)
         row_bytes = mine.shape[1]
         theirs = mine.new_empty(sum(received), row_bytes)
-        self.traffic.count(kind, row_bytes * (sum(sent) - sent[self.rank]))
-        self._all_to_all(theirs, mine, received, sent)
+        with self._counted(kind, row_bytes * (sum(sent) - sent[self.rank])):
+            self._all_to_all(theirs, mine, received, sent)
         return theirs.to(rows_MX.device).view(rows_MX.dtype)
+
+    def _counted(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Records an operation, and how long it takes."""
+        self.traffic.count(kind, num_bytes)
+        return self.traffic.watch.timing(kind, self.device)
 
     def _summed(self, mine_X: Tensor) -> Tensor:
         received_X = torch.empty_like(mine_X)
         cut = [len(mine_X) // self.size] * self.size
         crossing = 4 * cut[0] * (self.size - 1)
-        self.traffic.count("sums", crossing)
-        self._all_to_all(received_X, mine_X, cut, cut)
+        with self._counted("sums", crossing):
+            self._all_to_all(received_X, mine_X, cut, cut)
         total = _in_order(received_X.view(self.size, -1))
-        self.traffic.count("sums", crossing)
-        self._all_gather(mine_X, total)
+        with self._counted("sums", crossing):
+            self._all_gather(mine_X, total)
         return mine_X
 
     def _part(self, parts: Sets) -> Ranks:

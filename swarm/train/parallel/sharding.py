@@ -46,9 +46,11 @@ from swarm.train.guard import norm_of, square_sum
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.dispatch import DealtBank
+from swarm.train.parallel.figures import RankFigures
 from swarm.train.parallel.mesh import Mesh, Move
 from swarm.train.parallel.moving import Form, moved
 from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.watch import PIPELINE, STAGE
 from swarm.train.resident import ResidentEngine
 
 
@@ -199,6 +201,28 @@ class RankEngine(ResidentEngine):
         return norms
 
     # ------------------------------------------------ ranks without a micro-batch
+
+    def figures(self, sequences: int, seconds: float) -> RankFigures:
+        """What this rank did in a step of so many sequences that took so long."""
+        count = -(-sequences // self._run.train.micro_batch_sequences)
+        same, mesh = self._same, self._mesh
+        most = max(len(same.block(count, rank)) for rank in range(same.size))
+        own = len(same.block(count))
+        took_s = self._ranks.traffic.watch.take()
+        moved = self._ranks.traffic.take()
+        return RankFigures(
+            seconds=seconds,
+            micro_batches=own,
+            idle=most - own,
+            stage=mesh.stage(self._ranks.rank),
+            stages=mesh.pp,
+            chunks=len(self._model.stage.chunks),
+            pipeline_s=took_s.pop(PIPELINE, 0.0),
+            stage_s=took_s.pop(STAGE, 0.0),
+            operations={kind: number for kind, (number, _) in moved.items()},
+            num_bytes={kind: num_bytes for kind, (_, num_bytes) in moved.items()},
+            waited_s=took_s,
+        )
 
     def _idle(self, count: int) -> int:
         """How often this rank accompanies micro-batches of others of its group."""

@@ -10,7 +10,7 @@ import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 
 from swarm.config import RunConfig
 from swarm.model.cost import head_step_flops, layer_step_flops
@@ -22,36 +22,74 @@ class Cut:
     """The stages of a pipeline.
 
     Attributes:
-        stages: consecutive, every layer in one of them.
+        stages: of each rank; every layer is in one of them.
         shares: of each stage, its part of the operations of a step; they sum to 1.
+        slot: of the slowest chunk, its part of them; without chunks that of the slowest stage.
         reason: in a sentence.
     """
 
     stages: tuple[Stage, ...]
     shares: tuple[float, ...]
+    slot: float
     reason: str
 
 
-def cut_of(run: RunConfig, num_owned: int, stages: int) -> Cut:
+def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
+    """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
+
+    Of stages that all take as long; the same for gpipe and 1f1b, which have one chunk (Narayanan et
+    al., https://arxiv.org/abs/2104.04473, section 2.2, there as a part of the time of products).
+
+    Args:
+        stages: ranks of the pipeline, p.
+        micro_batches: that flow through it, m; perhaps a mean.
+        chunks: runs of layers that each rank has, v.
+    """
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def flows_of(micro_batches: int, stages: int) -> tuple[int, ...]:
+    """How many micro-batches flow through an interleaved pipeline in one go.
+
+    Torch's schedule takes them in rounds that are alike, which not every number allows: it has to
+    divide by max(1, m // p). Of others those beyond a multiple of the stages come in a go of their
+    own, so that gradients are added up in the same order.
+
+    Args:
+        micro_batches: of the pipeline, m.
+        stages: p.
+    """
+    if micro_batches % max(1, micro_batches // stages) == 0:
+        return (micro_batches,)
+    rest = micro_batches % stages
+    return micro_batches - rest, rest
+
+
+def cut_of(run: RunConfig, num_owned: int, stages: int, chunks: int = 1) -> Cut:
     """Cuts the layers of a model evenly by the operations of a step.
 
     Args:
         run: the model.
         num_owned: experts that the peer trains.
-        stages: at least one, and at most one for each layer.
+        stages: at least one.
+        chunks: runs of layers that each stage has: of two stages with two chunks the first has the
+            first and third quarter of the layers. At most one layer for each chunk of all stages.
     """
     layers = run.model.num_hidden_layers
     layer, head = layer_step_flops(run, num_owned), head_step_flops(run.model)
     costs = [layer] * (layers - 1) + [layer + head]
-    parts = cut_evenly(costs, stages)
-    sums = [sum(costs[part.start : part.stop]) for part in parts]
-    shares = tuple(each / sum(costs) for each in sums)
+    parts = cut_evenly(costs, stages * chunks)
+    sums = [sum(costs[part.start : part.stop]) / sum(costs) for part in parts]
+    shares = tuple(sum(sums[stage::stages]) for stage in range(stages))
     names = " | ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+    slowest = "chunk" if chunks > 1 else "stage"
     reason = (
         f"layers {names}, with the head, which counts as {head / layer:.1f} layers, in the last "
-        f"stage; the slowest one computes {max(shares):.1%} of a step"
+        f"{slowest}; the slowest one computes {max(sums):.1%} of a step"
     )
-    return Cut(tuple(Stage(part, layers) for part in parts), shares, reason)
+    held = [parts[stage::stages] for stage in range(stages)]
+    layers_of = [own[0] if chunks == 1 else tuple(chain(*own)) for own in held]
+    return Cut(tuple(Stage(each, layers) for each in layers_of), shares, max(sums), reason)
 
 
 def cut_evenly(costs: Sequence[float], stages: int) -> tuple[range, ...]:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -167,12 +168,15 @@ class Worker:
     def _step(self, message: Message, given: Given) -> Message:
         controls = controls_of(message["controls"])
         masks = masks_of(given)
+        tokens_BT1 = given["tokens"]
         self._ranks.traffic.take()  # of what came before
-        stats = self._engine.step(given["tokens"], lr=message["lr"], controls=controls, masks=masks)
+        began_s = time.perf_counter()
+        stats = self._engine.step(tokens_BT1, lr=message["lr"], controls=controls, masks=masks)
+        figures = self._engine.figures(len(tokens_BT1), time.perf_counter() - began_s)
         return {
             "stats": dataclasses.asdict(stats),
             "skipped": self._engine.skipped,
-            "traffic": self._ranks.traffic.take(),
+            "figures": dataclasses.asdict(figures),
         }
 
     def _rehearse(self, _: Message, given: Given) -> Message:
