@@ -279,14 +279,17 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(piped, caplog, run, opti
 
 
 @SLOW
-def test_a_stage_without_memory_steps_all_workers_down(piped, caplog):
+@pytest.mark.parametrize("layers, options", [(2, {}), (4, CHUNKS)], ids=["1f1b", "interleaved"])
+def test_a_stage_without_memory_steps_all_workers_down(piped, caplog, layers, options):
     """Also where torch's schedule says so in words of its own."""
     wide = run_of(
+        layers,
         model={"hidden_size": 256, "moe_intermediate_size": 512},
         train={"micro_batch_sequences": 16, "batch_tokens": 32 * 16},
     )
-    below = replace(EngineOptions.of(wide), pp=2, recompute="routing")
-    engine, straight = piped(wide, OWNED, below=[below]), new_engine(wide, OWNED)
+    below = replace(EngineOptions.of(wide), pp=2, recompute="routing", **options)
+    engine = piped(wide, OWNED, below=[below], **options)
+    straight = new_engine(wide, OWNED)
     allow_no_more(engine.pids[1])
     with caplog.at_level(logging.WARNING):
         assert train(engine, wide, range(2)) == train(straight, wide, range(2))
