@@ -80,9 +80,25 @@ def test_nodes_are_waited_for_with_a_key_in_the_state_directory(tmp_path: Path) 
     assert nodes_of(ComputeSection(device="cpu", parallel=2), plan, folder, place) is None
 
 
-def test_the_streaming_engine_has_no_workers() -> None:
-    with pytest.raises(ConfigError, match="leave out one of --gpus and --engine"):
-        num_workers(ComputeSection(device="cpu", parallel=2, engine="streaming"), "cpu")
+def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
+    compute = ComputeSection(device="cpu", parallel=2, engine="streaming")
+    assert num_workers(compute, "cpu") == 2
+    wishes = Wishes(engine="streaming", folder=Path("frozen"))
+    machine, wishes = for_workers(RUN, compute, NODE, wishes, fabric_of(compute, 2, NVLINK))
+    assert (wishes.engine, wishes.folder, machine.fabric.size) == ("streaming", None, 2)
+    far = compute.model_copy(update={"remote_workers": 2, "workers_from": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match="one copy of the weights in the memory of one machine"):
+        num_workers(far, "cpu")
+    with pytest.raises(ConfigError, match="one copy of the weights in the memory of one machine"):
+        for_workers(RUN, far, NODE, wishes, fabric_of(far, 2, NVLINK))
+    for what, given in (("compute.pipeline", {"pipeline": 2}), ("shard", {"shard": "state"})):
+        cut = compute.model_copy(update=given)
+        with pytest.raises(ConfigError, match=f"{what}.*: the streaming engine has one copy"):
+            for_workers(RUN, cut, NODE, wishes, fabric_of(cut, 2, NVLINK))
+        # Who asks for a cut wants no streaming instead.
+        cut = cut.model_copy(update={"engine": "auto"})
+        _, other = for_workers(RUN, cut, NODE, Wishes(), fabric_of(cut, 2, NVLINK))
+        assert other.engine == "resident"
 
 
 def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -229,22 +229,47 @@ class RankEngine(ResidentEngine):
         return max(blocks) - len(self._same.block(count))
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
+        def accompany(count: int) -> None:
+            for _ in range(self._idle(count)):
+                self._model.model.without_tokens()
+
         rows = self._run.train.micro_batch_sequences
-        micro_batches = tokens_BT1.split(rows)
-        mine = self._ranks.block(len(micro_batches))
-        own = iter(range(len(micro_batches)))
-        found: list[list[float]] = []
+        return dealt_mean(self._ranks, self._mean_of, (tokens_BT1, scored_BT), rows, accompany)
 
-        def own_mean(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            if next(own) in mine:
-                found.append([self._mean_of(micro_BT1, scored_BT)])
-            return 0.0
 
-        mean_over(own_mean, tokens_BT1, scored_BT, rows)
-        for _ in range(self._idle(len(micro_batches))):
-            self._model.model.without_tokens()
-        means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
-        return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+def dealt_mean(
+    ranks: Ranks,
+    mean_of: Callable[[Tensor, Tensor], float],
+    sequences: tuple[Tensor, Tensor | None],
+    rows: int,
+    accompany: Callable[[int], None] = lambda _: None,
+) -> float:
+    """As `mean_over`, of micro-batches that are dealt to ranks.
+
+    Args:
+        ranks: all of which come to the same mean.
+        mean_of: the mean of a micro-batch, from its tokens and which predictions count.
+        sequences: tokens, and which predictions count; None for all.
+        rows: of a micro-batch.
+        accompany: called once a rank has computed its own, with the number of all.
+
+    Raises:
+        Disconnected: another rank is gone.
+    """
+    tokens_BT1, scored_BT = sequences
+    count = len(tokens_BT1.split(rows))
+    mine, own = ranks.block(count), iter(range(count))
+    found: list[list[float]] = []
+
+    def own_mean(micro_BT1: Tensor, scored_BT: Tensor) -> float:
+        if next(own) in mine:
+            found.append([mean_of(micro_BT1, scored_BT)])
+        return 0.0
+
+    mean_over(own_mean, tokens_BT1, scored_BT, rows)
+    accompany(count)
+    means = iter(ranks.shared(found, count, 1)[:, 0].tolist())
+    return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
 
 @dataclass(frozen=True)
