@@ -24,7 +24,7 @@ from swarm.peer.workers import (
 )
 from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.fabric import NVLINK
 from tests.train.runs import tiny_run
@@ -99,6 +99,17 @@ def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
         cut = cut.model_copy(update={"engine": "auto"})
         _, other = for_workers(RUN, cut, NODE, Wishes(), fabric_of(cut, 2, NVLINK))
         assert other.engine == "resident"
+
+
+def test_a_peers_workers_stream_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.peer.workers.ParallelEngine", lambda run, options, *_, **__: options)
+    compute = ComputeSection(device="cpu", parallel=2, engine="streaming")
+    with caplog.at_level(logging.INFO):
+        options: Any = engine_for(RUN, compute, tmp_path)
+    assert {each.kind for each in options} == {EngineKind.STREAMING}
+    assert "engine: streaming, every layer is streamed: the fastest that fits" in caplog.text
 
 
 def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from swarm.train.allocations import LiveBytes
 from swarm.train.checkpoint import load_private
 from swarm.train.memory import need_of, sizes_of
 from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
+from swarm.train.parallel.crew import Crew, Place
+from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.exchange import options_message, options_of
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.shared_memory import SharedMemory
@@ -369,6 +372,25 @@ def test_memory_in_common_is_given_back_and_leaves_no_descriptor():
 def test_options_of_a_streaming_worker_come_through_json():
     options = replace(EngineOptions(), **STREAMING, **HOST, pass_micro_batches=3)
     assert options_of(json.loads(json.dumps(options_message(options)))) == options
+
+
+@pytest.mark.gpu
+def test_two_workers_of_one_gpu_lose_nothing_on_their_ways_to_the_host(device="cuda"):
+    run = tiny_run(model={"num_hidden_layers": 5}, **{**BF16, **BY_UNIT})
+    chosen = replace(EngineOptions.of(run, device=device), **STREAMING)
+    start = lambda: Crew(Place(2, device, 1, "gloo"))  # noqa: E731
+    alone = new_streaming(run, OWNED, device=device)
+    with closing(alone), closing(ParallelEngine(run, [chosen], start)) as engine:
+        engine.write(initial_tensors(run, all_names(run)))
+        engine.own(OWNED)
+        for step in range(5):
+            left, right = (each.step(batch(run, step), lr=1e-3) for each in (engine, alone))
+            # Sums of a GPU's products may have another order each time.
+            assert right.loss == pytest.approx(left.loss, rel=1e-3)
+        mine, theirs = engine.read(all_names(run)), alone.read(all_names(run))
+        for name, value in mine.items():
+            # Five updates of at most 1e-3 each; a lost or doubled one would be seen.
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=2.5e-3)
 
 
 # ------------------------------------------------ bytes
