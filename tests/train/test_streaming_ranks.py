@@ -396,6 +396,29 @@ def test_two_workers_of_one_gpu_lose_nothing_on_their_ways_to_the_host(device="c
 # ------------------------------------------------ bytes
 
 
+def common_bytes(pid):
+    """Of a process its part of the memory that workers have in common and have used."""
+    num_bytes, is_common = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        field, *rest = line.split()
+        if not field.endswith(":"):
+            is_common = "memfd:swarm-" in line
+        elif is_common and field == "Pss:":
+            num_bytes += 1024 * int(rest[0])
+    return num_bytes
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
+def test_the_weights_are_in_host_memory_once_whatever_the_number_of_workers(crews, size):
+    run = sized(BF16["train"], hidden=160, vocab=4000)
+    need = need_of(run, len(FOUR), replace(EngineOptions.of(run), **STREAMING), 1)
+    with lent_engines(crews, workers=size, **STREAMING) as make:
+        engine = make(run, FOUR)
+        engine.step(tokens_of(run), lr=1e-3)
+        engine.read(["model.norm.weight"])
+        assert sum(map(common_bytes, engine.pids)) == pytest.approx(need.host, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("options", "train_section"),
     [({}, BF16["train"]), pytest.param({"moments": "int8"}, {}, marks=SLOW)],
