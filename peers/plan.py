@@ -252,6 +252,8 @@ def engine_table(run: RunConfig, machine: Machine, plan: EnginePlan, most: int |
     where = "GPU" if on_gpu else "memory"
     of_each = " of each worker" if workers > 1 else ""
     with_engine = "masters, moments, gradients" if on_gpu else "with the engine"
+    if workers > 1 and plan.streams:
+        with_engine += ": its part of the one copy"
     for row in [
         ("engine", plan.options.kind.value, plan.reason),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -11,10 +11,8 @@ from swarm.config import RunConfig
 from swarm.peer.planning import RunPlan
 from swarm.train.comparing import Rung
 from swarm.train.memory import need_of, stage_needs
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.sizes import Need, pipeline_cut
-
-if TYPE_CHECKING:
-    from swarm.train.options import EngineOptions
 
 PARTS = ("products", "waiting", "tokens", "stream", "sums", "updates")
 """Of a step, as `StepTime` has them."""
@@ -42,6 +40,9 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
     workers, experts = planned.machine.fabric.size, run.model.num_experts
     share = f"1/{options.ep} of {experts} experts" if options.ep > 1 else f"{experts} experts"
     cut = f", 1/{options.shards} of masters and moments" if options.shards > 1 else ""
+    if options.kind is EngineKind.STREAMING:
+        words = "streams all layers from the one host copy"
+        return [(words, need_of(run, owned, options, workers))]
     if options.pp == 1:
         return [(f"all layers, {share}{cut}", need_of(run, owned, options, workers))]
     stages = pipeline_cut(run, options).stages
@@ -74,7 +75,8 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
     table.caption = (
         "ep: experts dealt out over so many; pp: layers cut over so many.\n"
         "device: with room for 25 % more rows on the experts of a worker than an even share.\n"
-        "*: layers are computed again for backward; +: masters and moments cut over those alike.\n"
+        "*: layers are computed again for backward; +: masters and moments cut over those alike;\n"
+        "s: all stream from one host copy.\n"
     )
     table.caption_justify = "left"
     return table
@@ -106,6 +108,7 @@ def workers_figures(run: RunConfig, planned: RunPlan) -> dict[str, Any]:
 def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
     options, seconds = rung.options, {f"{name}_s": vars(rung.time)[name] for name in PARTS}
     return {
+        "engine": options.kind.value,
         "expert_parallel": options.ep,
         "pipeline": options.pp,
         "shards": options.shards,
@@ -120,7 +123,8 @@ def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
 
 
 def _marks(options: EngineOptions) -> str:
-    marks = ("*" if options.recompute != "none" else "") + ("+" if options.shards > 1 else "")
+    marks = "s" if options.kind is EngineKind.STREAMING else ""
+    marks += ("*" if options.recompute != "none" else "") + ("+" if options.shards > 1 else "")
     return f" {marks}" if marks else ""
 
 

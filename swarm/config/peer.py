@@ -100,7 +100,8 @@ class ComputeSection(Section):
     """CPU threads for the model; 0 measures at the start which number suits the machine."""
     engine: Literal["auto", "resident", "streaming"] = "auto"
     """resident: everything on the device. streaming: masters and moments in host memory, weights
-    come as they are needed. auto takes the fastest level of either that fits."""
+    come as they are needed; with `parallel` all GPUs of a machine stream from one copy. auto takes
+    the fastest level of either that fits."""
     parallel: Literal["off", "all"] | Annotated[int, Field(gt=0, le=64)] = "off"
     """Processes that compute for this peer, each with its share of every step's micro-batches: on
     so many GPUs, or all, one each; with `device = "cpu"` so many on the CPU. off: the peer's own

@@ -45,11 +45,6 @@ def num_workers(compute: ComputeSection, device: str) -> int:
     asked = compute.parallel
     if asked == "off":
         return 0
-    if compute.engine == "streaming":
-        raise ConfigError(
-            f"compute.parallel (--gpus) = {asked}: the streaming engine computes on one GPU",
-            hint="leave out one of --gpus and --engine",
-        )
     if device == "cpu":
         if compute.device == "cpu" and asked != "all":
             return asked
@@ -86,7 +81,17 @@ def num_elsewhere(compute: ComputeSection) -> int:
         )
     if asked:
         address_of(compute.workers_from, "compute.workers_from (--workers-from)")
+        _refuse_far_streaming(compute)
     return asked
+
+
+def _refuse_far_streaming(compute: ComputeSection) -> None:
+    if compute.engine == "streaming":
+        raise ConfigError(
+            f"compute.remote_workers (--remote-workers) = {compute.remote_workers}: workers that "
+            "stream do so from one copy of the weights in the memory of one machine",
+            hint="leave out one of --remote-workers and --engine streaming",
+        )
 
 
 def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tuple[Mesh, ...]:
@@ -157,12 +162,26 @@ def for_workers(
         workers: of all machines.
 
     Raises:
-        ConfigError: as `meshes_of`.
+        ConfigError: as `meshes_of`; or they are to stream and cannot.
     """
     meshes = meshes_of(compute, workers.size, run.model)
+    cut = {
+        "compute.expert_parallel": compute.expert_parallel > 1,
+        "compute.pipeline": compute.pipeline > 1,
+        'compute.shard = "state"': compute.shard == "state",
+    }
+    if workers.nodes > 1:
+        _refuse_far_streaming(compute)
+    if compute.engine == "streaming" and any(cut.values()):
+        asked = " and ".join(name for name, is_asked in cut.items() if is_asked)
+        raise ConfigError(
+            f"{asked}: the streaming engine has one copy of the weights and cuts nothing",
+            hint="leave it out, or --engine streaming",
+        )
     wishes = replace(
         wishes,
-        engine="resident",
+        engine="resident" if workers.nodes > 1 or any(cut.values()) else wishes.engine,
+        folder=None,  # no frozen experts on disk that several workers map
         meshes=meshes,
         schedule=compute.pipeline_schedule,
         chunks=compute.pipeline_chunks,

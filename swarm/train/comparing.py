@@ -8,7 +8,7 @@ from math import prod
 
 from swarm.train.adam_moments import MOMENT_BYTES
 from swarm.train.hardware import Machine
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.round_memory import HostPeaks
 from swarm.train.sizes import Need
 from swarm.train.step_time import StepTime
@@ -40,13 +40,21 @@ class Rung:
         """Over how many workers experts are dealt out, and layers cut."""
         return self.options.ep, self.options.pp
 
+    @property
+    def streams(self) -> bool:
+        """Whether the weights are in host memory."""
+        return self.options.kind is EngineKind.STREAMING
+
 
 def by_speed(ladder: Sequence[Rung]) -> list[Rung]:
-    """The fastest first, of each format of moments; of equally fast ones those that cut least."""
+    """The fastest first, of each format of moments; of equally fast ones those that cut least.
 
-    def key(rung: Rung) -> tuple[int, float, int, int]:
-        options = rung.options
-        return FORMATS.index(options.moments), rung.time.total, prod(rung.cut), options.shards
+    Streaming comes last: it is for models that fit in no other way.
+    """
+
+    def key(rung: Rung) -> tuple[bool, int, float, int, int]:
+        options, form = rung.options, FORMATS.index(rung.options.moments)
+        return rung.streams, form, rung.time.total, prod(rung.cut), options.shards
 
     return sorted(ladder, key=key)
 
@@ -57,10 +65,14 @@ def least(ladder: Sequence[Rung]) -> Rung:
 
 
 def that_need_less(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
-    """Those of which each needs less of the device than the chosen one and all before it."""
+    """Those of which each needs less of the device than the chosen one and all before it.
+
+    Streaming is one of them only where host memory suffices.
+    """
     found = [chosen]
     for rung in ladder:
-        if rung.need.crowded < found[-1].need.device:
+        is_one = rung.fits or not rung.streams
+        if is_one and rung.need.crowded < found[-1].need.device:
             found.append(rung)
     return found[1:]
 
@@ -75,10 +87,10 @@ def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
     Returns:
         Of each way the first engine that fits, else the one that needs least.
     """
-    ways: dict[tuple[int, int], list[Rung]] = {}
+    ways: dict[tuple[tuple[int, int], bool], list[Rung]] = {}
     for rung in ladder:
-        ways.setdefault(rung.cut, []).append(rung)
-    del ways[chosen.cut]
+        ways.setdefault((rung.cut, rung.streams), []).append(rung)
+    del ways[chosen.cut, chosen.streams]
     best = [next((rung for rung in way if rung.fits), least(way)) for way in ways.values()]
     fitting = by_speed([rung for rung in best if rung.fits])
     return fitting + by_speed([rung for rung in best if not rung.fits])
@@ -111,6 +123,8 @@ def why_not(chosen: Rung, others: Sequence[Rung], machine: Machine) -> str:
 
 def name_of(options: EngineOptions) -> str:
     """How a model lies on several workers, in words."""
+    if options.kind is EngineKind.STREAMING:
+        return "streaming from one host copy"
     words = []
     if options.ep > 1:
         words.append(f"experts dealt out over {options.ep}")

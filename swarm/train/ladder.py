@@ -129,11 +129,12 @@ def _rungs(
             # State that is whole and layers that are computed again need more than the rung before.
             for number in shards[-1:] if way != ways[0] else shards:
                 yield replace(cut, shards=number)
-    if wishes.engine == "resident":
+    if wishes.engine == "resident" or machine.fabric.nodes > 1:  # one host copy
         return
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
     together = max(1, PASS_TOKENS // micro_tokens)
-    one_pass = run.train.batch_tokens <= together * micro_tokens
+    workers = machine.fabric.size
+    one_pass = run.train.batch_tokens <= workers * together * micro_tokens
     base = replace(base, kind=EngineKind.STREAMING, pass_micro_batches=0 if one_pass else together)
     layers = run.model.num_hidden_layers
     places: list[tuple[ActivationCheckpoints, int]] = []

@@ -24,6 +24,7 @@ from swarm.train.resident_memory import (
     resident_need,
 )
 from swarm.train.sizes import (
+    BUCKET,
     GRADIENT,
     MASTER,
     Need,
@@ -44,13 +45,13 @@ def need_of(run: RunConfig, num_owned: int, options: EngineOptions, workers: int
 
     Allocator rounding, the libraries, a running round and the peer itself come on top. Measured:
     within 5 % of the peak of allocations, see `scripts/bench_memory.py`. Of a pipeline it is the
-    stage that needs most.
+    stage that needs most. Workers that stream have one host copy, and each of them needs its part.
     """
     if options.pp > 1:
         return max(stage_needs(run, num_owned, options, workers), key=lambda need: need.crowded)
     if options.kind is EngineKind.RESIDENT:
         return need_with_crowding(run, num_owned, options, Held.of(run, options, workers))
-    return _streaming(run, num_owned, options)
+    return _streaming(run, num_owned, options, max(workers, 1))
 
 
 def rank_need(
@@ -119,7 +120,8 @@ def trained_by_stage(
     return [(each - own, own) for each, own in zip(trained, owned, strict=True)]
 
 
-def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
+def _streaming(run: RunConfig, num_owned: int, options: EngineOptions, workers: int) -> Need:
+    """Of each worker; of the one host copy its part, so that all together need all of it."""
     model, sizes = run.model, sizes_of(run.model, num_owned)
     layers, compute = model.num_hidden_layers, DTYPES[options.compute].itemsize
     frozen = frozen_layer_bytes(run, num_owned, options)
@@ -131,7 +133,7 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     ends = (4 + GRADIENT) * sizes.table
     device = places * (wire + frozen) + 2 * GRADIENT * sizes.layer + ends
     micro = MicroBatchBytes(run, options)
-    batches = max(1, run.train.batch_tokens // micro.tokens)
+    batches = -(-max(1, run.train.batch_tokens // micro.tokens) // workers)
     batches = min(batches, options.pass_micro_batches or batches)
     checkpoints = layers * batches * micro.checkpoint()
     on_device = options.activation_checkpoints is ActivationCheckpoints.DEVICE
@@ -140,15 +142,19 @@ def _streaming(run: RunConfig, num_owned: int, options: EngineOptions) -> Need:
     # With its output, as it is computed again to the end.
     layer = micro.kept_again() + micro.checkpoint() + compute * cast
     layer += micro.backward(sizes.layer_owned, frozen)
-    activations = kept + max(micro.head(sizes.table), layer)
+    # A bucket of gradients, what other workers send of it, and its sums.
+    bucket = min(BUCKET, max(sizes.table, sizes.layer))
+    adding = GRADIENT * bucket * (2 + 1 / workers) if workers > 1 else 0.0
+    activations = kept + max(micro.head(sizes.table), layer, adding)
     host = (MASTER + MOMENT_BYTES[options.moments]) * sizes.trained
     host += layers * wire if compute < 4 else 0
     shared = options.gradient_buffers
     host += GRADIENT * (2 * sizes.table + sizes.layer * (shared or layers))
+    on_disk = options.frozen_folder is not None
+    host += frozen if on_disk else frozen * layers
+    host /= workers
     if not on_device:
         half = options.activation_checkpoints is ActivationCheckpoints.HOST_BF16
         host += checkpoints / 2 if half else checkpoints
-    on_disk = options.frozen_folder is not None
-    host += frozen if on_disk else frozen * layers
     copied = on_disk and not options.frozen_lent
     return Need(device, activations, host, frozen * layers if copied else 0.0)

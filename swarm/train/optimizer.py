@@ -84,11 +84,17 @@ class OwnedAdamW:
                 self._moments[name] = kept
                 continue
             size = parameter.numel() // rows
-            moments = Moments.zeros(self._form, rows, size, parameter.device)
+            moments = self._new_moments(rows, size, parameter.device)
             self._moments[name] = moments
             for row, expert in enumerate(self._owned):
                 if kept is not None and expert in old_owned:
-                    moments.copy_row(row, kept, old_owned.index(expert))
+                    self._keep_row(moments, row, kept, old_owned.index(expert))
+
+    def _new_moments(self, rows: int, size: int, device: torch.device) -> Moments:
+        return Moments.zeros(self._form, rows, size, device)
+
+    def _keep_row(self, new: Moments, row: int, old: Moments, old_row: int) -> None:
+        new.copy_row(row, old, old_row)
 
     def update(self, lr: float) -> None:
         """One AdamW update by the gradients, all of which must be there; then frees them."""

@@ -5,7 +5,6 @@ Shapes: L layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,17 +34,6 @@ class Routed:
             self._similarities.append(losses.similarity)
         if losses.pair_P2 is not None and losses.alike_P is not None:
             self._pairs.append((losses.pair_P2, losses.alike_P))
-
-    @classmethod
-    def total(cls, parts: Sequence[Routed]) -> Routed:
-        """The sum of several parts of a step."""
-        whole = cls(parts[0].tokens_LE.device)
-        for part in parts:
-            whole.tokens_LE = whole.tokens_LE + part.tokens_LE
-            whole._dropped = whole._dropped + part._dropped
-            whole._similarities += part._similarities
-            whole._pairs += part._pairs
-        return whole
 
     def fields(self) -> dict[str, Any]:
         """The fields of `StepStats` that are about routing."""

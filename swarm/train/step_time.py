@@ -147,16 +147,27 @@ def _streaming(
 ) -> StepTime:
     sizes = sizes_of(run.model, num_owned)
     flops = run.train.batch_tokens * step_flops_with(run, num_owned)
-    products_s = flops * 4 / 3 / (machine.tflops * 1e12)
+    ranks = range(machine.fabric.size)
+    products_s = flops * 4 / 3 / (machine.tflops * 1e12) / len(ranks)
     micro_tokens = run.train.micro_batch_sequences * run.data.sequence_length
     micro_batches = run.train.batch_tokens // micro_tokens
     layers = run.model.num_hidden_layers
     stay = layers if options.resident_layers is None else options.resident_layers
     frozen = frozen_layer_bytes(run, num_owned, options)
     weights = 2 * (layers - stay) * (2 * sizes.layer + frozen) + stay * 2 * sizes.layer
-    passes = -(-micro_batches // (options.pass_micro_batches or micro_batches))
-    # Sums of gradients go to the host after each pass, and come back for the next one.
-    inward = passes * weights + (passes - 1) * 4 * sizes.trained
-    bus_s = max(inward, passes * 4 * sizes.trained) / (machine.bus_gb_s * 1e9)
-    updates_s = sizes.trained / (machine.updates_g_s * 1e9)
-    return StepTime(products_s, updates=max(0.0, bus_s - products_s, updates_s - products_s))
+    most = -(-micro_batches // len(ranks))  # of one rank
+    passes = -(-most // (options.pass_micro_batches or most))
+    # Sums of gradients go to the host after each pass, and come back for the next one; those of
+    # several ranks are added up on the way, and each sends and updates its share.
+    share = sizes.trained / len(ranks)
+    inward = passes * weights + (passes - 1) * 4 * share
+    bus_s = max(inward, passes * 4 * share) / (machine.bus_gb_s * 1e9)
+    updates_s = share / (machine.updates_g_s * 1e9)
+    busy_s = products_s * most * len(ranks) / micro_batches
+    leaving = passes * 4 * (sizes.trained - share)
+    return StepTime(
+        products_s,
+        waiting=busy_s - products_s,
+        sums=machine.fabric.exchange_s([ranks], leaving),
+        updates=max(0.0, bus_s - busy_s, updates_s - busy_s),
+    )

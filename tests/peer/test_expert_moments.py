@@ -36,6 +36,7 @@ from swarm.protocol.manifest import Kind, Manifest
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, at_once
 from swarm.train.engine import Engine
+from swarm.train.options import EngineKind
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into, founded_in
 from tests.train.crews import Crews, shared_crews
@@ -185,6 +186,7 @@ def crews() -> Iterator[Crews]:
         "resident",
         pytest.param("parallel", marks=pytest.mark.exhaustive),
         pytest.param("expert parallel", marks=pytest.mark.exhaustive),
+        pytest.param("streaming from one copy", marks=pytest.mark.exhaustive),
     ],
     autouse=True,
 )
@@ -193,8 +195,11 @@ def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     made: list[Engine] = []
 
     def parallel(run: RunConfig) -> Engine:
-        ep = 2 if request.param == "expert parallel" else 1
-        made.append(request.getfixturevalue("crews").engine(run, ep=ep))
+        options: dict[str, Any] = {
+            "expert parallel": {"ep": 2},
+            "streaming from one copy": {"kind": EngineKind.STREAMING},
+        }.get(request.param, {})
+        made.append(request.getfixturevalue("crews").engine(run, **options))
         return made[-1]
 
     if request.param != "resident":

@@ -24,7 +24,7 @@ from swarm.peer.workers import (
 )
 from swarm.train.hardware import Machine
 from swarm.train.ladder import Wishes, plan_engine
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.fabric import NVLINK
 from tests.train.runs import tiny_run
@@ -80,9 +80,36 @@ def test_nodes_are_waited_for_with_a_key_in_the_state_directory(tmp_path: Path) 
     assert nodes_of(ComputeSection(device="cpu", parallel=2), plan, folder, place) is None
 
 
-def test_the_streaming_engine_has_no_workers() -> None:
-    with pytest.raises(ConfigError, match="leave out one of --gpus and --engine"):
-        num_workers(ComputeSection(device="cpu", parallel=2, engine="streaming"), "cpu")
+def test_workers_stream_in_one_machine_from_one_copy_that_is_not_cut() -> None:
+    compute = ComputeSection(device="cpu", parallel=2, engine="streaming")
+    assert num_workers(compute, "cpu") == 2
+    wishes = Wishes(engine="streaming", folder=Path("frozen"))
+    machine, wishes = for_workers(RUN, compute, NODE, wishes, fabric_of(compute, 2, NVLINK))
+    assert (wishes.engine, wishes.folder, machine.fabric.size) == ("streaming", None, 2)
+    far = compute.model_copy(update={"remote_workers": 2, "workers_from": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match="one copy of the weights in the memory of one machine"):
+        num_workers(far, "cpu")
+    with pytest.raises(ConfigError, match="one copy of the weights in the memory of one machine"):
+        for_workers(RUN, far, NODE, wishes, fabric_of(far, 2, NVLINK))
+    for what, given in (("compute.pipeline", {"pipeline": 2}), ("shard", {"shard": "state"})):
+        cut = compute.model_copy(update=given)
+        with pytest.raises(ConfigError, match=f"{what}.*: the streaming engine has one copy"):
+            for_workers(RUN, cut, NODE, wishes, fabric_of(cut, 2, NVLINK))
+        # Who asks for a cut wants no streaming instead.
+        cut = cut.model_copy(update={"engine": "auto"})
+        _, other = for_workers(RUN, cut, NODE, Wishes(), fabric_of(cut, 2, NVLINK))
+        assert other.engine == "resident"
+
+
+def test_a_peers_workers_stream_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("swarm.peer.workers.ParallelEngine", lambda run, options, *_, **__: options)
+    compute = ComputeSection(device="cpu", parallel=2, engine="streaming")
+    with caplog.at_level(logging.INFO):
+        options: Any = engine_for(RUN, compute, tmp_path)
+    assert {each.kind for each in options} == {EngineKind.STREAMING}
+    assert "engine: streaming, every layer is streamed: the fastest that fits" in caplog.text
 
 
 def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:

@@ -340,6 +340,9 @@ def test_many_gpus_are_planned_as_one_peer() -> None:
     for way in workers["ways"]:
         assert sum(way[f"{part}_s"] for part in parts) == pytest.approx(way["step_s"], abs=1e-3)
         assert way["step_s"] >= best["step_s"] or not way["fits"]
+    streaming = [way for way in rest if way["engine"] == "streaming"]
+    assert [way["fits"] for way in streaming] == [True]
+    rest.remove(streaming[0])
     assert {(way["expert_parallel"], way["pipeline"]) for way in rest} == {
         (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8),
     }  # fmt: skip
@@ -368,6 +371,18 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
     asked = plan("spes_7b", *EIGHT, "--bus", "nvlink", "--set", "compute.expert_parallel=4")
     assert asked["workers"]["ranks"][0]["holds"] == "all layers, 1/4 of 32 experts"
     assert len(asked["workers"]["ways"]) == 1
+
+
+def test_gpus_that_cannot_hold_a_model_in_any_way_stream_from_one_host_copy() -> None:
+    args = ("--gpus", "4x16GB", "--host", "128GB", "--disk", "4TB", "--bus", "pcie")
+    figures = plan("spes_7b", *args)
+    assert (figures["engine"], figures["fits"]) == ("streaming", True)
+    assert figures["workers"]["ways"][0]["engine"] == "streaming"
+    (rank,) = figures["workers"]["ranks"]
+    assert (rank["workers"], rank["holds"]) == (4, "streams all layers from the one host copy")
+    assert 4 * rank["host_bytes"] < 128e9
+    said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml"), *args]).stdout
+    assert re.search(r"\n +1 +1 +fp32 s +yes ", said)
 
 
 def test_people_read_what_each_worker_holds_and_every_other_way() -> None:

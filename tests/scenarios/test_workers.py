@@ -24,7 +24,7 @@ SMALL = [
     "train.micro_batch_sequences=4",
 ]
 
-UNLIKE = ("experts dealt out over 2", "a pipeline of 2 stages")
+UNLIKE = ("experts dealt out over 2", "a pipeline of 2 stages", "streaming")
 
 
 class Training:
@@ -56,6 +56,7 @@ class Training:
         pytest.param(("expert_parallel=1", "pipeline=1"), None, id="whole"),
         pytest.param(("expert_parallel=2",), "experts dealt out over 2", id="experts dealt out"),
         pytest.param(("pipeline=2",), "a pipeline of 2 stages", id="pipeline"),
+        pytest.param(("engine=streaming",), "streaming", id="streaming"),
     ],
 )
 def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(

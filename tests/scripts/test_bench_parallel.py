@@ -6,6 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from swarm.train.options import EngineKind
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,6 +28,12 @@ def test_a_mesh_is_named_by_its_parts(
     bench: ModuleType, name: str, workers: int, ep: int, pp: int
 ) -> None:
     assert bench.Form.of(name) == bench.Form(workers, ep, pp)
+
+
+def test_a_mesh_that_streams_is_one_by_itself(bench: ModuleType) -> None:
+    assert bench.Form.of("s2") == bench.Form(2, 1, 1, EngineKind.STREAMING)
+    with pytest.raises(ValueError, match="such as"):
+        bench.Form.of("s2-ep2")
 
 
 @pytest.mark.parametrize("name", ["", "dp", "dp0", "tp2", "dp2ep2", "2"])

@@ -9,6 +9,7 @@ from swarm.errors import CorruptState, TrainingDiverged
 from swarm.experts import expert_shapes, owned_stack, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import EngineState
+from swarm.train.options import EngineKind
 from tests.train.crews import shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 
@@ -28,6 +29,7 @@ def crews():
         "streaming",
         pytest.param("parallel", marks=pytest.mark.exhaustive),
         pytest.param("expert parallel", marks=pytest.mark.exhaustive),
+        pytest.param("streaming from one copy", marks=pytest.mark.exhaustive),
     ]
 )
 def make_engine(request):
@@ -36,6 +38,8 @@ def make_engine(request):
     maker = makers.get(request.param) or request.getfixturevalue("crews").engine
     if request.param == "expert parallel":
         maker = functools.partial(maker, ep=2)
+    if request.param == "streaming from one copy":
+        maker = functools.partial(maker, kind=EngineKind.STREAMING)
     made = []
 
     def make(*args, **options):

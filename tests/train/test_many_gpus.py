@@ -4,17 +4,18 @@ import functools
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import ComputeSection
-from swarm.peer.workers import meshes_of
+from swarm.peer.workers import for_workers, meshes_of
 from swarm.train.hardware import Machine
-from swarm.train.ladder import Wishes, plan_engine, rungs
+from swarm.train.ladder import PASS_TOKENS, Wishes, most_experts, plan_engine, rungs
 from swarm.train.memory import need_of
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
 from swarm.train.sizes import pipeline_cut
@@ -139,6 +140,47 @@ def test_more_gpus_than_one_copy_takes_hold_several():
     small = planned(of_file("spes_7b"), 8, 8, 20, "pcie")
     assert small.fits and cut(small) == (4, 1)
     assert small.options.shards == 8  # shared tensors' over all, the experts' over two each
+
+
+def test_what_fits_in_no_other_way_streams_on_every_gpu_from_one_host_copy():
+    """117 B parameters on four GPUs of 24 GB, with 512 GB of host memory for all of them."""
+    run = model_of_120b(train={"micro_batch_sequences": 1})
+    box = Machine("cuda", 24 * GB, 512 * GB, 4000 * GB, cores=64)
+    auto, anywhere = ComputeSection(parallel=4), Wishes(frozen="int8", folder=Path("frozen"))
+    share, wishes = for_workers(run, auto, box, anywhere, Fabric(4, 4, PCIE))
+    plan = plan_engine(run, 8, share, wishes)
+    assert plan.fits and plan.options.kind is EngineKind.STREAMING
+    assert plan.options.moments == "fp32" and plan.options.frozen_folder is None
+    assert plan.reason.startswith("streaming, every layer is streamed, activation checkpoints on")
+    assert "faster, if it did fit: masters and moments cut over 4, 183.7 GB of GPU" in plan.reason
+    assert not any(rung.fits for rung in plan.others)
+    # One GPU needs as much host memory, but for inputs of layers, and four times as long.
+    inputs = 4 * 36 * PASS_TOKENS * 2880
+    alone = plan_engine(run, 8, box, replace(anywhere, folder=None))
+    assert alone.options.kind is EngineKind.STREAMING and alone.fits
+    assert 4 * (plan.need.host - inputs) == pytest.approx(alone.need.host - inputs)
+    assert plan.need.device == pytest.approx(alone.need.device, rel=0.01)
+    assert 3.8 < alone.step_s / plan.step_s <= 4.1
+    assert most_experts(run, share, wishes) >= 8
+
+
+def test_streaming_is_taken_after_every_way_that_fits_the_gpus_and_on_one_machine_only():
+    run = model_of_120b()
+    for args, more in (((8, 141, "pcie"), {}), ((8, 80, "nvlink"), {})):
+        machine, wishes = site(*args, model=run.model, **more)
+        large = replace(machine, host_bytes=300 * GB)
+        resident = plan_engine(run, 16, large, wishes)
+        plan = plan_engine(run, 16, large, replace(wishes, engine="auto"))
+        assert plan.options == resident.options and plan.fits
+        assert plan.below[: len(resident.below)] == resident.below
+        assert {each.kind for each in plan.below[len(resident.below) :]} == {EngineKind.STREAMING}
+        # With too little host memory it is nothing to step down to.
+        small = replace(machine, host_bytes=40 * GB)
+        small = plan_engine(run, 16, small, replace(wishes, engine="auto"))
+        assert small.below == resident.below
+    machine, wishes = site(4, 24, "pcie", machines=2, model=run.model)
+    kinds = {each.kind for each in rungs(run, machine, replace(wishes, engine="auto"))}
+    assert kinds == {EngineKind.RESIDENT}
 
 
 def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():

@@ -211,7 +211,7 @@ def test_weights_cross_the_bus_once_per_pass_whatever_the_micro_batches(engines,
     assert brought == layers + trained["head"]
     gradients = sum(unit.packing.num_bytes for unit in store.units.values())
     num_norms = sum(len(unit.packing.fields) for unit in store.units.values())
-    assert sent == gradients + 4 * num_norms
+    assert sent == gradients + 8 * num_norms
 
 
 def test_device_bytes_do_not_grow_with_the_layers(engines):

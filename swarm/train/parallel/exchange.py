@@ -22,10 +22,12 @@ from swarm.errors import CorruptState
 from swarm.model.routing import RoutingControls
 from swarm.train.engine import EngineState, StepStats
 from swarm.train.guard import LossScale
-from swarm.train.options import EngineOptions
+from swarm.train.options import ActivationCheckpoints, EngineKind, EngineOptions
 from swarm.train.tensor_file import OpenFile, Place, TensorFile
 
 Message = dict[str, Any]
+ENUMS = {"kind": EngineKind, "activation_checkpoints": ActivationCheckpoints}
+"""Of the options of an engine, those that JSON has no type for."""
 RECEIVED_BYTES = 2**16
 
 
@@ -139,10 +141,16 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def options_message(options: EngineOptions) -> Message:
-    """The options of a resident engine, for JSON."""
-    kept = ["device", "compute", "frozen", "moments", "recompute"]
-    kept += ["ep", "pp", "shards", "schedule", "chunks"]
-    return {name: getattr(options, name) for name in kept}
+    """The options of a worker's engine, for JSON; it has no frozen experts on disk."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    del values["frozen_folder"], values["frozen_lent"]
+    kinds = {name: values[name].value for name in ENUMS}
+    return values | kinds
+
+
+def options_of(message: Message) -> EngineOptions:
+    """The options of an `options_message`."""
+    return EngineOptions(**message | {name: kind(message[name]) for name, kind in ENUMS.items()})
 
 
 def state_message(state: EngineState) -> Message:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -205,23 +205,15 @@ class RankEngine(ResidentEngine):
     def figures(self, sequences: int, seconds: float) -> RankFigures:
         """What this rank did in a step of so many sequences that took so long."""
         count = -(-sequences // self._run.train.micro_batch_sequences)
-        same, mesh = self._same, self._mesh
-        most = max(len(same.block(count, rank)) for rank in range(same.size))
-        own = len(same.block(count))
         took_s = self._ranks.traffic.watch.take()
-        moved = self._ranks.traffic.take()
-        return RankFigures(
+        return replace(
+            figures_of(self._ranks, self._same, count, took_s),
             seconds=seconds,
-            micro_batches=own,
-            idle=most - own,
-            stage=mesh.stage(self._ranks.rank),
-            stages=mesh.pp,
+            stage=self._mesh.stage(self._ranks.rank),
+            stages=self._mesh.pp,
             chunks=len(self._model.stage.chunks),
             pipeline_s=took_s.pop(PIPELINE, 0.0),
             stage_s=took_s.pop(STAGE, 0.0),
-            operations={kind: number for kind, (number, _) in moved.items()},
-            num_bytes={kind: num_bytes for kind, (_, num_bytes) in moved.items()},
-            waited_s=took_s,
         )
 
     def _idle(self, count: int) -> int:
@@ -231,22 +223,67 @@ class RankEngine(ResidentEngine):
         return max(blocks) - len(self._same.block(count))
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
+        def accompany(count: int) -> None:
+            for _ in range(self._idle(count)):
+                self._model.model.without_tokens()
+
         rows = self._run.train.micro_batch_sequences
-        micro_batches = tokens_BT1.split(rows)
-        mine = self._ranks.block(len(micro_batches))
-        own = iter(range(len(micro_batches)))
-        found: list[list[float]] = []
+        return dealt_mean(self._ranks, self._mean_of, (tokens_BT1, scored_BT), rows, accompany)
 
-        def own_mean(micro_BT1: Tensor, scored_BT: Tensor) -> float:
-            if next(own) in mine:
-                found.append([self._mean_of(micro_BT1, scored_BT)])
-            return 0.0
 
-        mean_over(own_mean, tokens_BT1, scored_BT, rows)
-        for _ in range(self._idle(len(micro_batches))):
-            self._model.model.without_tokens()
-        means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
-        return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
+def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) -> RankFigures:
+    """What a rank computed and moved in a step.
+
+    Args:
+        ranks: all of the peer.
+        same: those that share the micro-batches with this one.
+        count: micro-batches.
+        took_s: seconds of its operations.
+    """
+    most = max(len(same.block(count, rank)) for rank in range(same.size))
+    own, moved = len(same.block(count)), ranks.traffic.take()
+    return RankFigures(
+        micro_batches=own,
+        idle=most - own,
+        operations={kind: number for kind, (number, _) in moved.items()},
+        num_bytes={kind: num_bytes for kind, (_, num_bytes) in moved.items()},
+        waited_s=took_s,
+    )
+
+
+def dealt_mean(
+    ranks: Ranks,
+    mean_of: Callable[[Tensor, Tensor], float],
+    sequences: tuple[Tensor, Tensor | None],
+    rows: int,
+    accompany: Callable[[int], None] = lambda _: None,
+) -> float:
+    """As `mean_over`, of micro-batches that are dealt to ranks.
+
+    Args:
+        ranks: all of which come to the same mean.
+        mean_of: the mean of a micro-batch, from its tokens and which predictions count.
+        sequences: tokens, and which predictions count; None for all.
+        rows: of a micro-batch.
+        accompany: called once a rank has computed its own, with the number of all.
+
+    Raises:
+        Disconnected: another rank is gone.
+    """
+    tokens_BT1, scored_BT = sequences
+    count = len(tokens_BT1.split(rows))
+    mine, own = ranks.block(count), iter(range(count))
+    found: list[list[float]] = []
+
+    def own_mean(micro_BT1: Tensor, scored_BT: Tensor) -> float:
+        if next(own) in mine:
+            found.append([mean_of(micro_BT1, scored_BT)])
+        return 0.0
+
+    mean_over(own_mean, tokens_BT1, scored_BT, rows)
+    accompany(count)
+    means = iter(ranks.shared(found, count, 1)[:, 0].tolist())
+    return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
 
 def _moved_moments(

@@ -31,7 +31,7 @@ from swarm.errors import SwarmError, lacks_memory
 from swarm.experts import Slice
 from swarm.train.adam_moments import KINDS
 from swarm.train.engine import EngineState
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.exchange import (
     Answer,
     Channel,
@@ -42,6 +42,7 @@ from swarm.train.parallel.exchange import (
     listed,
     masks_of,
     opened,
+    options_of,
     state_message,
     state_of,
 )
@@ -51,6 +52,7 @@ from swarm.train.parallel.parts import PartSaving, flagged, flags_of, held, part
 from swarm.train.parallel.ranks import COLLECTIVE_S, Disconnected, Ranks, meeting_at
 from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.sharding import RankEngine
+from swarm.train.parallel.streaming_rank import StreamingRank
 from swarm.train.tensor_file import JoinedFiles, OpenFile, TensorFile
 
 CHANGES_NOTHING = ("rehearse", "save", "saved")
@@ -68,7 +70,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._ranks = Ranks(0, 1, torch.device("cpu"))
-        self._made: RankEngine | None = None
+        self._made: RankEngine | StreamingRank | None = None
         self._state: EngineState | None = None
         self._forms: dict[str, Form] = {}
         self._parts: list[TensorFile] = []
@@ -145,13 +147,15 @@ class Worker:
         return {"pid": os.getpid()}
 
     def _make(self, message: Message, _: Given) -> Message:
+        if self._made is not None:
+            self._made.close()
         self._made = None  # before the next one takes memory
         run = RunConfig.model_validate_json(message["run"])
-        self._made = rank_engine(run, EngineOptions(**message["options"]), self._ranks)
+        self._made = rank_engine(run, options_of(message["options"]), self._ranks)
         return {}
 
     @property
-    def _engine(self) -> RankEngine:
+    def _engine(self) -> RankEngine | StreamingRank:
         assert self._made is not None, "the first command makes an engine"
         return self._made
 
@@ -291,12 +295,14 @@ class Worker:
             out.put(name, tensor)
 
 
-def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEngine:
+def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEngine | StreamingRank:
     """The engine of one rank.
 
     Raises:
         Disconnected: another rank is gone.
     """
+    if options.kind is EngineKind.STREAMING:
+        return StreamingRank(run, options, ranks)
     if options.pp == 1:
         kind = ShardedEngine if options.shards > 1 else RankEngine
         return kind(run, options, ranks)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from swarm.errors import StateError
+from swarm.errors import CorruptState, StateError
 from swarm.experts import Shape
 
 ALIGNMENT = 256
@@ -84,23 +85,82 @@ class Arena:
             StateError: the file cannot be made.
             MemoryError: the memory cannot be pinned.
         """
-        self.pinned = pinned and file is None and num_bytes > 0
+        self.pinned = False
         if file is not None:
             self.buffer = _mapped_file(file, num_bytes)
-        elif self.pinned:
+        elif pinned and num_bytes:
             self.buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-            code = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), num_bytes, 0)
-            if int(code) != 0:
-                self.pinned = False
-                raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
+            self._pin()
         else:
             self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, buffer: Tensor, *, pinned: bool) -> Arena:
+        """Memory that was taken elsewhere; raises MemoryError as above."""
+        arena = cls(0)
+        arena.buffer = buffer
+        if pinned and buffer.nbytes:
+            arena._pin()
+        return arena
+
+    def _pin(self) -> None:
+        address, num_bytes = self.buffer.data_ptr(), self.buffer.nbytes
+        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        if int(code) != 0:
+            raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned ({code})")
+        self.pinned = True
 
     def close(self) -> None:
         """Unpins the memory; to be called before the last view goes."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
             self.pinned = False
+
+
+class HostMemory:
+    """Where an engine takes host memory: that of one process alone.
+
+    `SharedMemory` (`parallel/shared_memory.py`) is that of several, which call everything here
+    alike. What one of them takes, all of them have; one of them puts values there.
+
+    Attributes:
+        rank: of this process among those that have the memory in common.
+        size: number of these.
+    """
+
+    rank, size = 0, 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that puts values there, updates apart."""
+        return self.rank == 0
+
+    def take(self, num_bytes: int, *, pinned: bool = False, file: Path | None = None) -> Arena:
+        """Takes memory; raises as `Arena`."""
+        return Arena(num_bytes, pinned=pinned, file=file)
+
+    def settle(self, *, failed: bool = False) -> bool:
+        """Returns once all processes are here, and says whether one of them has failed."""
+        return failed
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets nobody read what one process writes here before it has done so.
+
+        Raises:
+            CorruptState: in the others, if that one could not.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            has_failed = self.settle(failed=failed)
+        if has_failed:
+            raise CorruptState("the process that writes values could not take them over")
+
+    def wait_until(self, counts_R: Tensor, least: int) -> None:
+        """Returns once each process has counted so far in its element of some of this memory."""
 
 
 def _mapped_file(file: Path, num_bytes: int) -> Tensor:

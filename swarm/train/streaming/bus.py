@@ -30,9 +30,10 @@ class Bus:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes_in = self.bytes_out = 0
         cuda = device.type == "cuda"
+        # Threads have no current device of their own: that of a process may not be the first GPU.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else device
+        self.bytes_in = self.bytes_out = 0
         self._in = torch.cuda.Stream(device) if cuda else None
         self._out = torch.cuda.Stream(device) if cuda else None
 

@@ -12,6 +12,7 @@ from swarm.experts import PROJECTIONS, expert_tensor
 from swarm.model.attention import RMSNorm
 from swarm.model.transformer import DTYPES
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.streaming.arena import Packing
 from swarm.train.streaming.bus import Bus
 from swarm.train.streaming.gradients import Accumulator, Buffers
@@ -29,13 +30,21 @@ class DeviceSide:
         run: the model.
         options: device, compute type, how many layers stay.
         store: the source of units.
+        ranks: processes that add up their gradients.
         masters: fetches fp32 masters and has no gradients, to evaluate.
     """
 
     def __init__(
-        self, run: RunConfig, options: EngineOptions, store: HostStore, *, masters: bool = False
+        self,
+        run: RunConfig,
+        options: EngineOptions,
+        store: HostStore,
+        ranks: Ranks,
+        *,
+        masters: bool = False,
     ) -> None:
         self._run, self._options, self._store, self._masters = run, options, store, masters
+        self._ranks = ranks
         self.bus = Bus(torch.device(options.device))
         self.compute = torch.float32 if masters else DTYPES[options.compute]
         self.build()
@@ -117,19 +126,22 @@ class DeviceSide:
         units = self._store.units
         widest = units["layer.0"].packing
         self._accumulators = [
-            Accumulator(widest.num_bytes, len(widest.fields), self.bus) for _ in range(2)
+            self._accumulator(widest.num_bytes, len(widest.fields)) for _ in range(2)
         ]
         # Without tied weights the head's gradients have left before the embedding's come.
         packings = [units["embedding"].packing, units["head"].packing]
-        self.ends = Accumulator(max(p.num_bytes for p in packings), 2, self.bus)
+        self.ends = self._accumulator(max(p.num_bytes for p in packings), 2)
         self.head_gradients = self.ends
         self._accumulators.append(self.ends)
         if self._store.tied:
-            self.head_gradients = Accumulator(units["head"].packing.num_bytes, 1, self.bus)
+            self.head_gradients = self._accumulator(units["head"].packing.num_bytes, 1)
             self._accumulators.append(self.head_gradients)
         pinned = self.bus.device.type == "cuda"
         shared = self._options.gradient_buffers
-        self.buffers = Buffers(list(units.values()), shared, pinned=pinned)
+        self.buffers = Buffers(list(units.values()), shared, self._store.memory, pinned=pinned)
+
+    def _accumulator(self, num_bytes: int, num_tensors: int) -> Accumulator:
+        return Accumulator(num_bytes, num_tensors, self.bus, self._ranks)
 
     # ------------------------------------------------ layers
 
@@ -160,7 +172,7 @@ class DeviceSide:
     def next_accumulator(self, layer: int, before: GradientOffload | None) -> Accumulator:
         """The place where the gradients of a layer are added to those of earlier passes."""
         accumulator = self._accumulators[layer % 2]
-        accumulator.begin(self._store.units[f"layer.{layer}"].packing, before)
+        accumulator.begin(self._store.units[f"layer.{layer}"], before)
         return accumulator
 
     # ------------------------------------------------ embedding and head
@@ -189,8 +201,8 @@ class DeviceSide:
     def begin_head(self, before: Mapping[str, GradientOffload]) -> None:
         """Starts adding up the gradients of norm and head, to those of earlier passes by unit."""
         if self._store.tied:
-            self.ends.begin(self._store.units["embedding"].packing, before.get("embedding"))
-        self.head_gradients.begin(self._store.units["head"].packing, before.get("head"))
+            self.ends.begin(self._store.units["embedding"], before.get("embedding"))
+        self.head_gradients.begin(self._store.units["head"], before.get("head"))
 
     def add_head(self, norm: Tensor, matrix_VD: Tensor) -> None:
         """Adds one micro-batch's gradients of norm and head."""
@@ -204,7 +216,7 @@ class DeviceSide:
     def begin_embedding(self, before: GradientOffload | None) -> None:
         """Starts adding up the gradient of the embedding, unless the head has begun it."""
         if not self._store.tied:
-            self.ends.begin(self._store.units["embedding"].packing, before)
+            self.ends.begin(self._store.units["embedding"], before)
 
     def add_embedding(self, dx_BTD: Tensor, ids_BT: Tensor) -> None:
         """Adds one micro-batch's gradient of the embedding."""

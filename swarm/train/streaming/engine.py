@@ -5,6 +5,9 @@ inputs and its routing are kept. Backward: a layer is computed again from its in
 routing, and its gradients leave at once for the host, whose threads update the masters while the
 layers below go backward.
 
+Several processes may do so from one host copy (`parallel/streaming_rank.py`), each with its block
+of the micro-batches. They are called alike, and come to the same values.
+
 Shapes: B sequences, T tokens that a sequence predicts, D hidden size, V vocabulary, L layers,
 E experts.
 """
@@ -26,20 +29,24 @@ from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.experts import Slice
 from swarm.model.attention import Positions, rotary_tables
-from swarm.model.losses import output_losses
+from swarm.model.losses import Losses, output_losses
 from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import Update
 from swarm.train.engine import TERMS, EngineState, StandIn, StepStats, is_trained, mean_over
 from swarm.train.guard import Guard, clip_factors, total_norm, unit_factor
 from swarm.train.micro_batches import MicroBatch, micro_batches, num_masked
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.ranks import Ranks
 from swarm.train.routed import Routed
 from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
+from swarm.train.streaming.arena import HostMemory
 from swarm.train.streaming.device import EMBEDDING, DeviceSide
-from swarm.train.streaming.gradients import Accumulator
+from swarm.train.streaming.gradients import Accumulator, tell
 from swarm.train.streaming.host import GradientOffload, HostOptimizer
 from swarm.train.streaming.step import Pass
 from swarm.train.streaming.store import HostStore
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class StreamingEngine:
@@ -51,11 +58,24 @@ class StreamingEngine:
     those above it may have been updated already.
     """
 
-    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
-        """Takes the memory; nothing is owned, and tensors hold nothing until they are written."""
-        self._run, self._options = run, options
-        self._store = HostStore(run, options)
-        self._device = DeviceSide(run, options, self._store)
+    def __init__(
+        self,
+        run: RunConfig,
+        options: EngineOptions,
+        ranks: Ranks = ALONE,
+        memory: HostMemory | None = None,
+    ) -> None:
+        """Takes the memory; nothing is owned, and tensors hold nothing until they are written.
+
+        Args:
+            run: the model.
+            options: of the engine.
+            ranks: processes that share the micro-batches.
+            memory: that they have in common; None for memory of its own.
+        """
+        self._run, self._options, self._ranks = run, options, ranks
+        self._store = HostStore(run, options, memory)
+        self._device = DeviceSide(run, options, self._store, ranks)
         self._checkpoints = ActivationCheckpointStore(
             self._device.bus, options.activation_checkpoints
         )
@@ -182,19 +202,25 @@ class StreamingEngine:
         rows, there = self._run.train.micro_batch_sequences, self._device.bus.device
         parts = micro_batches(tokens_BT1, masks, rows, there)
         update = Update(self._run.optimizer, lr, self._updates + 1)
-        each = [(controls or RoutingControls()).part(k) for k in range(len(parts))]
-        together = self._options.pass_micro_batches or len(parts)
-        passes: list[Pass] = []
+        controls = controls or RoutingControls()
+        mine, most = self._ranks.block(len(parts)), -(-len(parts) // self._ranks.size)
+        together = self._options.pass_micro_batches or most
+        found: list[Losses] = []
         gone: dict[str, GradientOffload] = {}
-        for first in range(0, len(parts), together):
-            part = slice(first, first + together)
-            one = self._begin(parts[part], each[part], len(parts), gone)
-            last = first + together >= len(parts)
+        for first in range(0, most, together):
+            here = mine[first : first + together]
+            each = [controls.part(k) for k in here]
+            one = self._begin([parts[k] for k in here], each, len(parts), gone)
+            last = first + together >= most
             gone = self._go(one, update if last and self._early else None)
-            passes.append(one)
-        norms = _norms(gone.values(), scale)
-        loss, norm = _mean_terms(passes), total_norm(norms).item()
-        routed = Routed.total([one.routed for one in passes])
+            found += one.losses
+        if not self._early:
+            tell(self._ranks, list(gone.values()))
+        found = self._of_all(found, len(parts), controls)
+        norms, routed = _norms(gone.values(), scale), Routed(there)
+        for losses in found:
+            routed.add(losses)
+        loss, norm = _mean_terms(found), total_norm(norms).item()
         finite = self._guard.finite(loss["loss"], norm)
         if finite:
             self._updates += 1
@@ -230,7 +256,8 @@ class StreamingEngine:
         before: Mapping[str, GradientOffload],
     ) -> Pass:
         self._checkpoints.clear()
-        self._device.prefetch_layer(0)
+        if parts:
+            self._device.prefetch_layer(0)
         return Pass(
             self._run,
             self._device,
@@ -250,13 +277,14 @@ class StreamingEngine:
             assert device.buffers is not None
             gone[name] = device.buffers.offload(name, gradients)
             if update is not None:
+                tell(self._ranks, [gone[name]])
                 self._whole = False
                 self._host.submit(
                     gone[name], functools.partial(self._factors_of_unit, scale), update
                 )
 
         x = [self._embed(device, each.tokens_BT1[:, :-1]) for each in one.micro_batches]
-        positions = self._positions(x[0].shape[1])
+        positions = self._positions(x[0].shape[1] if x else 1)
         dx = one.head(one.forward(x, positions))
         offload("head", device.head_gradients)
         for layer in reversed(range(self._run.model.num_hidden_layers)):
@@ -289,13 +317,13 @@ class StreamingEngine:
         """See `Engine`; fp32 masters pass instead of the usual type."""
         self._drain()
         options = dataclasses.replace(self._options, resident_layers=0)
-        device = DeviceSide(self._run, options, self._store, masters=True)
+        device = DeviceSide(self._run, options, self._store, self._ranks, masters=True)
 
         def mean_of(micro_BT1: Tensor, scored_BT: Tensor) -> float:
             return self._cross_entropy(device, micro_BT1, scored_BT, agreed)
 
         try:
-            return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
+            return self._mean(mean_of, tokens_BT1, scored_BT)
         finally:
             device.release()
 
@@ -324,14 +352,28 @@ class StreamingEngine:
     def _embed(self, device: DeviceSide, ids_BT: Tensor) -> Tensor:
         """Looks rows up in the host's masters: few rows travel, not the table."""
         unit = self._store.units["embedding"]
-        if unit.pending is not None:
-            unit.pending.result()
+        unit.settle()
         rows_BTD = F.embedding(ids_BT.cpu(), unit.masters[EMBEDDING].detach())
         return device.fetch_rows(rows_BTD)
 
     def _drain(self) -> None:
         """Waits until the host has updated everything; raises the errors of its threads."""
         self._store.wait()
+
+    # ------------------------------------------------ among several processes
+
+    def _of_all(self, mine: list[Losses], _count: int, _controls: RoutingControls) -> list[Losses]:
+        """The losses of all micro-batches of a step."""
+        return mine
+
+    def _mean(
+        self,
+        mean_of: Callable[[Tensor, Tensor], float],
+        tokens_BT1: Tensor,
+        scored_BT: Tensor | None,
+    ) -> float:
+        """`mean_over` the micro-batches of all processes."""
+        return mean_over(mean_of, tokens_BT1, scored_BT, self._run.train.micro_batch_sequences)
 
 
 def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tensor]:
@@ -343,7 +385,7 @@ def _norms(offloads: Iterable[GradientOffload], scale: float) -> dict[str, Tenso
     return norms
 
 
-def _mean_terms(passes: Sequence[Pass]) -> dict[str, float]:
+def _mean_terms(found: Sequence[Losses]) -> dict[str, float]:
     """The mean of each term of the loss over all micro-batches."""
-    terms = torch.stack([term for one in passes for term in one.terms])
+    terms = torch.stack([torch.stack(losses[:5]) for losses in found])
     return dict(zip(TERMS, terms.mean(dim=0).tolist(), strict=True))

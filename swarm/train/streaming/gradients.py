@@ -1,14 +1,19 @@
-"""Gradients on the device: added up over micro-batches, then sent to the host unit by unit."""
+"""Gradients on the device: added up over micro-batches, then sent to the host unit by unit.
+
+Of several processes each adds up the gradients of all, in the order of the ranks, for its share of
+a unit (`shares.py`), and only that leaves for the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from swarm.train.guard import norm_of, square_sum
-from swarm.train.streaming.arena import Arena, Packing
+from swarm.train.guard import square_sum
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.streaming.arena import Arena, HostMemory, Packing
 from swarm.train.streaming.bus import Bus, Mark
 from swarm.train.streaming.host import GradientBuffer, GradientOffload
 from swarm.train.streaming.units import HostUnit
@@ -21,10 +26,10 @@ class Accumulator:
         views: the gradient of each parameter.
     """
 
-    def __init__(self, num_bytes: int, num_tensors: int, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, num_bytes: int, num_tensors: int, bus: Bus, ranks: Ranks) -> None:
+        self._bus, self._ranks = bus, ranks
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=bus.device)
-        self._norms = torch.empty(num_tensors, device=bus.device)
+        self._squares = torch.empty(num_tensors, dtype=torch.float64, device=bus.device)
         self._left = Mark()
         self.views: dict[str, Tensor] = {}
         self._written: set[str] = set()
@@ -32,24 +37,36 @@ class Accumulator:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return self._buffer.nbytes + self._norms.nbytes
+        return self._buffer.nbytes + self._squares.nbytes
 
-    def begin(self, packing: Packing, before: GradientOffload | None = None) -> None:
+    def begin(self, unit: HostUnit, before: GradientOffload | None = None) -> None:
         """Starts with another unit, once the last one has left.
 
         Args:
-            packing: of the unit's gradients.
+            unit: whose gradients follow.
             before: where its sum over earlier passes is, to be added to.
         """
-        self.packing, self.views = packing, packing.views(self._buffer)
+        self.packing, self.views = unit.packing, unit.packing.views(self._buffer)
+        self._runs = unit.runs()
         if before is None:
             self._bus.wait(self._left)
             self._written = set()
             return
-        sums = before.buffer.bytes_for(packing)
-        here = self._buffer[: packing.num_bytes]
-        self._bus.wait(self._bus.fetch(here, sums, self._left, before.arrived))
+        sums, free = before.buffer.bytes_for(self.packing), self._left
+        here = self._buffer[: self.packing.num_bytes]
+        if self._ranks.size > 1:
+            # What others have summed up is theirs to add to.
+            self._bus.wait(free)
+            here.view(torch.float32).fill_(-0.0)
+            free = self._bus.mark()
+        here, sums = here[self._run], sums[self._run]
+        self._bus.wait(self._bus.fetch(here, sums, free, before.arrived))
         self._written = set(self.views)
+
+    @property
+    def _run(self) -> slice:
+        """The bytes of this process."""
+        return self._runs[self._ranks.rank]
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter, in whatever type it has."""
@@ -59,15 +76,36 @@ class Accumulator:
             self.views[name].copy_(gradient)
             self._written.add(name)
 
-    def send(self, target: Tensor, norms: Tensor) -> Mark:
-        """Sends gradients and their norms to host memory; returns when they are there."""
-        assert self._written == set(self.views), "a parameter has no gradient"
-        found = [square_sum(view) for view in self.views.values()]
-        self._norms[: len(found)] = norm_of(torch.stack(found), 1.0)
+    def send(self, target: Tensor, squares: Tensor) -> Mark:
+        """Sends gradients and the sums of their squares, of this process's share, to the host.
+
+        Returns:
+            When they are there.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        for name in self.views.keys() - self._written:
+            assert self._ranks.size > 1, f"{name} has no gradient"
+            # Without a micro-batch; a negative zero changes no bit of any sum.
+            self.views[name].fill_(-0.0)
+        flat = self._buffer[: self.packing.num_bytes].view(torch.float32)
+        runs = [slice(run.start // 4, run.stop // 4) for run in self._runs]
+        self._ranks.add_up_shares([[flat[run]] for run in runs])
+        found = [square_sum(flat[part]) for part in _parts(self.packing, self._run)]
+        self._squares[: len(found)] = torch.stack(found)
         done = self._bus.mark()
-        self._bus.send(norms, self._norms[: len(found)], done)
-        self._left = self._bus.send(target, self._buffer[: self.packing.num_bytes], done)
+        self._bus.send(squares, self._squares[: len(found)], done)
+        self._left = self._bus.send(target[self._run], self._buffer[self._run], done)
         return self._left
+
+
+def _parts(packing: Packing, run: slice) -> Iterator[slice]:
+    """Of each tensor the fp32 elements of a packed buffer that lie in a run of bytes."""
+    for field in packing.fields:
+        start, stop = field.offset, field.offset + field.num_bytes
+        start = min(max(start, run.start), stop)
+        yield slice(start // 4, max(start, min(stop, run.stop)) // 4)
 
 
 class Buffers:
@@ -76,22 +114,25 @@ class Buffers:
     Args:
         units: all units, in the order of the forward pass.
         shared: how many buffers the layers share; 0 gives each its own.
+        memory: where gradients lie.
         pinned: for a GPU.
     """
 
-    def __init__(self, units: Sequence[HostUnit], shared: int, *, pinned: bool) -> None:
+    def __init__(
+        self, units: Sequence[HostUnit], shared: int, memory: HostMemory, *, pinned: bool
+    ) -> None:
         self._units = {unit.name: (place, unit) for place, unit in enumerate(units)}
         own = [unit for unit in units if not shared or unit.layer is None]
         layers = [unit.packing.num_bytes for unit in units if unit.layer is not None]
         self._own = {
-            unit.name: GradientBuffer(unit.packing.num_bytes, pinned=pinned) for unit in own
+            unit.name: GradientBuffer(unit.packing.num_bytes, memory, pinned=pinned) for unit in own
         }
-        self._ring = [GradientBuffer(max(layers), pinned=pinned) for _ in range(shared)]
-        self._norms = Arena(4 * sum(len(unit.packing.fields) for unit in units), pinned=pinned)
-        self._norms_of, start = {}, 0
+        self._ring = [GradientBuffer(max(layers), memory, pinned=pinned) for _ in range(shared)]
+        self._squares = Arena(8 * sum(len(unit.packing.fields) for unit in units), pinned=pinned)
+        self._squares_of, start = {}, 0
         for unit in units:
             stop = start + len(unit.packing.fields)
-            self._norms_of[unit.name] = self._norms.buffer.view(torch.float32)[start:stop]
+            self._squares_of[unit.name] = self._squares.buffer.view(torch.float64)[start:stop]
             start = stop
 
     @property
@@ -112,13 +153,32 @@ class Buffers:
             busy, buffer.busy = buffer.busy, None
             busy.result()
         place, unit = self._units[name]
-        norms = self._norms_of[name]
-        arrived = gradients.send(buffer.bytes_for(unit.packing), norms)
-        named = {each.name: norm for each, norm in zip(unit.packing.fields, norms, strict=True)}
-        return GradientOffload(unit, place, buffer, named, arrived)
+        squares = self._squares_of[name]
+        arrived = gradients.send(buffer.bytes_for(unit.packing), squares)
+        return GradientOffload(unit, place, buffer, squares, arrived)
 
     def close(self) -> None:
         """Gives the memory back."""
         for buffer in [*self._own.values(), *self._ring]:
             buffer.close()
-        self._norms.close()
+        self._squares.close()
+
+
+def tell(ranks: Ranks, offloads: Sequence[GradientOffload]) -> None:
+    """Tells all processes what each has found of sums of squares; waits until they have left.
+
+    Raises:
+        Disconnected: another rank is gone.
+    """
+    if ranks.size == 1:
+        return
+    for offload in offloads:
+        offload.arrived.wait()
+    # A row for each rank, so that the sum over them has one order.
+    mine = torch.cat([offload.squares for offload in offloads])
+    rows = torch.zeros(ranks.size, len(mine), dtype=torch.float64)
+    rows[ranks.rank] = mine
+    sizes = [len(offload.squares) for offload in offloads]
+    sums = ranks.united(rows).sum(0).split(sizes)
+    for offload, squares in zip(offloads, sums, strict=True):
+        offload.squares.copy_(squares)

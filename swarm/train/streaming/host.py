@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from swarm.train.adam_moments import Piece, Update
-from swarm.train.streaming.arena import Arena, Packing
+from swarm.train.guard import norm_of
+from swarm.train.streaming.arena import HostMemory, Packing
 from swarm.train.streaming.bus import Mark
 from swarm.train.streaming.units import HostUnit
 
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 class GradientBuffer:
     """Host memory into which the gradients of one unit at a time leave the device."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        self._arena = Arena(num_bytes, pinned=pinned)
+    def __init__(self, num_bytes: int, memory: HostMemory, *, pinned: bool) -> None:
+        self._arena = memory.take(num_bytes, pinned=pinned)
         self.busy: Future[bool] | None = None
 
     @property
@@ -49,15 +50,22 @@ class GradientOffload:
         unit: the one that they belong to.
         place_in_forward: of the unit.
         buffer: where they will be.
-        norms: fp32 norm of each by name, on the host.
+        squares: fp64, in the unit's order, on the host: the sum of the squares of each.
         arrived: when they are there.
     """
 
     unit: HostUnit
     place_in_forward: int
     buffer: GradientBuffer
-    norms: Mapping[str, Tensor]
+    squares: Tensor
     arrived: Mark
+
+    @property
+    def norms(self) -> dict[str, Tensor]:
+        """The fp32 norm of each by name, once they have arrived."""
+        names = [field.name for field in self.unit.packing.fields]
+        each = zip(names, self.squares, strict=True)
+        return {name: norm_of(square, 1.0) for name, square in each}
 
 
 Factors = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None]
@@ -101,8 +109,8 @@ class HostOptimizer:
             update: learning rate and count.
         """
         done: Future[bool] = Future()
-        offload.unit.version += 1
-        offload.unit.pending = offload.buffer.busy = done
+        offload.unit.decide(done)
+        offload.buffer.busy = done
         with self._changed:
             job = _Job(offload.place_in_forward, offload, factors, update, done)
             heapq.heappush(self._jobs, job)
@@ -124,7 +132,9 @@ class HostOptimizer:
                     return
                 job = heapq.heappop(self._jobs)
             try:
-                job.done.set_result(self._update(job))
+                updated = self._update(job)
+                job.offload.unit.finish()
+                job.done.set_result(updated)
             except BaseException as error:
                 logger.debug("an update of %s failed", job.offload.unit.name, exc_info=True)
                 self.failed = True
@@ -142,7 +152,7 @@ class HostOptimizer:
         def work(piece: Piece) -> None:
             unit.update_piece(piece, gradients[piece.name], numbers[piece.name], job.update)
 
-        list(self._pool.map(work, unit.optimizer.pieces()))
+        list(self._pool.map(work, unit.own_pieces()))
         return True
 
 

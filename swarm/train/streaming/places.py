@@ -178,9 +178,7 @@ class Places:
     def _fill(self, place: Place, source: Source, *, trained: bool, frozen: bool) -> Mark:
         mark = Mark()
         if trained:
-            pending = source.unit.pending
-            if pending is not None:
-                pending.result()
+            source.unit.settle()
             mark = self._bus.fetch(place.trained, source.trained, place.free)
         if frozen and source.frozen is not None and source.frozen.buffer.nbytes:
             if source.frozen.on_disk:

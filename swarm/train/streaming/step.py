@@ -18,7 +18,6 @@ from swarm.model.losses import LayerTerms, Losses, combine, output_losses
 from swarm.model.moe import Recall, Routing
 from swarm.model.routing import RoutingControls
 from swarm.train.micro_batches import MicroBatch
-from swarm.train.routed import Routed
 from swarm.train.streaming.activation_checkpoints import ActivationCheckpointStore
 from swarm.train.streaming.device import DeviceSide
 from swarm.train.streaming.gradients import Accumulator
@@ -30,8 +29,7 @@ class Pass:
 
     Attributes:
         micro_batches: its tokens, where they came from, and their masks.
-        terms: the terms of each micro-batch's loss, in the order of `Losses`.
-        routed: where the tokens went.
+        losses: of each micro-batch, detached.
     """
 
     def __init__(
@@ -67,13 +65,14 @@ class Pass:
         self._layers = run.model.num_hidden_layers
         self._recalls = [[Recall() for _ in micro_batches] for _ in range(self._layers)]
         self._routings: list[list[Routing]] = [[] for _ in range(self._layers)]
-        self.terms: list[Tensor] = []
-        self.routed = Routed(device.bus.device)
+        self.losses: list[Losses] = []
         self._before = before
 
     @torch.no_grad()
     def forward(self, x: list[Tensor], positions: Positions) -> list[Tensor]:
         """The last layer's output of each micro-batch; keeps every layer's input and routing."""
+        if not x:
+            return x
         device = self._device
         for layer in range(self._layers):
             place = device.take_layer(layer)
@@ -119,14 +118,10 @@ class Pass:
         found = torch.autograd.grad(total, sources, allow_unused=True)
         for leaf, gradient in zip(leaves, found[3:], strict=True):
             leaf.grad = gradient
-        self._keep(losses)
+        self.losses.append(losses._replace(total=losses.total.detach()))
         device.add_head(found[2], found[1])
         device.end_head()
         return found[0]
-
-    def _keep(self, losses: Losses) -> None:
-        self.terms.append(torch.stack([term.detach() for term in losses[:5]]))
-        self.routed.add(losses)
 
     def layer_backward(self, layer: int, dx: list[Tensor], positions: Positions) -> Accumulator:
         """Computes a layer again and goes back through it.
@@ -140,6 +135,8 @@ class Pass:
             Its gradients, added up.
         """
         device, checkpoints = self._device, self._checkpoints
+        if not dx:
+            return device.next_accumulator(layer, self._before.get(f"layer.{layer}"))
         place = device.take_layer(layer)
         if layer > 0:
             device.prefetch_layer(layer - 1)

@@ -15,6 +15,7 @@ from swarm.model.routing import bias_update
 from swarm.model.transformer import DTYPES, DecoderLayer
 from swarm.train.guard import unit_of
 from swarm.train.options import EngineOptions
+from swarm.train.streaming.arena import HostMemory
 from swarm.train.streaming.units import FrozenUnit, HostUnit, unit_shapes
 
 
@@ -26,11 +27,14 @@ class HostStore:
         frozen: frozen experts by layer.
         biases: selection bias of each layer's router; none for a softmax router.
         owned: experts that are trained.
+        memory: where all lies but the biases, of which each process has its own.
         tied: whether the head is the embedding.
     """
 
-    def __init__(self, run: RunConfig, options: EngineOptions) -> None:
-        self._run = run
+    def __init__(
+        self, run: RunConfig, options: EngineOptions, memory: HostMemory | None = None
+    ) -> None:
+        self._run, self.memory = run, memory or HostMemory()
         self.tied = run.model.tie_word_embeddings
         self.owned: tuple[int, ...] = ()
         self._bias_names = selection_biases(run.model)
@@ -38,13 +42,24 @@ class HostStore:
         self._shared = unit_shapes(run, layer_shapes(run))
         pinned = options.device == "cuda"
         compute = DTYPES[options.compute]
+        finished = self.memory.take(8 * self.memory.size * len(self._shared)).buffer
+        finished.zero_()
+        table = finished.view(torch.int64).view(len(self._shared), -1)
         self.units = {
-            name: HostUnit(name, run, compute, form=options.moments, pinned=pinned)
-            for name in self._shared
+            name: HostUnit(
+                name,
+                run,
+                compute,
+                form=options.moments,
+                pinned=pinned,
+                memory=self.memory,
+                finished_R=finished_R,
+            )
+            for name, finished_R in zip(self._shared, table, strict=True)
         }
         folder = options.frozen_folder
         self.frozen = [
-            FrozenUnit(layer, run, options.frozen, pinned=pinned, folder=folder)
+            FrozenUnit(layer, run, options.frozen, pinned=pinned, folder=folder, memory=self.memory)
             for layer in range(run.model.num_hidden_layers)
         ]
         self._shapes = all_shapes(run.model)
@@ -76,6 +91,13 @@ class HostStore:
             unit.own(self._shared[name], owned, frozen)
             frozen.own(owned, masters)
         self.owned = owned
+        self.memory.settle()
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor; raises BadBlob as `read`."""
+        if name not in self._shapes:
+            raise BadBlob("name", f"the model has no tensor {name}")
+        return self._shapes[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by Hugging Face name as they are stored; int8 ones as fp32 copies.
@@ -85,8 +107,7 @@ class HostStore:
         """
         read = {}
         for name in names:
-            if name not in self._shapes:
-                raise BadBlob("name", f"the model has no tensor {name}")
+            self.shape(name)
             if self._is_master(name):
                 read[name] = self._master(name)
             else:
@@ -101,16 +122,33 @@ class HostStore:
         Raises:
             BadBlob: an unknown name or a wrong shape; nothing has been written then.
         """
-        self._check(named)
-        for name, tensor in named.items():
-            if self._is_master(name):
-                self.write_part(Slice(name, 0, tensor.numel()), tensor.reshape(-1))
-            else:
-                layer, expert, projection = self._places[name]
-                self.frozen[layer].put(expert, projection, tensor)
+        with self.memory.writing():
+            if not self.memory.writes:
+                named = self._seen(named)
+            self._check(named)
+            for name, tensor in named.items():
+                if self._is_master(name):
+                    self._write_part(Slice(name, 0, tensor.numel()), tensor.reshape(-1))
+                else:
+                    layer, expert, projection = self._places[name]
+                    self.frozen[layer].put(expert, projection, tensor)
+
+    def _seen(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Notes what another process writes; returns that of which each has its own."""
+        for name in named:
+            self.shape(name)
+            if not self._is_master(name):
+                self.frozen[self._places[name][0]].version += 1
+            elif name not in self._bias_names:
+                self.units[unit_of(name)].version += 1
+        return {name: named[name] for name in named if name in self._bias_names}
 
     def write_part(self, part: Slice, values: Tensor) -> None:
         """Overwrites a run of elements of a master, and of its copy that travels."""
+        with self.memory.writing():
+            self._write_part(part, values)
+
+    def _write_part(self, part: Slice, values: Tensor) -> None:
         if part.name in self._bias_names:
             self._master(part.name)[part.start : part.stop].copy_(values)
         else:
@@ -130,9 +168,7 @@ class HostStore:
 
     def _check(self, named: Mapping[str, Tensor]) -> None:
         for name, tensor in named.items():
-            if name not in self._shapes:
-                raise BadBlob("name", f"the model has no tensor {name}")
-            if tuple(tensor.shape) != self._shapes[name]:
+            if tuple(tensor.shape) != self.shape(name):
                 shape = (*tensor.shape,)
                 raise BadBlob("shape", f"{name} has shape {shape}, not {self._shapes[name]}")
 
@@ -145,8 +181,9 @@ class HostStore:
 
     def write_moments(self, values: Mapping[str, Tensor]) -> None:
         """See `OwnedAdamW.write_moments`."""
-        for unit in self.units.values():
-            unit.optimizer.write_moments(values)
+        with self.memory.writing():
+            for unit in self.units.values():
+                unit.optimizer.write_moments(values)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments of everything trained; see `OwnedAdamW.state`."""
@@ -158,9 +195,10 @@ class HostStore:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over a state that `state` gave; raises CorruptState."""
-        for unit in self.units.values():
-            unit.optimizer.load(tensors)
-            unit.refresh()
+        with self.memory.writing():
+            for unit in self.units.values():
+                unit.optimizer.load(tensors)
+                unit.refresh()
         for name, bias_E in zip(self._bias_names, self.biases, strict=True):
             bias_E.copy_(tensors[f"master.{name}"])
 

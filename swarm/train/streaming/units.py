@@ -17,8 +17,9 @@ from swarm.experts import Shape, Slice, expert_tensor, owned_stack
 from swarm.model.frozen import DENSE_TYPES, FrozenFormat, FrozenStack, stack_of, stack_parts
 from swarm.model.moe import PROJECTIONS, matrix_shapes
 from swarm.train.adam_moments import MomentsFormat, Piece, Update
-from swarm.train.optimizer import OwnedAdamW
-from swarm.train.streaming.arena import Arena, Packing
+from swarm.train.streaming.arena import Arena, HostMemory, Packing
+from swarm.train.streaming.host_adamw import HostAdamW
+from swarm.train.streaming.shares import begin_of, runs_of
 
 
 def unit_shapes(run: RunConfig, layer_shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
@@ -55,14 +56,34 @@ class HostUnit:
         masters: fp32 views by parameter name; owned experts as stacks.
         wire_packing: of the copy that travels, matrices in the compute type.
         version: rises with every change that is decided, even if it is still under way.
-        pending: the update that is under way.
+        pending: the update that is under way, of this process's share.
     """
 
     def __init__(
-        self, name: str, run: RunConfig, compute: torch.dtype, *, form: MomentsFormat, pinned: bool
+        self,
+        name: str,
+        run: RunConfig,
+        compute: torch.dtype,
+        *,
+        form: MomentsFormat,
+        pinned: bool,
+        memory: HostMemory,
+        finished_R: Tensor,
     ) -> None:
+        """Holds nothing yet.
+
+        Args:
+            name: see above.
+            run: the model and the optimizer's settings.
+            compute: type of what travels to products.
+            form: of the moments.
+            pinned: for a GPU.
+            memory: where it takes all.
+            finished_R: int64, in that memory: how many updates each process has finished.
+        """
         self.name, self._run, self._compute, self._pinned = name, run, compute, pinned
-        self.optimizer = OwnedAdamW(run.optimizer, form)
+        self._memory, self._finished_R, self._decided = memory, finished_R, 0
+        self.optimizer = HostAdamW(run.optimizer, form, memory)
         self.masters: dict[str, nn.Parameter] = {}
         self.version = 0
         self.pending: Future[bool] | None = None
@@ -81,13 +102,14 @@ class HostUnit:
         self.packing = Packing.of((name, shape, torch.float32) for name, shape in shapes.items())
         self.wire_packing = self.packing.as_type(dtypes)
         same = all(dtype is torch.float32 for dtype in dtypes.values())
-        masters = Arena(self.packing.num_bytes, pinned=self._pinned and same)
-        wire = masters if same else Arena(self.wire_packing.num_bytes, pinned=self._pinned)
+        take, pinned = self._memory.take, self._pinned
+        masters = take(self.packing.num_bytes, pinned=pinned and same)
+        wire = masters if same else take(self.wire_packing.num_bytes, pinned=pinned)
         self._arenas = [masters, wire]
         self.master_buffer, self.wire_buffer = masters.buffer, wire.buffer
         self._wire = self.wire_packing.views(wire.buffer)
         views = self.packing.views(masters.buffer)
-        for name, value in values.items():
+        for name, value in values.items() if self._memory.writes else ():
             views[name].copy_(value)
         self.masters = {name: nn.Parameter(view) for name, view in views.items()}
         for arena in dict.fromkeys(old):
@@ -108,17 +130,36 @@ class HostUnit:
     def refresh(self) -> None:
         """Brings all that travels up to date with the masters."""
         self.version += 1
-        if self.wire_buffer is not self.master_buffer:
+        if self.wire_buffer is not self.master_buffer and self._memory.writes:
             for name, wire in self._wire.items():
                 wire.copy_(self.masters[name].detach())
 
     def write(self, part: Slice, values: Tensor) -> None:
         """Overwrites a run of elements of one of its tensors, and of the copy that travels."""
+        self.version += 1
+        if not self._memory.writes:
+            return
         master_x = _run_of(self.optimizer.by_tensor(self.masters), part)
         master_x.copy_(values)
         if self.wire_buffer is not self.master_buffer:
             _run_of(self.optimizer.by_tensor(self._wire), part).copy_(master_x)
-        self.version += 1
+
+    # ------------------------------------------------ updates
+
+    def runs(self) -> tuple[slice, ...]:
+        """Which bytes of `packing` each process adds up and updates."""
+        if self._memory.size == 1:
+            return (slice(0, self.packing.num_bytes),)
+        begins = [begin_of(piece, self.packing) for piece in self.optimizer.pieces()]
+        return runs_of(begins, self.packing.num_bytes, self._memory.size)
+
+    def own_pieces(self) -> list[Piece]:
+        """The pieces that this process updates."""
+        pieces = self.optimizer.pieces()
+        if self._memory.size == 1:
+            return pieces
+        run = self.runs()[self._memory.rank]
+        return [p for p in pieces if run.start <= begin_of(p, self.packing) < run.stop]
 
     def update_piece(self, piece: Piece, gradient: Tensor, factor: float, update: Update) -> None:
         """Updates a piece of the masters, and at once the copy that travels.
@@ -133,11 +174,29 @@ class HostUnit:
             master_x = self.masters[piece.name].detach().view(-1)[piece.in_whole]
             self._wire[piece.name].view(-1)[piece.in_whole].copy_(master_x)
 
-    def wait(self) -> None:
-        """Waits for the update under way; raises its error."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
+    def decide(self, done: Future[bool]) -> None:
+        """Says that all processes will make one more update, this one by the end of `done`."""
+        self.version += 1
+        self._decided += 1
+        self.pending = done
+
+    def finish(self) -> None:
+        """Says to all processes that this one has made the oldest update not yet made."""
+        self._finished_R[self._memory.rank] += 1
+
+    def settle(self) -> None:
+        """Waits for the update under way, of all processes; raises the error of this one's."""
+        pending = self.pending
+        if pending is not None:
             pending.result()
+        self._memory.wait_until(self._finished_R, self._decided)
+
+    def wait(self) -> None:
+        """As `settle`; an error is raised once."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+        self._memory.wait_until(self._finished_R, self._decided)
 
     def own(self, shared: Mapping[str, Shape], owned: Sequence[int], frozen: FrozenUnit) -> None:
         """Trains these experts besides its shared tensors; `frozen` gives values of new ones."""
@@ -149,6 +208,8 @@ class HostUnit:
                 kind = projection.removesuffix("_proj")
                 stack = owned_stack(self.layer, kind)
                 shapes[stack] = (len(owned), *matrix)
+                if not self._memory.writes:
+                    continue
                 rows = []
                 for expert in owned:
                     name = expert_tensor(self.layer, expert, kind)
@@ -179,9 +240,10 @@ class FrozenUnit:
         *,
         pinned: bool,
         folder: Path | None,
+        memory: HostMemory,
     ) -> None:
         self.layer, self._run, self._form, self._pinned = layer, run, form, pinned
-        self._folder, self.version = folder, 0
+        self._folder, self._memory, self.version = folder, memory, 0
         self._arena: Arena | None = None
         self._stacks: dict[str, FrozenStack] = {}
         self._row_of: dict[int, int] = {}
@@ -197,7 +259,7 @@ class FrozenUnit:
         arena, stacks = self._new_arena(len(experts))
         self._lent = {key: lent for key, lent in self._lent.items() if key[0] in experts}
         written = False
-        for row, expert in enumerate(experts):
+        for row, expert in enumerate(experts if self._memory.writes else ()):
             for projection in PROJECTIONS:
                 name = expert_tensor(self.layer, expert, projection.removesuffix("_proj"))
                 if name in masters:
@@ -215,7 +277,7 @@ class FrozenUnit:
         if self._folder is not None:
             # The old file is only unlinked: mapped parts of it can still be read.
             file = self._folder / f"frozen-{self.layer}"
-        arena = Arena(self.packing.num_bytes, pinned=self._pinned, file=file)
+        arena = self._memory.take(self.packing.num_bytes, pinned=self._pinned, file=file)
         return arena, stacks_of(self._form, self.packing.views(arena.buffer))
 
     def _use(self, arena: Arena, stacks: dict[str, FrozenStack], *, written: bool) -> None:

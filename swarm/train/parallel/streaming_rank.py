@@ -1,0 +1,89 @@
+"""Streaming on several devices from one host copy: the engine of one rank.
+
+All ranks are processes of one machine. Masters, moments, frozen experts, the copy that travels and
+gradients lie in memory that they have in common (`shared_memory.py`); a rank has a device and the
+way to it, its inputs of layers, and its block of the micro-batches. After a layer's backward pass
+the gradients of all are added up in the order of the ranks; each rank adds up, sends to the host
+and updates its share (`streaming/shares.py`), and nobody fetches a unit before all have updated it.
+So a step has the bits of one process where each rank has one micro-batch.
+
+Values are written by the first rank; it answers for all.
+"""
+
+# What the methods do is said in `Engine` and `RankEngine`.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.experts import selection_biases
+from swarm.model.losses import Losses
+from swarm.model.routing import RoutingControls
+from swarm.train.engine import is_trained
+from swarm.train.options import EngineOptions
+from swarm.train.parallel.figures import RankFigures
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.sharding import LossesForm, dealt_mean, figures_of
+from swarm.train.parallel.shared_memory import SharedMemory
+from swarm.train.streaming.engine import StreamingEngine
+from swarm.train.tensor_file import Form, forms_of
+
+
+class StreamingRank(StreamingEngine):
+    """The streaming engine of one rank; all ranks are called alike and come to the same values.
+
+    Questions for tensors are asked of any of them alone.
+    """
+
+    def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
+        """As `StreamingEngine`.
+
+        Raises:
+            ConfigError: some ranks are on another machine.
+            Disconnected: another rank is gone.
+        """
+        super().__init__(run, options, ranks, SharedMemory(ranks))
+
+    # ------------------------------------------------ who answers
+
+    def answers(self, _name: str) -> bool:
+        return self._ranks.rank == 0
+
+    def takes_part(self, name: str) -> bool:
+        return self.answers(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.shape(name)
+
+    def has_moments(self, name: str) -> bool:
+        self.shape(name)
+        return is_trained(name, self.owned) and name not in selection_biases(self._run.model)
+
+    def state_forms(self) -> dict[str, Form]:
+        return forms_of(self._store.state())
+
+    # ------------------------------------------------ what all find
+
+    def figures(self, sequences: int, seconds: float) -> RankFigures:
+        count = -(-sequences // self._run.train.micro_batch_sequences)
+        took_s = self._ranks.traffic.watch.take()
+        return replace(figures_of(self._ranks, self._ranks, count, took_s), seconds=seconds)
+
+    def _of_all(self, mine: list[Losses], count: int, controls: RoutingControls) -> list[Losses]:
+        form = LossesForm.of(self._run, controls)
+        rows = self._ranks.shared([form.row(each) for each in mine], count, form.width)
+        return [form.losses(row, self._device.bus.device) for row in rows]
+
+    def _mean(
+        self,
+        mean_of: Callable[[Tensor, Tensor], float],
+        tokens_BT1: Tensor,
+        scored_BT: Tensor | None,
+    ) -> float:
+        rows = self._run.train.micro_batch_sequences
+        return dealt_mean(self._ranks, mean_of, (tokens_BT1, scored_BT), rows)
