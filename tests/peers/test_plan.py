@@ -364,8 +364,12 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
     assert stages[0]["holds"] == "layers 0-4, 32 experts"
     chunks = ("--set", "compute.pipeline=2", "--set", "compute.pipeline_schedule=interleaved")
     first, last = plan("spes_7b", *cards, *chunks)["workers"]["ranks"]
-    assert re.fullmatch(r"layers 0-\d and \d+-\d+, 32 experts", first["holds"])
-    assert re.fullmatch(r"layers \d-\d and \d+-15, 32 experts", last["holds"])
+    assert re.fullmatch(
+        r"layers 0-\d and \d+-\d+, 32 experts, 1/4 of masters and moments", first["holds"]
+    )
+    assert re.fullmatch(
+        r"layers \d-\d and \d+-15, 32 experts, 1/4 of masters and moments", last["holds"]
+    )
     nodes = plan("spes_7b", *cards, "--remote-workers", "8", "--between", "25gbit")["workers"]
     assert (nodes["number"], nodes["machines"], nodes["between_gbit"]) == (16, 2, 25.0)
     asked = plan("spes_7b", *EIGHT, "--bus", "nvlink", "--set", "compute.expert_parallel=4")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.model.initialise import initial_tensors
-from swarm.train.options import EngineOptions
+from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.figures import RankFigures, folded, together
 from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.stages import bubble_of
@@ -149,6 +149,7 @@ def crews():
         ({"shards": 2}, {"sums", "values"}),
         ({"ep": 2}, {"sums", *EXPERT_KINDS}),
         ({"pp": 2}, set()),
+        ({"kind": EngineKind.STREAMING}, {"sums"}),
     ],
     ids=str,
 )

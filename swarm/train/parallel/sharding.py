@@ -206,14 +206,15 @@ class RankEngine(ResidentEngine):
         """What this rank did in a step of so many sequences that took so long."""
         count = -(-sequences // self._run.train.micro_batch_sequences)
         took_s = self._ranks.traffic.watch.take()
+        pipeline_s, stage_s = took_s.pop(PIPELINE, 0.0), took_s.pop(STAGE, 0.0)
         return replace(
             figures_of(self._ranks, self._same, count, took_s),
             seconds=seconds,
             stage=self._mesh.stage(self._ranks.rank),
             stages=self._mesh.pp,
             chunks=len(self._model.stage.chunks),
-            pipeline_s=took_s.pop(PIPELINE, 0.0),
-            stage_s=took_s.pop(STAGE, 0.0),
+            pipeline_s=pipeline_s,
+            stage_s=stage_s,
         )
 
     def _idle(self, count: int) -> int:
