@@ -18,7 +18,7 @@ from tests.train.crews import lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, tiny_run
 from tests.train.test_dispatch import EXPERT_KINDS
 
-SLEEP_S = 0.15
+SLEEP_S = 0.4
 RANK = RankFigures(
     seconds=2.0,
     micro_batches=2,
