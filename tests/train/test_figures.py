@@ -151,7 +151,7 @@ def crews():
         ({"pp": 2}, set()),
         ({"kind": EngineKind.STREAMING}, {"sums"}),
     ],
-    ids=str,
+    ids=["whole", "cut", "dealt out", "stages", "streaming"],
 )
 def test_each_step_tells_of_all_workers(crews, options, kinds):
     run = tiny_run(train={"micro_batch_sequences": 1})
