@@ -38,7 +38,7 @@ def bubble_of(stages: int, micro_batches: float, chunks: int = 1) -> float:
     """The part of a pipeline's time in which a stage waits: (p - 1) / (v m + p - 1).
 
     Of stages that all take as long; the same for gpipe and 1f1b, which have one chunk (Narayanan et
-    al., https://arxiv.org/abs/2104.04473, section 2.2, there as a part of the time of products).
+    al., arXiv 2104.04473, section 2.2, there as a part of the time of products).
 
     Args:
         stages: ranks of the pipeline, p.
