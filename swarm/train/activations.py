@@ -24,6 +24,7 @@ class MicroBatchBytes:
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
         self.experts = run.model.num_experts / options.ep
+        self.travels = options.ep > 1 and options.tp == 1  # rows go to other ranks
 
     def checkpoint(self) -> float:
         """The residual stream, fp32."""
@@ -38,14 +39,19 @@ class MicroBatchBytes:
 
     def sorted_rows(self) -> float:
         """Where the rows of a layer lie, here and where they are computed if that is elsewhere."""
-        tables = 3 if self.options.ep == 1 else 6
-        return 8.0 * tables * self.tokens * self.model.num_experts_per_tok
+        pairs = self.tokens * self.model.num_experts_per_tok
+        if self.options.tp > 1:
+            # Of its own rows token and pair; of all pairs the row, which are its own, and for these
+            # another copy of the weights.
+            return pairs * (8.0 + 16 / self.options.tp + 2 + 4)
+        return 8.0 * (6 if self.travels else 3) * pairs
 
     def kept(self) -> float:
         """Bytes that the graph of one layer keeps for its backward."""
         model, c = self.model, self.compute
         hidden, head = model.hidden_size, model.dim_per_head
-        queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+        queries = model.num_attention_heads * head / self.options.tp
+        keys = model.num_key_value_heads * head / self.options.tp
         # Inputs of both norms and of the router in fp32, of attention and of experts.
         per_token: float = 4 * 3 * hidden + c * hidden
         # Projections before their norms; rotated ones; values; the output.
@@ -63,11 +69,11 @@ class MicroBatchBytes:
         probabilities = 4 * self.tokens * self.model.num_experts
         return self.kept() - self.checkpoint() - self.routing() + probabilities
 
-    def scales(self) -> int:
+    def scales(self) -> float:
         """Numbers of a token: of the norms, and of the softmax of each head."""
-        model = self.model
-        heads = model.num_attention_heads
-        of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads}
+        model, tp = self.model, self.options.tp
+        heads = model.num_attention_heads / tp
+        of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads / tp}
         return 2 + of_norms[model.qk_norm] + heads
 
     def places(self) -> float:
@@ -76,7 +82,7 @@ class MicroBatchBytes:
 
     def rows(self) -> float:
         """Rows that experts compute; half a group's padding for each in bf16 on a CPU."""
-        rows = self.tokens * self.model.num_experts_per_tok
+        rows = self.tokens * self.model.num_experts_per_tok / self.options.tp
         padded = self.compute == 2 and not self.grouped
         return rows + (PAD_ROWS_BF16 / 2 * self.experts if padded else 0)
 
@@ -85,7 +91,7 @@ class MicroBatchBytes:
 
         In fp32 that of a token is the router's.
         """
-        if self.options.ep > 1:
+        if self.travels:
             return self.tokens * self.model.num_experts_per_tok
         return self.tokens if self.compute < 4 else 0
 
@@ -95,7 +101,8 @@ class MicroBatchBytes:
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
         keys = (length + min(length, BLOCK_TOKENS)) / 2
-        return self.compute * self.tokens * self.places() * keys * self.model.num_attention_heads
+        heads = self.model.num_attention_heads / self.options.tp
+        return self.compute * self.tokens * self.places() * keys * heads
 
     def cast_matrices(self, layer_cast: int) -> float:
         """So many parameters of a layer in the compute type, kept beside their masters."""
@@ -122,7 +129,7 @@ class MicroBatchBytes:
         gathered = c * rows * model.hidden_size + self.checkpoint() + rows * (4 + c)
         # Once the products are gone the rows of each token are added up in fp32.
         adding = 2 * self.checkpoint()
-        if self.options.ep == 1:
+        if not self.travels:
             gathered += c * self.tokens * model.hidden_size if c < 4 else 0  # as products take it
         else:
             # Gradients of outputs, here and there, and those of rows on their way back.

@@ -66,6 +66,7 @@ class Sizes:
         layer_owned: of a layer's experts, the owned ones.
         table: embedding or head.
         trained: all that is trained.
+        layer_elsewhere: of a layer's shared ones, the heads of other ranks; counted nowhere else.
     """
 
     layer_shared: int
@@ -73,6 +74,7 @@ class Sizes:
     layer_owned: int
     table: int
     trained: int
+    layer_elsewhere: int = 0
 
     @property
     def layer(self) -> int:
@@ -80,17 +82,25 @@ class Sizes:
         return self.layer_shared + self.layer_owned
 
 
-def sizes_of(model: ModelConfig, num_owned: int) -> Sizes:
-    """Counts the parameters of a peer that owns so many experts."""
+def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
+    """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
     first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
     counted = parameters(model)
-    per_layer = counted.per_expert // model.num_hidden_layers
+    layers = model.num_hidden_layers
+    per_layer = counted.per_expert // layers
+    # Attention's matrices are cut over heads, and are all that is cast.
+    cast = _count({name: shape for name, shape in first.items() if is_cast(name)})
+    cut = cast
+    if model.qk_norm == "projection":
+        cut += (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    elsewhere = cut - cut // tp
     return Sizes(
-        layer_shared=_count(first),
-        layer_cast=_count({name: shape for name, shape in first.items() if is_cast(name)}),
+        layer_shared=_count(first) - elsewhere,
+        layer_cast=cast // tp,
         layer_owned=num_owned * per_layer,
         table=model.vocab_size * model.hidden_size,
-        trained=counted.shared + num_owned * counted.per_expert,
+        trained=counted.shared + num_owned * counted.per_expert - layers * elsewhere,
+        layer_elsewhere=elsewhere,
     )
 
 
@@ -166,7 +176,7 @@ def trained_by_stage(
     run: RunConfig, num_owned: int, options: EngineOptions
 ) -> list[tuple[int, int]]:
     """Of a worker of each stage the trained parameters: shared ones, and those of its experts."""
-    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     stages = [Stage.whole(run.model)]
     if options.pp > 1:
         stages = list(pipeline_cut(run, options).stages)
@@ -196,7 +206,8 @@ class _Held:
         micro_batches: of the worker in a step; of the one that has most.
         kept: micro-batches whose backward is yet to come, at most.
         received: micro-batches for which there are buffers between stages.
-        sharers: workers that hold the same shared tensors, and add up their gradients.
+        sharers: workers that hold the same shared tensors, and add up their gradients; they have
+            different micro-batches.
     """
 
     stage: Stage
@@ -208,7 +219,7 @@ class _Held:
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> _Held:
         """All layers, and the micro-batches of a worker if there are so many."""
-        sharers = max(workers // options.pp, options.ep)
+        sharers = max(workers // options.pp, options.ep) // options.tp
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         micro_batches = -(-(run.train.batch_tokens // tokens) // sharers)
         return cls(Stage.whole(run.model), micro_batches, sharers=sharers)
@@ -218,7 +229,7 @@ class _Held:
         tied = model.tie_word_embeddings
         shapes = shared_shapes(model).items()
         shared = _count({name: s for name, s in shapes if self.stage.holds(name, tied=tied)})
-        return shared + len(self.stage.layers) * sizes.layer_owned
+        return shared + len(self.stage.layers) * (sizes.layer_owned - sizes.layer_elsewhere)
 
     def tables(self, model: ModelConfig, sizes: Sizes) -> Ends:
         """Bytes of the gradients at its ends: those of the head, and of an embedding beside it."""
@@ -251,7 +262,7 @@ class _Held:
 
 def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Held) -> Need:
     # Dealt out evenly; of what is left over one worker has one more.
-    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     layers, trained = len(held.stage.layers), held.trained(run.model, sizes)
     frozen = layers * frozen_layer_bytes(run, num_owned, options)
     state = _trained_state(sizes, layers, trained, options) + frozen
@@ -282,7 +293,7 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Hel
         head += micro.head(sizes.table)
     # A bucket of gradients, what other workers send of it, and its sums.
     dealt = layers * sizes.layer_owned if options.ep > 1 else 0
-    alike = held.sharers // options.ep  # workers with the same experts
+    alike = held.sharers * options.tp // options.ep  # workers with the same experts
     adding = max(
         GRADIENT * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
         for number, workers in ((trained - dealt, held.sharers), (dealt, alike))

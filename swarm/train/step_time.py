@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from swarm.config import RunConfig
-from swarm.model.cost import step_flops_with
+from swarm.model.cost import head_step_flops, router_step_flops, step_flops_with
 from swarm.model.transformer import DTYPES
 from swarm.train.hardware import Machine
 from swarm.train.memory import frozen_layer_bytes, pipeline_cut, sizes_of, trained_by_stage
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
+from swarm.train.parallel.tensor import sums_bytes
 
 GPU_UPDATES_G_S = 50.0
 """10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""
@@ -30,6 +31,7 @@ class StepTime:
         waiting: of the slowest rank for others: stages that fill and drain, micro-batches that
             cannot be dealt out evenly, stages of unequal size.
         tokens: on their way to experts and back.
+        outputs: added up where heads are cut, and their gradients.
         stream: the residual stream between stages.
         sums: of gradients.
         updates: of masters; in the streaming engine what copies and updates take longer than
@@ -39,6 +41,7 @@ class StepTime:
     products: float
     waiting: float = 0.0
     tokens: float = 0.0
+    outputs: float = 0.0
     stream: float = 0.0
     sums: float = 0.0
     updates: float = 0.0
@@ -47,14 +50,15 @@ class StepTime:
     def total(self) -> float:
         """All of it."""
         computing = self.products + self.waiting + self.updates
-        return computing + self.tokens + self.stream + self.sums
+        return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
         """Which part takes most longer than another step's, in words."""
         words = {
-            "products": "layers are computed again",
+            "products": "layers, or the head, are computed more than once",
             "waiting": "workers wait for each other",
             "tokens": "tokens travel to experts and back",
+            "outputs": "outputs of heads and experts are added up",
             "stream": "the residual stream travels between stages",
             "sums": "gradients are added up",
             "updates": "masters are updated",
@@ -72,26 +76,32 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     if options.kind is EngineKind.STREAMING:
         return _streaming(run, num_owned, options, machine)
     fabric = machine.fabric
-    mesh = Mesh(fabric.size, options.ep, options.pp)
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
     again = options.recompute != "none"
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
+    if mesh.tp > 1:
+        # Head and routers are on every rank.
+        whole = tokens * (head_step_flops(run.model) + router_step_flops(run.model))
+        flops = flops / mesh.tp + whole * (1 - 1 / mesh.tp)
     micro_s = flops / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
     # Each stream of micro-batches goes through all stages; slots are those of its slowest rank.
-    slots = -(-micro_batches * options.pp // mesh.size) + options.pp - 1
+    slots = -(-micro_batches * options.pp * mesh.tp // mesh.size) + options.pp - 1
     stages = pipeline_cut(run, options) if options.pp > 1 else None
     share = max(stages.shares) if stages else 1.0
     layers = run.model.num_hidden_layers
     if stages:
         layers = max(len(stage.layers) for stage in stages.stages)
-    products_s = micro_batches * micro_s / mesh.size
+    travelling_s = slots * layers * _tokens_s(run, options, machine, mesh)
+    products_s = micro_batches * micro_s * mesh.tp / mesh.size
     trained = max(sum(each) for each in trained_by_stage(run, num_owned, options))
     on_gpu = machine.device == "cuda"
     return StepTime(
         products=products_s,
         waiting=max(slots * share * micro_s - products_s, 0.0),
-        tokens=slots * layers * _tokens_s(run, options, machine, mesh),
+        tokens=travelling_s if mesh.tp == 1 else 0.0,
+        outputs=travelling_s if mesh.tp > 1 else 0.0,
         stream=slots * _stream_s(run, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
         updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
@@ -99,11 +109,14 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
 
 
 def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
-    """Of one layer and micro-batch of each rank, where routing is even."""
+    """Of one layer and micro-batch of each rank, where routing is even; of outputs if `tp` > 1."""
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
-    rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
-    itemsize = DTYPES[options.compute].itemsize
-    leaving = crossing_bytes(rows, run.model, itemsize, again=options.recompute != "none")
+    itemsize, again = DTYPES[options.compute].itemsize, options.recompute != "none"
+    if options.tp > 1:
+        leaving = sums_bytes(tokens, run.model, itemsize, options.tp, again=again)
+    else:
+        rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+        leaving = crossing_bytes(rows, run.model, itemsize, again=again)
     ranks = range(mesh.size)
     parts = [ranks[first : first + options.ep] for first in ranks[:: options.ep]]
     return machine.fabric.exchange_s(parts, leaving)
@@ -121,12 +134,13 @@ def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
 
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
-    mesh, fabric = Mesh(machine.fabric.size, options.ep, options.pp), machine.fabric
+    fabric = machine.fabric
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
     shared, owned = max(trained_by_stage(run, num_owned, options), key=sum)
     if options.ep == 1:
         shared, owned = shared + owned, 0
     seconds = 0.0
-    for number, parts in ((shared, mesh.stages), (owned, mesh.replicas)):
+    for number, parts in ((shared, mesh.streams), (owned, mesh.replicas)):
         others = len(parts[0]) - 1
         seconds += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
     if mesh.pp > 1 and run.model.tie_word_embeddings:

@@ -17,6 +17,7 @@ from swarm.train.memory import need_of, pipeline_cut
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
+from swarm.train.parallel.mesh import Mesh
 from swarm.train.step_time import step_time
 from tests.train.crews import lent_engines, shared_crews
 from tests.train.runs import batch, new_engine, tiny_run
@@ -30,7 +31,7 @@ def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, model, **spe
     size = gpus * machines
     fabric = Fabric(size, gpus, BUSES[bus] if isinstance(bus, str) else bus, gbit / 8)
     machine = Machine("cuda", device * GB, 100 * GB, 4000 * GB, fabric=fabric, **speeds)
-    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model))
+    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model, per_node=gpus))
     return machine, wishes
 
 
@@ -84,7 +85,9 @@ def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
     for wished, shards in (("none", {1}), ("state", {1, 8})):
         options = rungs(run, machine, replace(wishes, shard=wished))
         assert {each.shards for each in options} == shards
-        assert all(each.pp > 1 for each in options if each.shards == 1 and wished == "state")
+        assert all(
+            each.pp * each.tp > 1 for each in options if each.shards == 1 and wished == "state"
+        )
 
 
 def test_a_slow_bus_makes_it_a_pipeline():
@@ -94,22 +97,29 @@ def test_a_slow_bus_makes_it_a_pipeline():
     assert "next best: experts dealt out over 8" in slow.reason
     assert "since tokens travel to experts and back for 31" in slow.reason
     # 4 bytes an element of the residual stream, not each token to four experts and back.
-    dealt = next(rung for rung in slow.others if rung.cut == (8, 1))
+    dealt = next(rung for rung in slow.others if rung.cut == (8, 1, 1))
     assert slow.time.stream < dealt.time.tokens / 20
 
 
 def test_wide_layers_and_long_sequences_on_a_fast_bus():
-    """Layers and sequences are not cut across (tensor and sequence parallel are not built).
+    """Heads and experts are cut where a step has fewer sequences than there are GPUs.
 
-    Where the shared tensors are too much for a GPU, their masters and moments are cut.
+    Where the shared tensors are too much for a GPU and there are many, masters and moments are.
     """
     sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
     wide = of_file("spes_7b", model={**sizes, "num_key_value_heads": 64, "num_experts": 8})
     plan = planned(wide, 2, 8, 141, "nvlink")
     assert plan.fits and (cut(plan), plan.options.shards) == ((2, 1), 8)
-    assert all(max(rung.options.pp, rung.options.shards) > 1 for rung in plan.others if rung.fits)
-    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and have to
-    # compute layers again, which stages need not.
+    assert all(
+        max(rung.options.pp, rung.options.shards, rung.options.tp) > 1
+        for rung in plan.others
+        if rung.fits
+    )
+    few = wide.model_copy(update={"train": wide.train.model_copy(update={"batch_tokens": 8192})})
+    plan = planned(few, 2, 8, 141, "nvlink")
+    assert plan.fits and (cut(plan), plan.options.tp) == ((4, 1), 4)
+    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and stages
+    # are idle for most of a step.
     length = 131_072
     long = of_file(
         "spes_7b",
@@ -118,10 +128,12 @@ def test_wide_layers_and_long_sequences_on_a_fast_bus():
         phases={},
     )
     plan = planned(long, 8, 8, 80, "nvlink")
-    assert plan.fits and (cut(plan), plan.options.recompute) == ((1, 4), "none")
-    whole = next(rung for rung in plan.others if rung.cut == (1, 1))
-    assert whole.fits and whole.options.recompute == "routing"
-    assert whole.time.waiting == pytest.approx(3 * whole.time.products)
+    assert plan.fits and (cut(plan), plan.options.tp) == ((4, 1), 4)
+    assert "heads and experts cut over 4: the fastest that fits" in plan.reason
+    for other in ((1, 4, 1), (1, 1, 1)):
+        rung = next(rung for rung in plan.others if rung.cut == other)
+        assert rung.fits and rung.time.total > 3 * plan.step_s
+        assert rung.time.waiting > 2 * rung.time.products
 
 
 def test_more_gpus_than_one_copy_takes_hold_several():
@@ -140,7 +152,7 @@ def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():
     plan = planned(of_file("spes_7b"), 8, 8, 24, "pcie", machines=2)
     assert plan.options.moments == "fp32"
     assert "faster, with bf16 moments: a pipeline of 4" in plan.reason
-    rounded = next(rung for rung in plan.others if rung.cut == (1, 4))
+    rounded = next(rung for rung in plan.others if rung.cut == (1, 4, 1))
     assert rounded.fits and rounded.time.total < plan.step_s
 
 
@@ -206,7 +218,9 @@ def test_the_choice_is_the_fastest_of_what_fits(found):
         return
     # And of all its variants the one that computes nothing twice, if that fits.
     for ways, mesh in product(("none", "routing"), wishes.meshes):
-        options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp)
+        if mesh.tp > 1 and (plan.options.moments == "int8" or plan.options.shards > 1):
+            continue  # neither is cut by heads
+        options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp, tp=mesh.tp)
         need = need_of(run, owned, options, mesh.size)
         if need.device <= machine.usable_device:
             assert plan.step_s <= step_time(run, owned, options, machine).total
@@ -265,13 +279,18 @@ def test_ranks_without_a_micro_batch_wait():
 
 def test_every_mesh_is_one_that_a_person_may_ask_for():
     model = of_file("spes_7b").model  # 16 layers, 32 experts
-    found = [(mesh.ep, mesh.pp) for mesh in meshes_of(AUTO, 48, model)]
+    every = meshes_of(AUTO, 48, model)
+    found = [(mesh.ep, mesh.pp) for mesh in every if mesh.tp == 1]
     assert (1, 1) in found and (16, 1) in found and (1, 16) in found
     assert (24, 1) in found and (1, 24) not in found  # no more stages than layers
     for ep, pp in found:
         asked = ComputeSection(expert_parallel=ep, pipeline=pp)
         assert [(mesh.ep, mesh.pp) for mesh in meshes_of(asked, 48, model)] == [(ep, pp)]
-    assert [mesh.ep for mesh in meshes_of(ComputeSection(pipeline=1), 4, model)] == [1, 2, 4]
+    assert [mesh.tp for mesh in every if mesh.tp > 1] == [2, 4, 8, 16]  # of 16 heads
+    for tp in (2, 4, 8, 16):
+        assert meshes_of(ComputeSection(tensor_parallel=tp), 48, model) == (Mesh(48, tp, 1, tp),)
+    without = ComputeSection(pipeline=1, tensor_parallel=1)
+    assert [mesh.ep for mesh in meshes_of(without, 4, model)] == [1, 2, 4]
     assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, model)] == [1, 2, 4]
     (alone,) = meshes_of(AUTO, 0, model)
     assert (alone.size, alone.width) == (1, 1)
@@ -285,15 +304,15 @@ def crews():
 
 def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_planned(crews):
     run = tiny_run(
-        model={"num_hidden_layers": 4},
+        model={"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16},  # one of four has none
     )
     owned, meshes = (0, 1), meshes_of(AUTO, 4, run.model)
-    assert len(meshes) == 5
+    assert len(meshes) == 6
     losses = []
     with lent_engines(crews, workers=4) as make:
         for mesh in meshes:
-            cut = {"ep": mesh.ep, "pp": mesh.pp}
+            cut = {"ep": mesh.ep, "pp": mesh.pp, "tp": mesh.tp}
             engine = make(run, owned, **cut)
             losses.append(engine.step(batch(run, 0), lr=1e-2).cross_entropy)
             engine.close()

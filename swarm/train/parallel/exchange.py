@@ -140,7 +140,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 def options_message(options: EngineOptions) -> Message:
     """The options of a resident engine, for JSON."""
-    kept = ("device", "compute", "frozen", "moments", "recompute", "ep", "pp", "shards", "schedule")
+    kept = ["device", "compute", "frozen", "moments", "recompute", "schedule"]
+    kept += ["ep", "tp", "pp", "shards"]
     return {name: getattr(options, name) for name in kept}
 
 

@@ -15,8 +15,7 @@ micro-batch.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,29 +23,29 @@ from torch import Tensor
 
 from swarm.config import RunConfig
 from swarm.experts import (
-    PROJECTIONS,
     Slice,
     expert_of,
-    expert_shapes,
-    owned_stack,
     selection_biases,
-    shared_shapes,
     stacked_tensors,
 )
+from swarm.model.attention import Attention
 from swarm.model.losses import Losses
-from swarm.model.moe import ExpertBank, MakeBank
+from swarm.model.moe import ExpertBank, MakeAttention, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.adam_moments import SCALE, Moments
 from swarm.train.engine import TERMS, is_trained, mean_over
-from swarm.train.guard import norm_of, square_sum
+from swarm.train.guard import norm_of
 from swarm.train.micro_batches import MicroBatch
+from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.dispatch import DealtBank
+from swarm.train.parallel.dispatch import DealtBank, dealt_square_sums
+from swarm.train.parallel.forms import expert_moment_forms, state_forms
+from swarm.train.parallel.heads import Heads, HeadsAdamW
 from swarm.train.parallel.mesh import Mesh, Move
 from swarm.train.parallel.moving import Form, moved
 from swarm.train.parallel.ranks import Ranks
+from swarm.train.parallel.tensor import HeadsAttention, SharedBank
 from swarm.train.resident import ResidentEngine
 
 
@@ -65,17 +64,29 @@ class RankEngine(ResidentEngine):
             Disconnected: another rank is gone.
         """
         self._ranks, self._form = ranks, options.moments
-        self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp)
+        self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
         # Who shares the experts, has the same ones, and the same shared tensors.
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
-        self._same = ranks.part(mesh.stages)
+        self._same = ranks.part(mesh.streams)
+        sharers = self._group if mesh.tp > 1 else replace(ranks, rank=0, size=1)
+        self._heads = Heads(sharers, run.model)
         bank: MakeBank = ExpertBank
+        attention: MakeAttention = Attention
         if options.ep > 1:
             bank = functools.partial(DealtBank, group=self._group)
             if options.recompute == "layer":
                 # Choosing experts anew would take another operation, and choose the same ones.
                 options = replace(options, recompute="routing")
-        super().__init__(run, options, bank=bank, stage=stage)
+        if options.tp > 1:
+            bank = functools.partial(SharedBank, group=self._group)
+            attention = functools.partial(HeadsAttention, heads=self._heads)
+            self._stage_ranks = ranks.part(mesh.stages)
+        super().__init__(run, options, bank=bank, attention=attention, stage=stage)
+
+    def _adamw(self, options: EngineOptions) -> OwnedAdamW:
+        if options.tp == 1:
+            return super()._adamw(options)
+        return HeadsAdamW(self._run.optimizer, options.moments, self._heads)
 
     # ------------------------------------------------ who holds what
 
@@ -92,11 +103,17 @@ class RankEngine(ResidentEngine):
 
     def takes_part(self, name: str) -> bool:
         """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
+        if self._heads.cuts(name):
+            return self._replicas.rank == 0 and self.holds(name)
         return self.answers(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, wherever it is; raises BadBlob as `read`."""
-        return self._model.shape(name)
+        return self._heads.whole_shape(name, self._model.shape(name))
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor, or moments of it, from what the ranks that take part have of it."""
+        return self._heads.whole(name, part)
 
     def has_moments(self, name: str) -> bool:
         """Whether a tensor is trained by gradients, here or on another rank."""
@@ -105,23 +122,7 @@ class RankEngine(ResidentEngine):
 
     def state_forms(self) -> dict[str, Form]:
         """Type and shape of every tensor of the private state, wherever it is."""
-        shapes = shared_shapes(self._run.model)
-        for expert in self.owned:
-            shapes |= expert_shapes(self._run.model, expert)
-        forms: dict[str, Form] = {}
-        biases = selection_biases(self._run.model)
-        for name, shape in shapes.items():
-            forms[f"master.{name}"] = (torch.float32, shape)
-            if name not in biases:
-                forms |= self._moment_forms(name, shape)
-        return forms
-
-    def _moment_forms(self, name: str, shape: tuple[int, ...]) -> dict[str, Form]:
-        parts = Moments.zeros(self._form, 1, math.prod(shape), torch.device("meta")).parts
-        return {
-            f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
-            for kind, part in parts.items()
-        }
+        return state_forms(self._run, self.owned, self._form)
 
     @property
     def _bank(self) -> DealtBank | None:
@@ -149,7 +150,10 @@ class RankEngine(ResidentEngine):
     def _moved_moments(self, moves: Sequence[Move], layer: int) -> dict[str, Tensor]:
         """Those of a layer that come to this rank, by their names in the private state."""
         views = self._optimizer.state()
-        forms = {move.expert: self._expert_forms(move.expert, layer) for move in moves}
+        forms = {
+            move.expert: expert_moment_forms(self._run, move.expert, layer, self._form)
+            for move in moves
+        }
         come = moved(
             self._group,
             moves,
@@ -159,23 +163,28 @@ class RankEngine(ResidentEngine):
         named = (zip(forms[expert], tensors, strict=True) for expert, tensors in come.items())
         return {name: tensor for each in named for name, tensor in each}
 
-    def _expert_forms(self, expert: int, layer: int) -> dict[str, Form]:
-        """Of the moments of an expert's matrices in one layer."""
-        forms: dict[str, Form] = {}
-        for name, shape in expert_shapes(self._run.model, expert).items():
-            if name.startswith(f"model.layers.{layer}."):
-                forms |= self._moment_forms(name, shape)
-        return forms
-
     def write(self, named: Mapping[str, Tensor]) -> None:
         """See `Engine`; takes what this rank holds."""
         for name in named:
             self.shape(name)  # refuses names that nobody holds
-        super().write({name: named[name] for name in named if self.holds(name)})
+        held = {name: named[name] for name in named if self.holds(name)}
+        super().write(self._heads.parts(held, self.shape))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `Engine`; an operation of the ranks that share heads, where a tensor is cut."""
+        return {name: self.whole(name, part) for name, part in super().read(names).items()}
+
+    def read_part(self, part: Slice) -> Tensor:
+        """See `Engine`; likewise."""
+        if not self._heads.cuts(part.name):
+            return super().read_part(part)
+        return self.read([part.name])[part.name].view(-1)[part.start : part.stop].clone()
 
     def write_part(self, part: Slice, values: Tensor) -> None:
         """See `Engine`; takes what this rank holds."""
-        if self.holds(part.name):
+        if self._heads.cuts(part.name) and self.holds(part.name):
+            self._heads.put(part, values, self._model.read([part.name])[part.name])
+        elif self.holds(part.name):
             super().write_part(part, values)
 
     def _gradients(self, parts: Sequence[MicroBatch], controls: RoutingControls) -> list[Losses]:
@@ -190,40 +199,56 @@ class RankEngine(ResidentEngine):
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
-        rows = self._ranks.shared([form.row(each) for each in found], len(parts), form.width)
+        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
         return [form.losses(row, self._device) for row in rows]
 
+    def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:
+        """Rows of numbers of all micro-batches, fp64, from the ranks that have computed them.
+
+        Fp32 values and whole numbers below 2^53 come through unchanged.
+        """
+        table = torch.zeros(shape, dtype=torch.float64)
+        # Ranks that share heads have the same ones.
+        speaks = self._mesh.tp == 1 or self._group.rank == 0
+        for index, row in zip(mine, rows if speaks else (), strict=False):
+            table[index] = torch.tensor(row, dtype=torch.float64)
+        return self._ranks.united(table)
+
     def _add_up(self) -> None:
-        """Of shared tensors over all that have them, of dealt experts over those of this seat."""
+        """Of shared tensors over all that have them, of dealt experts over those of this seat.
+
+        Where heads are cut, gradients of what these share are of the heads of one rank.
+        """
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
+        of_heads: list[Tensor] = []
         for name, parameter in zip(self._optimizer.names, self._optimizer.parameters, strict=True):
             assert parameter.grad is not None
             is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
-            (dealt if is_dealt else everywhere).append(parameter.grad)
+            others = of_heads if self._heads.is_summed(name) else everywhere
+            (dealt if is_dealt else others).append(parameter.grad)
         self._same.add_up(everywhere)
         self._replicas.add_up(dealt)
+        if of_heads:
+            self._stage_ranks.add_up(of_heads)
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
-        norms = super()._norms(scale)
-        if self._mesh.ep == 1 or not self.owned:
-            return norms
-        stacks = [owned_stack(layer, kind) for layer in self._model.banks for kind in PROJECTIONS]
-        table = torch.zeros(len(stacks), len(self.owned), dtype=torch.float64, device=self._device)
-        parameters = dict(zip(self._optimizer.names, self._optimizer.parameters, strict=True))
-        columns = [self.owned.index(expert) for expert in self._model.owned_here]
-        for row, name in enumerate(stacks if columns else ()):
-            gradient = parameters[name].grad
-            assert gradient is not None
-            table[row, columns] = torch.stack([square_sum(one) for one in gradient])
-        for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
-            norms[name] = norm_of(row_E.sum(), scale).to(self._device)
-        return norms
+        named = self._gradients_by_name()
+        squares: dict[str, Tensor] = {}
+        if self._mesh.tp > 1:
+            shared = {n: each for n, each in named.items() if not stacked_tensors(n, (0,))}
+            squares = self._heads.square_sums(shared)
+        if self._mesh.ep > 1 and self.owned:
+            squares |= dealt_square_sums(self._model, named, self._group)
+        told = {name: norm_of(each, scale).to(self._device) for name, each in squares.items()}
+        return told if self._mesh.tp > 1 else super()._norms(scale) | told
 
     # ------------------------------------------------ ranks without a micro-batch
 
     def _idle(self, count: int) -> int:
         """How often this rank accompanies micro-batches of others of its group."""
+        if self._mesh.tp > 1:
+            return 0  # all of them have the same micro-batches
         first = self._same.rank - self._group.rank
         blocks = [len(self._same.block(count, first + seat)) for seat in range(self._group.size)]
         return max(blocks) - len(self._same.block(count))
@@ -231,7 +256,7 @@ class RankEngine(ResidentEngine):
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
         rows = self._run.train.micro_batch_sequences
         micro_batches = tokens_BT1.split(rows)
-        mine = self._ranks.block(len(micro_batches))
+        mine = self._same.block(len(micro_batches))
         own = iter(range(len(micro_batches)))
         found: list[list[float]] = []
 
@@ -243,7 +268,7 @@ class RankEngine(ResidentEngine):
         mean_over(own_mean, tokens_BT1, scored_BT, rows)
         for _ in range(self._idle(len(micro_batches))):
             self._model.model.without_tokens()
-        means = iter(self._ranks.shared(found, len(micro_batches), 1)[:, 0].tolist())
+        means = iter(self._told(mine, found, (len(micro_batches), 1))[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
 

@@ -46,7 +46,7 @@ class StageEngine(RankEngine):
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
         """As `RankEngine`, with `pp` stages."""
-        mesh = Mesh(ranks.size, options.ep, options.pp)
+        mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
         cut = pipeline_cut(run, options)
         super().__init__(run, options, ranks, stage=cut.stages[mesh.stage(ranks.rank)])
         self._stages = ranks.part(mesh.pipelines)
@@ -93,10 +93,8 @@ class StageEngine(RankEngine):
                 parameter.grad = torch.full_like(parameter, -0.0)
         self._add_up()
         form = LossesForm.of(self._run, controls)
-        rows = torch.zeros(len(parts), form.width, dtype=torch.float64)
-        for k, losses in zip(mine, found, strict=False):
-            rows[k] = torch.tensor(form.row(losses), dtype=torch.float64)
-        return [form.losses(row, self._device) for row in self._ranks.united(rows)]
+        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
+        return [form.losses(row, self._device) for row in rows]
 
     def _add_up(self) -> None:
         """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
@@ -136,8 +134,6 @@ class StageEngine(RankEngine):
         mine = self._same.block(len(parts))
         idle = [None] * self._idle(len(parts))
         found = self._pipeline.evaluate([*(parts[k] for k in mine), *idle])
-        table = torch.zeros(len(parts), dtype=torch.float64)
-        for k, losses in zip(mine, found, strict=False):
-            table[k] = losses.cross_entropy.double().cpu()
-        means = iter(self._ranks.united(table).tolist())
+        rows_of = [[losses.cross_entropy.item()] for losses in found]
+        means = iter(self._told(mine, rows_of, (len(parts), 1))[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)

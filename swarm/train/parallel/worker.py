@@ -279,7 +279,7 @@ class Worker:
         out.leave_room(name, *self._forms[name])
         of = name.partition(".")[2]
         if self._engine.takes_part(of):
-            self._put(out, of, name, self._state.tensors[name])
+            self._put(out, of, name, self._engine.whole(of, self._state.tensors[name]))
 
     def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
         """Writes what was found of a tensor, if this rank is the one that answers."""
