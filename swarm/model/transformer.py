@@ -19,7 +19,7 @@ from swarm.errors import BadBlob
 from swarm.experts import EMBEDDING, all_shapes, place_of
 from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
-from swarm.model.losses import LayerTerms, Losses, combine, output_losses
+from swarm.model.losses import LayerTerms, Losses, OutputLosses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
 from swarm.model.moe import (
     ExpertBank,
@@ -175,6 +175,7 @@ class Transformer(nn.Module):
     Attributes:
         stage: these.
         banks: what holds the experts, by layer.
+        output: forms the losses of the head.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
         found = (module for module in self.modules() if isinstance(module, ExpertBank))
         self.banks = dict(zip(self.stage.layers, found, strict=True))
+        self.output: OutputLosses = output_losses
         here = {name: tuple(each.shape) for name, each in self.named_parameters()}
         self._shapes = {name: here.get(name, shape) for name, shape in all_shapes(model).items()}
         self.own(owned)
@@ -311,7 +313,7 @@ class Transformer(nn.Module):
         """The same from the normalised last residual stream and the terms of all routers."""
         hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
         hidden_ND = hidden_ND.to(self.compute)
-        output = output_losses(
+        output = self.output(
             hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
         )
         weight_E = controls.count_weights(self.owned, terms[0].mean_E[None]) if controls else None

@@ -141,7 +141,8 @@ class MicroBatchBytes:
     def head(self, table: int) -> float:
         """Bytes while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
-        step = slice_tokens(self.tokens, self.model.vocab_size, self.options.device)
+        own = self.head_tokens()
+        step = slice_tokens(own, self.model.vocab_size, self.options.device)
         elements = step * self.model.vocab_size
         # A CPU has a product, and that in fp32, before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0
@@ -150,10 +151,16 @@ class MicroBatchBytes:
         slices = max(self.logits(), c * elements + product)
         matrices = max(4 * table + cast + slices, 2 * 4 * table)
         # The last residual stream, its norm, that in the compute type, and its gradient.
-        return matrices + self.tokens * hidden * (4 + 4 + (c if c < 4 else 0) + c)
+        shared = self.tokens * hidden * (4 + 4 + (c if c < 4 else 0))
+        return matrices + shared + own * hidden * c * (1 if own == self.tokens else 2)
+
+    def head_tokens(self) -> int:
+        """Tokens for which a rank computes the head."""
+        is_cut = self.options.tp > 1 and not self.model.tie_word_embeddings
+        return -(-self.tokens // self.options.tp) if is_cut else self.tokens
 
     def logits(self) -> float:
         """A slice of logits, and their exponentials in fp32, which replace fp32 ones."""
         c = self.compute
-        step = slice_tokens(self.tokens, self.model.vocab_size, self.options.device)
+        step = slice_tokens(self.head_tokens(), self.model.vocab_size, self.options.device)
         return (4 if c == 4 else c + 4) * step * self.model.vocab_size

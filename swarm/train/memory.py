@@ -296,7 +296,11 @@ def _resident(run: RunConfig, num_owned: int, options: EngineOptions, held: _Hel
     alike = held.sharers * options.tp // options.ep  # workers with the same experts
     adding = max(
         GRADIENT * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
-        for number, workers in ((trained - dealt, held.sharers), (dealt, alike))
+        for number, workers in (
+            (trained - dealt, held.sharers),
+            (dealt, alike),
+            (sizes.table if held.stage.is_last else 0, held.sharers * options.tp),
+        )
     )
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
     after = gradients + max(adding, UPDATE_BYTES[options.moments] * piece)

@@ -13,7 +13,7 @@ from swarm.train.memory import frozen_layer_bytes, pipeline_cut, sizes_of, train
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
-from swarm.train.parallel.tensor import sums_bytes
+from swarm.train.parallel.tensor import head_bytes, sums_bytes
 
 GPU_UPDATES_G_S = 50.0
 """10^9 parameters that a GPU updates in a second: 30 bytes of its memory's traffic each."""
@@ -55,7 +55,7 @@ class StepTime:
     def longest_part(self, than: StepTime) -> str:
         """Which part takes most longer than another step's, in words."""
         words = {
-            "products": "layers, or the head, are computed more than once",
+            "products": "layers are computed again",
             "waiting": "workers wait for each other",
             "tokens": "tokens travel to experts and back",
             "outputs": "outputs of heads and experts are added up",
@@ -81,9 +81,10 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
     if mesh.tp > 1:
-        # Head and routers are on every rank.
-        whole = tokens * (head_step_flops(run.model) + router_step_flops(run.model))
-        flops = flops / mesh.tp + whole * (1 - 1 / mesh.tp)
+        # Routers are on every rank, and so is a head that is the embedding.
+        tied = run.model.tie_word_embeddings
+        each = router_step_flops(run.model) + (head_step_flops(run.model) if tied else 0)
+        flops = flops / mesh.tp + tokens * each * (1 - 1 / mesh.tp)
     micro_s = flops / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
     # Each stream of micro-batches goes through all stages; slots are those of its slowest rank.
@@ -101,7 +102,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
         products=products_s,
         waiting=max(slots * share * micro_s - products_s, 0.0),
         tokens=travelling_s if mesh.tp == 1 else 0.0,
-        outputs=travelling_s if mesh.tp > 1 else 0.0,
+        outputs=travelling_s + slots * _head_s(run, options, machine, mesh) if mesh.tp > 1 else 0.0,
         stream=slots * _stream_s(run, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
         updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
@@ -117,9 +118,17 @@ def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
     else:
         rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
         leaving = crossing_bytes(rows, run.model, itemsize, again=again)
-    ranks = range(mesh.size)
-    parts = [ranks[first : first + options.ep] for first in ranks[:: options.ep]]
-    return machine.fabric.exchange_s(parts, leaving)
+    return machine.fabric.exchange_s(mesh.sharers, leaving)
+
+
+def _head_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one micro-batch: gradients at the input of a head that is cut by tokens."""
+    if run.model.tie_word_embeddings:
+        return 0.0
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    itemsize = DTYPES[options.compute].itemsize
+    leaving = head_bytes(tokens, run.model, itemsize, options.tp)
+    return machine.fabric.exchange_s(mesh.sharers, leaving)
 
 
 def _stream_s(run: RunConfig, machine: Machine, mesh: Mesh) -> float:
@@ -136,13 +145,20 @@ def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Mac
     """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
     fabric = machine.fabric
     mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
-    shared, owned = max(trained_by_stage(run, num_owned, options), key=sum)
-    if options.ep == 1:
-        shared, owned = shared + owned, 0
+    # Where heads are cut the gradient of the head is of the tokens of one rank.
+    is_cut = mesh.tp > 1 and not run.model.tie_word_embeddings
+    stages = trained_by_stage(run, num_owned, options)
+    heads = [0] * (len(stages) - 1) + [sizes_of(run.model, 0).table if is_cut else 0]
     seconds = 0.0
-    for number, parts in ((shared, mesh.streams), (owned, mesh.replicas)):
-        others = len(parts[0]) - 1
-        seconds += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+    for (shared, owned), head in zip(stages, heads, strict=True):
+        kinds = [(shared - head, mesh.streams), (head, mesh.stages), (owned, mesh.replicas)]
+        if options.ep == 1:
+            kinds = [(shared + owned, mesh.streams)]
+        of_stage = 0.0
+        for number, parts in kinds:
+            others = len(parts[0]) - 1
+            of_stage += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+        seconds = max(seconds, of_stage)
     if mesh.pp > 1 and run.model.tie_word_embeddings:
         seconds += fabric.exchange_s(mesh.ends, SUM_BYTES / 2 * sizes_of(run.model, 0).table)
     return seconds

@@ -24,7 +24,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.heads import Heads
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.sharding import RankEngine
-from swarm.train.parallel.tensor import SharedBank, sums_bytes
+from swarm.train.parallel.tensor import SharedBank, head_bytes, sums_bytes
 from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.team import together
@@ -223,7 +223,11 @@ INFLUENCED = {
 }
 
 
-@pytest.mark.parametrize("recompute, more", [("none", {}), ("routing", ONE_NORM["model"])])
+@pytest.mark.parametrize(
+    "recompute, more",
+    [("none", {}), ("routing", {**ONE_NORM["model"], "tie_word_embeddings": True})],
+    ids=["", "layers again, one norm over all heads, tied"],
+)
 def test_ranks_decide_as_one_process(recompute, more):
     """Capacity, noise, the compared pairs, and an evaluation; of four ranks, two by two."""
     run = run_of(**{**INFLUENCED, "model": {**INFLUENCED["model"], **more}})
@@ -333,12 +337,16 @@ def test_a_layer_and_micro_batch_take_five_sums_and_as_many_bytes_as_planned(
         if sections == ONE_NORM:
             expected |= {"norms": 2 * each * (1 + again), "norm gradients": 2 * each}
         assert {kind: counts.pop(kind) for kind in expected} == expected
-        # Gradients of a QK-norm that heads share; losses, norms, and those of the experts.
-        assert counts == {"numbers": 3} | ({} if sections == ONE_NORM else {"sums": 2})
+        # Losses and gradients of the head; gradients of it and of a QK-norm that heads share;
+        # losses, norms, and those of the experts.
+        head = dict.fromkeys(("losses", "head gradients"), micro_batches)
+        assert counts == {**head, "sums": 2, "numbers": 3}
         sent = sum(found[kind][1] for kind in expected)
         itemsize = DTYPES[run.train.compute].itemsize
         planned = sums_bytes(num_tokens, run.model, itemsize, size, again=again)
         assert sent == pytest.approx(each * planned, rel=0.02)
+        planned = head_bytes(num_tokens, run.model, itemsize, size)
+        assert found["head gradients"][1] == pytest.approx(micro_batches * planned, rel=0.02)
 
 
 # ------------------------------------------------ what must not be left out
@@ -363,7 +371,7 @@ class OfOwnHeads(RankEngine):
     """Does not add up over the ranks what the gradient of a QK-norm is of their heads."""
 
     def _add_up(self):
-        self._heads.is_summed = lambda name: False
+        self._heads.is_summed = lambda name: name == "lm_head.weight"
         super()._add_up()
 
 

@@ -69,9 +69,9 @@ class Heads:
         return self.dimension(name) is not None
 
     def is_summed(self, name: str) -> bool:
-        """Whether a tensor is whole here, but its gradient only of the heads of this rank."""
-        in_norm = _part_of_attention(name) in NORMS
-        return self.group.size > 1 and in_norm and not self.cuts(name)
+        """Whether a tensor is whole here, but its gradient only of this rank's heads, or tokens."""
+        in_norm = _part_of_attention(name) in NORMS and not self.cuts(name)
+        return self.group.size > 1 and (in_norm or name == "lm_head.weight")
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a whole tensor; `shape` is what this rank has, of one that is not cut."""

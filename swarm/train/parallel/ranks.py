@@ -254,8 +254,8 @@ class Ranks:
         self._all_gather(mine_X.view(torch.uint8), total_X.view(torch.uint8))
         return mine_X[:size].view(part.shape).to(part.device)
 
-    def collected(self, part: Tensor) -> list[Tensor]:
-        """Tensors of one shape and any one type of all ranks, on every rank.
+    def collected(self, part: Tensor, kind: str = "values") -> list[Tensor]:
+        """Tensors of one shape and any one type of all ranks, on every rank; `kind` as in `total`.
 
         Raises:
             Disconnected: another rank is gone.
@@ -264,7 +264,7 @@ class Ranks:
             return [part]
         mine_X = part.contiguous().view(-1).to(self.device)
         found_X = mine_X.new_empty(self.size * len(mine_X))
-        self.traffic.count("values", mine_X.nbytes * (self.size - 1))
+        self.traffic.count(kind, mine_X.nbytes * (self.size - 1))
         self._all_gather(found_X.view(torch.uint8), mine_X.view(torch.uint8))
         return [each.view(part.shape).to(part.device) for each in found_X.chunk(self.size)]
 

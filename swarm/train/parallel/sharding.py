@@ -45,7 +45,7 @@ from swarm.train.parallel.heads import Heads, HeadsAdamW
 from swarm.train.parallel.mesh import Mesh, Move
 from swarm.train.parallel.moving import Form, moved
 from swarm.train.parallel.ranks import Ranks
-from swarm.train.parallel.tensor import HeadsAttention, SharedBank
+from swarm.train.parallel.tensor import HeadsAttention, SharedBank, shared_output_losses
 from swarm.train.resident import ResidentEngine
 
 
@@ -82,6 +82,8 @@ class RankEngine(ResidentEngine):
             attention = functools.partial(HeadsAttention, heads=self._heads)
             self._stage_ranks = ranks.part(mesh.stages)
         super().__init__(run, options, bank=bank, attention=attention, stage=stage)
+        if options.tp > 1 and not run.model.tie_word_embeddings:
+            self._model.output = functools.partial(shared_output_losses, group=self._group)
 
     def _adamw(self, options: EngineOptions) -> OwnedAdamW:
         if options.tp == 1:
@@ -217,20 +219,20 @@ class RankEngine(ResidentEngine):
     def _add_up(self) -> None:
         """Of shared tensors over all that have them, of dealt experts over those of this seat.
 
-        Where heads are cut, gradients of what these share are of the heads of one rank.
+        Where heads are cut, some gradients are of the heads or tokens of one rank.
         """
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
-        of_heads: list[Tensor] = []
+        partial: list[Tensor] = []
         for name, parameter in zip(self._optimizer.names, self._optimizer.parameters, strict=True):
             assert parameter.grad is not None
             is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
-            others = of_heads if self._heads.is_summed(name) else everywhere
+            others = partial if self._heads.is_summed(name) else everywhere
             (dealt if is_dealt else others).append(parameter.grad)
         self._same.add_up(everywhere)
         self._replicas.add_up(dealt)
-        if of_heads:
-            self._stage_ranks.add_up(of_heads)
+        if partial:
+            self._stage_ranks.add_up(partial)
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         named = self._gradients_by_name()

@@ -1,7 +1,9 @@
 """Tensor parallel: the ranks of a group have all tokens, and each its heads and its experts.
 
-The residual stream is whole on every rank, and so is what is computed from it alone: norms, router,
-head and losses, with the same values and gradients on all of them. Each rank computes the outputs
+The residual stream is whole on every rank, and so is what is computed from it alone: norms, router
+and the losses of both, with the same values and gradients on all of them. The head, which can cost
+as much as several layers, is computed by each rank for its share of the tokens, unless it is the
+embedding. Each rank computes the outputs
 of its own heads, and those of its own experts for the tokens that have chosen them; no token
 travels. In a layer and micro-batch the ranks add up outputs twice forward, behind attention and
 behind the experts, and backward gradients twice, at the inputs of both, and those of the routing
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from swarm.config import ModelConfig
 from swarm.model.attention import Attention, Positions, RMSNorm
+from swarm.model.losses import output_losses
 from swarm.model.moe import Recall, Routing
 from swarm.model.rows import plan_rows
 from swarm.model.similarity import Pair, similarity
@@ -142,6 +145,32 @@ class SharedBank(DealtBank):
         return similarity(x_ND, pairs, lambda *_: next(outputs))
 
 
+def shared_output_losses(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    labels_N: Tensor,
+    z_weight: float,
+    mean_over: float | None = None,
+    *,
+    group: Ranks,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `output_losses`, of which each rank of a group computes its share of the tokens.
+
+    The gradient of the head is of these tokens alone, that of the tokens is collected.
+    """
+    start, stop = _share(len(labels_N), group, group.rank)
+    hidden_nD: Tensor = _Share.apply(group, hidden_ND)  # type: ignore[no-untyped-call]
+    labels_n = labels_N[start:stop]
+    terms = output_losses(hidden_nD, head_VD, labels_n, z_weight, mean_over or len(labels_N))
+    total, cross_entropy, z = _leaving(group, "losses", torch.stack(terms)).unbind()
+    return total, cross_entropy.detach(), z.detach()
+
+
+def head_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int) -> float:
+    """Bytes that leave a rank for the gradients of a micro-batch at the input of the head."""
+    return (ways - 1) / ways * tokens * itemsize * model.hidden_size
+
+
 def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, again: bool) -> float:
     """Bytes that leave a rank for the sums of one layer and micro-batch.
 
@@ -171,6 +200,30 @@ def _leaving(group: Ranks, kind: str, part: Tensor) -> Tensor:
     """The sum of what each rank has computed: all have its gradient."""
     total: Tensor = _Leave.apply(group, kind, part)  # type: ignore[no-untyped-call]
     return total
+
+
+def _share(tokens: int, group: Ranks, rank: int) -> tuple[int, int]:
+    """Of so many tokens the first of a rank, and the first of the next one."""
+    return tokens * rank // group.size, tokens * (rank + 1) // group.size
+
+
+class _Share(torch.autograd.Function):
+    """Of tokens that all ranks have those of this one; their gradients go to all."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Ranks, x_ND: Tensor) -> Tensor:
+        ctx.group, ctx.tokens = group, len(x_ND)
+        start, stop = _share(len(x_ND), group, group.rank)
+        return x_ND[start:stop].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        group, own_nD = ctx.group, gradients[0]
+        places = [_share(ctx.tokens, group, rank) for rank in range(group.size)]
+        sizes = [stop - start for start, stop in places]
+        padding = own_nD.new_zeros(max(sizes) - len(own_nD), own_nD.shape[1])
+        found = group.collected(torch.cat([own_nD, padding]), "head gradients")
+        return None, torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
 
 
 class _Enter(torch.autograd.Function):
