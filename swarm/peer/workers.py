@@ -152,7 +152,7 @@ def _tensors(
             f"{name} and {setting}: both at once are not built",
             hint="leave out one of both",
         )
-    if workers == 0 or here % asked or workers % here:
+    if workers == 0 or here % asked or workers % asked:
         raise ConfigError(
             f"{name}: it has to divide the {here or 'missing'} workers of a machine (--gpus)",
             hint="leave it out: heads are cut where that is fastest",

@@ -243,8 +243,9 @@ class Ranks:
         if self.size == 1:
             return part
         size, dtype = part.numel(), part.dtype
-        mine_X = part.new_zeros(size + -size % self.size, device=self.device)
+        mine_X = part.new_empty(size + -size % self.size, device=self.device)
         mine_X[:size].copy_(part.reshape(-1))
+        mine_X[size:] = 0
         received_X = torch.empty_like(mine_X)
         # As bytes: gloo has not all types.
         cut = [mine_X.nbytes // self.size] * self.size

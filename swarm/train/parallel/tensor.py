@@ -1,14 +1,16 @@
 """Tensor parallel: the ranks of a group have all tokens, and each its heads and its experts.
 
-The residual stream is whole on every rank, and so is what is computed from it alone: norms, router
-and the losses of both, with the same values and gradients on all of them. The head, which can cost
-as much as several layers, is computed by each rank for its share of the tokens, unless it is the
-embedding. Each rank computes the outputs
+The residual stream is whole on every rank, and so is what is computed from it alone: norms, routers
+and their losses, with the same values and gradients on all of them. Each rank computes the outputs
 of its own heads, and those of its own experts for the tokens that have chosen them; no token
 travels. In a layer and micro-batch the ranks add up outputs twice forward, behind attention and
 behind the experts, and backward gradients twice, at the inputs of both, and those of the routing
-weights. Where a layer is computed again, its outputs of attention are added up once more; those of
-the experts are not, since backward needs nothing that follows them.
+weights; a QK-norm over all heads at once takes four more, of one number a token. Where a layer is
+computed again, what comes before the experts' outputs is added up once more; these are not, since
+backward needs nothing that follows them.
+
+The head, which can cost as much as several layers, is computed by each rank for its share of the
+tokens, unless it is the embedding, whose gradient would be of some tokens twice.
 
 Source: Shoeybi et al., arXiv 1909.08053 (Megatron-LM), with whole experts in the place of cut ones.
 
