@@ -190,6 +190,27 @@ class Ranks:
                 for each, values in zip(parts[rank], theirs, strict=False):
                     each.copy_(values)
 
+    def shared(
+        self, mine: Sequence[Sequence[float]], count: int, width: int, own: range | None = None
+    ) -> Tensor:
+        """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
+
+        Fp32 values and whole numbers below 2^53 come through unchanged.
+
+        Args:
+            mine: the rows of this rank.
+            count: micro-batches.
+            width: of a row.
+            own: the micro-batches of these rows; None for this rank's block.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        rows = torch.zeros(count, width, dtype=torch.float64)
+        for index, row in zip(self.block(count) if own is None else own, mine, strict=True):
+            rows[index] = torch.tensor(row, dtype=torch.float64)
+        return self.united(rows)
+
     def united(self, numbers: Tensor) -> Tensor:
         """Fp64 numbers on the CPU, each of which one rank alone knows; the others have 0 there.
 

@@ -205,16 +205,11 @@ class RankEngine(ResidentEngine):
         return [form.losses(row, self._device) for row in rows]
 
     def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:
-        """Rows of numbers of all micro-batches, fp64, from the ranks that have computed them.
-
-        Fp32 values and whole numbers below 2^53 come through unchanged.
-        """
-        table = torch.zeros(shape, dtype=torch.float64)
+        """Rows of numbers of all micro-batches, fp64, from the ranks that have computed them."""
         # Ranks that share heads have the same ones.
         speaks = self._mesh.tp == 1 or self._group.rank == 0
-        for index, row in zip(mine, rows if speaks else (), strict=False):
-            table[index] = torch.tensor(row, dtype=torch.float64)
-        return self._ranks.united(table)
+        told = rows if speaks else ()
+        return self._ranks.shared(told, *shape, mine[: len(told)])
 
     def _add_up(self) -> None:
         """Of shared tensors over all that have them, of dealt experts over those of this seat.
