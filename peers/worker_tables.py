@@ -14,7 +14,7 @@ from swarm.train.memory import need_of, stage_needs
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.sizes import Need, pipeline_cut
 
-PARTS = ("products", "waiting", "tokens", "stream", "sums", "updates")
+PARTS = ("products", "waiting", "tokens", "outputs", "stream", "sums", "updates")
 """Of a step, as `StepTime` has them."""
 
 
@@ -39,6 +39,8 @@ def held_by(run: RunConfig, planned: RunPlan) -> list[tuple[str, Need]]:
     options, owned = planned.engine.options, planned.owned_experts
     workers, experts = planned.machine.fabric.size, run.model.num_experts
     share = f"1/{options.ep} of {experts} experts" if options.ep > 1 else f"{experts} experts"
+    if options.tp > 1:
+        share += " and of the heads"
     cut = f", 1/{options.shards} of masters and moments" if options.shards > 1 else ""
     if options.kind is EngineKind.STREAMING:
         words = "streams all layers from the one host copy"
@@ -56,16 +58,17 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
     """Every way to cut the model over the workers, for people; the chosen one first."""
     title = "ways to cut the model over the workers, in seconds of a step"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    columns = ("ep", "pp", "moments", "fits", "device", "compute", "wait", "send", "step")
+    columns = ("ep", "pp", "tp", "moments", "fits", "device", "compute", "wait", "send", "step")
     for name in (*columns, "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for rung in (planned.engine, *planned.engine.others):
         options, time = rung.options, rung.time
-        sending = time.tokens + time.stream + time.sums
+        sending = time.tokens + time.outputs + time.stream + time.sums
         seconds = (time.products + time.updates, time.waiting, sending, time.total)
         table.add_row(
             str(options.ep),
             str(options.pp),
+            str(options.tp),
             options.moments + _marks(options),
             "yes" if rung.fits else "no",
             _gigabytes(rung.need.crowded),
@@ -73,7 +76,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
             f"{run.train.batch_tokens / time.total:,.0f}",
         )
     table.caption = (
-        "ep: experts dealt out over so many; pp: layers cut over so many.\n"
+        "ep: experts dealt out over so many; pp: layers cut over so many; tp: heads too.\n"
         "device: with room for 25 % more rows on the experts of a worker than an even share.\n"
         "*: layers are computed again for backward; +: masters and moments cut over those alike;\n"
         "s: all stream from one host copy.\n"
@@ -111,6 +114,7 @@ def _figures(run: RunConfig, rung: Rung) -> dict[str, Any]:
         "engine": options.kind.value,
         "expert_parallel": options.ep,
         "pipeline": options.pp,
+        "tensor_parallel": options.tp,
         "shards": options.shards,
         "moments": options.moments,
         "recompute": options.recompute,

@@ -5,8 +5,8 @@
     python scripts/bench_parallel.py --device cuda --shape 7b --meshes w1 dp2 --backend gloo
 
 A mesh is named by its parts: w1 is one worker, dp2 two whole models, ep2 the experts dealt out over
-two, pp2 the layers cut over two, dp2-ep2 and dp2-pp2 two of those, s2 two that stream layers from
-one host copy of the weights. In every turn each of them and
+two, pp2 the layers cut over two, tp2 heads and experts cut over two, dp2-ep2 and tp2-pp2 two of
+those, s2 two that stream layers from one host copy of the weights. In every turn each of them and
 the resident engine, which computes in this process, train the same batches from the same weights.
 Workers that share a GPU need --backend gloo.
 
@@ -55,26 +55,31 @@ class Form:
         workers: processes.
         ep: of which each group shares the experts.
         pp: of which each group shares the layers.
+        tp: of which each group shares the heads, and the experts.
         kind: of the engine of each.
     """
 
     workers: int
     ep: int
     pp: int
+    tp: int = 1
     kind: EngineKind = EngineKind.RESIDENT
 
     @staticmethod
     def of(name: str) -> Form:
         """Reads such as dp2-ep2; raises ValueError."""
-        sizes = {"w": 1, "dp": 1, "ep": 1, "pp": 1, "s": 0}
+        sizes = {"w": 1, "dp": 1, "ep": 1, "pp": 1, "tp": 1, "s": 0}
         for part in name.split("-"):
-            found = re.fullmatch("(w|dp|ep|pp|s)([1-9][0-9]?)", part)
+            found = re.fullmatch("(w|dp|ep|pp|tp|s)([1-9][0-9]?)", part)
             if not found or ("s" in found[1] and part != name):
-                raise ValueError(f"{name}: such as w1, dp2, ep2, pp4, dp2-ep2, s2")
+                raise ValueError(f"{name}: such as w1, dp2, ep2, pp4, tp2, dp2-ep2, s2")
             sizes[found[1]] = int(found[2])
         if streaming := sizes.pop("s"):
-            return Form(streaming, 1, 1, EngineKind.STREAMING)
-        return Form(math.prod(sizes.values()), sizes["ep"], sizes["pp"])
+            return Form(streaming, 1, 1, kind=EngineKind.STREAMING)
+        if min(sizes["ep"], sizes["tp"]) > 1:
+            raise ValueError(f"{name}: such as w1, dp2, ep2, tp2; with tp the experts are cut too")
+        number = math.prod(sizes.values())
+        return Form(number, max(sizes["ep"], sizes["tp"]), sizes["pp"], sizes["tp"])
 
 
 def engine_of(name: str, run: RunConfig, owned: int, args: argparse.Namespace) -> Engine:
@@ -85,7 +90,7 @@ def engine_of(name: str, run: RunConfig, owned: int, args: argparse.Namespace) -
     else:
         form = Form.of(name)
         place = Place(form.workers, args.device, args.threads, args.backend)
-        options = replace(options, ep=form.ep, pp=form.pp, kind=form.kind)
+        options = replace(options, ep=form.ep, pp=form.pp, tp=form.tp, kind=form.kind)
         engine = ParallelEngine(run, [options], lambda: Crew(place))
     engine.own(range(owned))
     fill(engine, run, args.device)

@@ -6,7 +6,7 @@ head as it is multiplied (V, or a few more), L layers, E experts, K experts of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,12 @@ def output_losses(
         hidden_ND, head_VD, labels_N, z_weight, mean_over or len(labels_N), wanted
     )
     return total, cross_entropy, z
+
+
+OutputLosses = Callable[
+    [Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]
+]
+"""As `output_losses`."""
 
 
 class _Output(torch.autograd.Function):

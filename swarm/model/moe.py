@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
+from swarm.model.attention import Attention
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack, empty_stack
 from swarm.model.routing import RoutingControls, expert_capacity, gaussian, within_capacity
 from swarm.model.rows import Plan, plan_rows
@@ -302,6 +303,8 @@ class ExpertBank(nn.Module):
 
 MakeBank = Callable[[ModelConfig, "Storage"], ExpertBank]
 """Makes the bank of a layer."""
+MakeAttention = Callable[[ModelConfig, torch.dtype, torch.device], Attention]
+"""Makes the attention of a layer."""
 
 
 @dataclass(frozen=True)
@@ -313,12 +316,14 @@ class Storage:
         compute: type of all matrix products.
         device: where they lie.
         bank: makes what holds the experts of a layer.
+        attention: makes the attention of a layer.
     """
 
     frozen: FrozenFormat
     compute: torch.dtype
     device: torch.device
     bank: MakeBank = ExpertBank
+    attention: MakeAttention = Attention
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -19,9 +19,18 @@ from swarm.errors import BadBlob
 from swarm.experts import EMBEDDING, all_shapes, place_of
 from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
-from swarm.model.losses import LayerTerms, Losses, combine, output_losses
+from swarm.model.losses import LayerTerms, Losses, OutputLosses, combine, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
-from swarm.model.moe import ExpertBank, MakeBank, Recall, Router, Routing, SparseMLP, Storage
+from swarm.model.moe import (
+    ExpertBank,
+    MakeAttention,
+    MakeBank,
+    Recall,
+    Router,
+    Routing,
+    SparseMLP,
+    Storage,
+)
 from swarm.model.routing import RoutingControls, bias_update
 from swarm.model.stage import Stage
 
@@ -36,9 +45,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
-        compute, device = storage.compute, storage.device
+        device = storage.device
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.self_attn = Attention(model, compute, device)
+        self.self_attn = storage.attention(model, storage.compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.mlp = SparseMLP(model, storage)
 
@@ -164,11 +173,13 @@ class Transformer(nn.Module):
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
         bank: makes what holds the experts of a layer.
+        attention: makes the attention of a layer.
         stage: the layers, and with them the ends, that it has; None for all.
 
     Attributes:
         stage: these.
         banks: what holds the experts, by layer.
+        output: forms the losses of the head.
     """
 
     def __init__(
@@ -181,19 +192,23 @@ class Transformer(nn.Module):
         recompute: Recompute = "none",
         device: torch.device | str = "cpu",
         bank: MakeBank = ExpertBank,
+        attention: MakeAttention = Attention,
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
         self.stage = stage or Stage.whole(model)
-        self._shapes = all_shapes(model)
-        self.model = Decoder(model, Storage(frozen, self.compute, device, bank), self.stage)
+        storage = Storage(frozen, self.compute, device, bank, attention)
+        self.model = Decoder(model, storage, self.stage)
         self.model.recompute = recompute
         if self.stage.is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
         found = (module for module in self.modules() if isinstance(module, ExpertBank))
         self.banks = dict(zip(self.stage.layers, found, strict=True))
+        self.output: OutputLosses = output_losses
+        here = {name: tuple(each.shape) for name, each in self.named_parameters()}
+        self._shapes = {name: here.get(name, shape) for name, shape in all_shapes(model).items()}
         self.own(owned)
 
     @property
@@ -258,7 +273,7 @@ class Transformer(nn.Module):
             stack.put(row, tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor by its Hugging Face name; raises BadBlob as `read`."""
+        """The shape in which it has a tensor, by Hugging Face name; raises BadBlob as `read`."""
         if name not in self._shapes:
             raise BadBlob("name", f"the model has no tensor {name}")
         return self._shapes[name]
@@ -302,7 +317,7 @@ class Transformer(nn.Module):
         """The same from the normalised last residual stream and the terms of all routers."""
         hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
         hidden_ND = hidden_ND.to(self.compute)
-        output = output_losses(
+        output = self.output(
             hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
         )
         weight_E = controls.count_weights(self.owned, terms[0].mean_E[None]) if controls else None

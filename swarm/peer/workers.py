@@ -22,6 +22,7 @@ from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.fabric import Bus, Fabric
 from swarm.train.parallel.handshake import key_at
+from swarm.train.parallel.heads import why_not_cut
 from swarm.train.parallel.history import Saved
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.nodes import Nodes
@@ -94,21 +95,28 @@ def _refuse_far_streaming(compute: ComputeSection) -> None:
         )
 
 
-def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tuple[Mesh, ...]:
+def meshes_of(
+    compute: ComputeSection, workers: int, model: ModelConfig, *, per_node: int = 0
+) -> tuple[Mesh, ...]:
     """Every way in which a peer's workers may hold the model; the planner takes the fastest.
 
     Args:
         compute: what the person decided.
         workers: processes that compute, on all machines; 0 for none beside the peer's own.
-        model: with so many experts and layers.
+        model: with so many experts, heads and layers.
+        per_node: workers of a machine; 0 for all of them.
 
     Raises:
         ConfigError: the workers cannot be split as the person decided.
     """
+    tensors = _tensors(compute, workers, model, per_node)
+    if compute.tensor_parallel > 1:
+        compute = compute.model_copy(update={"expert_parallel": compute.tensor_parallel})
     asked = compute.pipeline, compute.expert_parallel
     if min(asked) > 1 and workers % (asked[0] * asked[1]):
+        name = "tensor_parallel" if compute.tensor_parallel > 1 else "expert_parallel"
         raise ConfigError(
-            f"compute.pipeline = {asked[0]} times compute.expert_parallel = {asked[1]}: it has to "
+            f"compute.pipeline = {asked[0]} times compute.{name} = {asked[1]}: it has to "
             f"divide the {workers} workers (--gpus)",
             hint="leave out one of both",
         )
@@ -117,7 +125,40 @@ def meshes_of(compute: ComputeSection, workers: int, model: ModelConfig) -> tupl
     size = max(workers, 1)
     # Both at once only where that is asked for.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
-    return tuple(Mesh(size, ep, pp) for ep, pp in pairs)
+    found = [Mesh(size, ep, pp) for ep, pp in pairs if 1 in tensors]
+    return *found, *(Mesh(size, ep, pp, ep) for ep, pp in pairs if 1 < ep in tensors)
+
+
+def _tensors(
+    compute: ComputeSection, workers: int, model: ModelConfig, per_node: int
+) -> tuple[int, ...]:
+    """Over how many workers attention may be cut by heads; raises as `meshes_of`."""
+    asked, here = compute.tensor_parallel, per_node or workers
+    other = {
+        "compute.expert_parallel": compute.expert_parallel not in {0, asked},
+        'compute.shard = "state"': compute.shard == "state",
+        'compute.moments = "int8"': compute.moments == "int8",
+        'compute.pipeline_schedule = "interleaved"': compute.pipeline > 1
+        and compute.pipeline_schedule == "interleaved",
+    }
+    if asked < 2:
+        is_free = asked == 0 and not any(other.values()) and compute.pipeline < 2
+        ways = _divisors(here, model.num_experts) if is_free and workers else (1,)
+        return tuple(n for n in ways if not why_not_cut(model, n))
+    name = f"compute.tensor_parallel = {asked}"
+    for setting in [each for each in other if other[each]]:
+        raise ConfigError(
+            f"{name} and {setting}: both at once are not built",
+            hint="leave out one of both",
+        )
+    if workers == 0 or here % asked or workers % asked:
+        raise ConfigError(
+            f"{name}: it has to divide the {here or 'missing'} workers of a machine (--gpus)",
+            hint="leave it out: heads are cut where that is fastest",
+        )
+    if reason := why_not_cut(model, asked):
+        raise ConfigError(f"{name}: {reason}", hint="choose a smaller number, or leave it out")
+    return (asked,)
 
 
 def _dealings(compute: ComputeSection, workers: int, num_experts: int) -> tuple[int, ...]:
@@ -164,10 +205,11 @@ def for_workers(
     Raises:
         ConfigError: as `meshes_of`; or they are to stream and cannot.
     """
-    meshes = meshes_of(compute, workers.size, run.model)
+    meshes = meshes_of(compute, workers.size, run.model, per_node=workers.per_node)
     cut = {
         "compute.expert_parallel": compute.expert_parallel > 1,
         "compute.pipeline": compute.pipeline > 1,
+        "compute.tensor_parallel": compute.tensor_parallel > 1,
         'compute.shard = "state"': compute.shard == "state",
     }
     if workers.nodes > 1:

@@ -39,8 +39,9 @@ class Rows:
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         rows, experts = tokens * run.model.num_experts_per_tok, run.model.num_experts / options.ep
         padded = DTYPES[options.compute].itemsize == 2 and options.device != "cuda"
-        computed = rows + (PAD_ROWS_BF16 / 2 * experts if padded else 0)
-        return cls(rows, rows, computed, computed / experts)
+        received = rows / options.tp  # else those of as many other tokens
+        computed = received + (PAD_ROWS_BF16 / 2 * experts if padded else 0)
+        return cls(rows, received, computed, computed / experts)
 
     def crowded(self, more: float) -> Rows:
         """With this share of rows more on the rank's experts."""
@@ -64,6 +65,7 @@ class MicroBatchBytes:
         self.grouped = options.device == "cuda"
         self.experts = run.model.num_experts / options.ep
         self.rows = rows or Rows.even(run, options)
+        self.travels = options.ep > 1 and options.tp == 1  # rows go to other ranks
 
     def checkpoint(self) -> float:
         """The residual stream, fp32."""
@@ -79,16 +81,21 @@ class MicroBatchBytes:
     def sorted_rows(self) -> float:
         """Where the rows of a layer lie, here and where they are computed if that is elsewhere."""
         pairs = self.tokens * self.model.num_experts_per_tok
-        if self.options.ep == 1:
-            return 8.0 * 3 * pairs
         rows = self.rows
+        if self.options.tp > 1:
+            # Of its own rows token and pair; of all pairs the row, which are its own, and for these
+            # another copy of the weights.
+            return pairs * (8.0 + 2 + 4) + 8.0 * 2 * rows.computed
+        if not self.travels:
+            return 8.0 * 3 * pairs
         return 8.0 * (2 * rows.sent + pairs + 2 * rows.computed + rows.received)
 
     def kept(self) -> float:
         """Bytes that the graph of one layer keeps for its backward."""
         model, c = self.model, self.compute
         hidden, head = model.hidden_size, model.dim_per_head
-        queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
+        queries = model.num_attention_heads * head / self.options.tp
+        keys = model.num_key_value_heads * head / self.options.tp
         # Inputs of both norms and of the router in fp32, of attention and of experts.
         per_token: float = 4 * 3 * hidden + c * hidden
         # Projections before their norms; rotated ones; values; the output.
@@ -106,11 +113,11 @@ class MicroBatchBytes:
         probabilities = 4 * self.tokens * self.model.num_experts
         return self.kept() - self.checkpoint() - self.routing() + probabilities
 
-    def scales(self) -> int:
+    def scales(self) -> float:
         """Numbers of a token: of the norms, and of the softmax of each head."""
-        model = self.model
-        heads = model.num_attention_heads
-        of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads}
+        model, tp = self.model, self.options.tp
+        heads = model.num_attention_heads / tp
+        of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads / tp}
         return 2 + of_norms[model.qk_norm] + heads
 
     def places(self) -> float:
@@ -122,7 +129,7 @@ class MicroBatchBytes:
 
         In fp32 that of a token is the router's.
         """
-        if self.options.ep > 1:
+        if self.travels:
             return self.rows.received
         return self.tokens if self.compute < 4 else 0
 
@@ -132,7 +139,8 @@ class MicroBatchBytes:
         if self.compute != 2 or self.grouped or length > SHORT_TOKENS:
             return 0.0
         keys = (length + min(length, BLOCK_TOKENS)) / 2
-        return self.compute * self.tokens * self.places() * keys * self.model.num_attention_heads
+        heads = self.model.num_attention_heads / self.options.tp
+        return self.compute * self.tokens * self.places() * keys * heads
 
     def cast_matrices(self, layer_cast: int) -> float:
         """So many parameters of a layer in the compute type, kept beside their masters."""
@@ -160,7 +168,7 @@ class MicroBatchBytes:
         gathered = (row + 4 + c) * rows.computed + self.checkpoint()
         # Once the products are gone the rows of each token are added up in fp32.
         adding = 2 * self.checkpoint()
-        if self.options.ep == 1:
+        if not self.travels:
             gathered += row * self.tokens if c < 4 else 0  # as products take it
         else:
             # Gradients of outputs, here and there, and those of rows on their way back, with the
@@ -173,7 +181,8 @@ class MicroBatchBytes:
     def head(self, table: int) -> float:
         """Bytes while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
-        step = slice_tokens(self.tokens, self.model.vocab_size, self.options.device)
+        own = self.head_tokens()
+        step = slice_tokens(own, self.model.vocab_size, self.options.device)
         elements = step * self.model.vocab_size
         # A CPU has a product, and that in fp32, before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0
@@ -183,10 +192,16 @@ class MicroBatchBytes:
         slices = max(self.logits(), c * elements + product)
         matrices = max(4 * table + cast + slices, 2 * 4 * table)
         # The last residual stream, its norm, that in the compute type, and its gradient.
-        return matrices + self.tokens * hidden * (4 + 4 + (c if c < 4 else 0) + c)
+        shared = self.tokens * hidden * (4 + 4 + (c if c < 4 else 0))
+        return matrices + shared + own * hidden * c * (1 if own == self.tokens else 2)
+
+    def head_tokens(self) -> int:
+        """Tokens for which a rank computes the head."""
+        is_cut = self.options.tp > 1 and not self.model.tie_word_embeddings
+        return -(-self.tokens // self.options.tp) if is_cut else self.tokens
 
     def logits(self) -> float:
         """A slice of logits, and their exponentials in fp32, which replace fp32 ones."""
         c = self.compute
-        step = slice_tokens(self.tokens, self.model.vocab_size, self.options.device)
+        step = slice_tokens(self.head_tokens(), self.model.vocab_size, self.options.device)
         return (4 if c == 4 else c + 4) * step * self.model.vocab_size

@@ -36,9 +36,9 @@ class Rung:
     fits: bool
 
     @property
-    def cut(self) -> tuple[int, int]:
-        """Over how many workers experts are dealt out, and layers cut."""
-        return self.options.ep, self.options.pp
+    def cut(self) -> tuple[int, int, int]:
+        """Over how many workers experts are dealt out, layers cut, and heads cut."""
+        return self.options.ep, self.options.pp, self.options.tp
 
     @property
     def streams(self) -> bool:
@@ -87,7 +87,7 @@ def best_of_each_cut(ladder: Sequence[Rung], chosen: Rung) -> list[Rung]:
     Returns:
         Of each way the first engine that fits, else the one that needs least.
     """
-    ways: dict[tuple[tuple[int, int], bool], list[Rung]] = {}
+    ways: dict[tuple[tuple[int, int, int], bool], list[Rung]] = {}
     for rung in ladder:
         ways.setdefault((rung.cut, rung.streams), []).append(rung)
     del ways[chosen.cut, chosen.streams]
@@ -126,7 +126,9 @@ def name_of(options: EngineOptions) -> str:
     if options.kind is EngineKind.STREAMING:
         return "streaming from one host copy"
     words = []
-    if options.ep > 1:
+    if options.tp > 1:
+        words.append(f"heads and experts cut over {options.tp}")
+    elif options.ep > 1:
         words.append(f"experts dealt out over {options.ep}")
     if options.pp > 1:
         words.append(f"a pipeline of {options.pp} stages")

@@ -42,12 +42,13 @@ class Wishes:
 
     Attributes:
         folder: where frozen experts may be mapped from disk; None forbids it.
-        meshes: over how many workers the resident engine's experts may be dealt out, and its layers
-            be cut as the stages of a pipeline; each of as many workers as the machine's fabric has.
+        meshes: over how many workers the resident engine's experts may be dealt out, with the heads
+            of attention or without, and its layers be cut as the stages of a pipeline; each of as
+            many workers as the machine's fabric has.
         schedule: of a pipeline.
         chunks: runs of layers of each rank of an interleaved one, where there are so many layers.
         shard: whether masters and moments may be cut over workers that hold a tensor alike: where
-            it needs to be ("auto"), never or always.
+            it needs to be ("auto"), never or always; those of heads never are.
     """
 
     engine: Literal["auto", "resident", "streaming"] = "auto"
@@ -72,7 +73,7 @@ class Wishes:
     def shards(self, mesh: Mesh) -> tuple[int, ...]:
         """Over how many workers of a mesh the state may be cut, whole ones first."""
         alike = mesh.size // mesh.pp  # have the same stage
-        if alike == 1 or self.shard == "none":
+        if alike == 1 or mesh.tp > 1 or self.shard == "none":
             return (1,)
         return (alike,) if self.shard == "state" else (1, alike)
 
@@ -111,6 +112,8 @@ def rungs(run: RunConfig, machine: Machine, wishes: Wishes) -> list[EngineOption
         replace(options, moments=form)
         for form in moments
         for options in _rungs(base, run, machine, wishes)
+        # Int8 moments lie in blocks of whole tensors.
+        if options.tp == 1 or form != "int8"
     ]
 
 
@@ -123,8 +126,8 @@ def _rungs(
             ways = (wishes.recompute,)
         for mesh, way in itertools.product(wishes.meshes, ways):
             schedule, chunks = wishes.flowing(mesh, run.model.num_hidden_layers)
-            cut = replace(base, ep=mesh.ep, pp=mesh.pp, schedule=schedule, chunks=chunks)
-            cut = replace(cut, recompute=way)
+            cut = replace(base, ep=mesh.ep, tp=mesh.tp, pp=mesh.pp, recompute=way)
+            cut = replace(cut, schedule=schedule, chunks=chunks)
             shards = wishes.shards(mesh)
             # State that is whole and layers that are computed again need more than the rung before.
             for number in shards[-1:] if way != ways[0] else shards:
@@ -240,7 +243,9 @@ def describe(options: EngineOptions, run: RunConfig) -> str:
         words = "resident"
         if options.recompute != "none":
             words += ", layers computed again for backward"
-        if options.ep > 1:
+        if options.tp > 1:
+            words += f", heads and experts cut over {options.tp}"
+        elif options.ep > 1:
             words += f", experts dealt out over {options.ep}"
         if options.shards > 1:
             words += f", masters and moments cut over {options.shards}"

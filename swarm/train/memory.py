@@ -111,7 +111,7 @@ def trained_by_stage(
     run: RunConfig, num_owned: int, options: EngineOptions
 ) -> list[tuple[int, int]]:
     """Of a worker of each stage the trained parameters: shared ones, and those of its experts."""
-    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     stages = [Stage.whole(run.model)]
     if options.pp > 1:
         stages = list(pipeline_cut(run, options).stages)

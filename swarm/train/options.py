@@ -44,6 +44,8 @@ class EngineOptions:
         moments: storage of AdamW's moments.
         ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
             with each.
+        tp: workers over which the heads of attention are cut too: 1 or `ep`; these workers compute
+            the same micro-batches.
         pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
         shards: ranks over which masters and moments of what they hold alike are cut, those with the
             same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut
@@ -73,6 +75,7 @@ class EngineOptions:
     moments: MomentsFormat = "fp32"
     recompute: Recompute = "none"
     ep: int = 1
+    tp: int = 1
     pp: int = 1
     shards: int = 1
     schedule: ScheduleName = "1f1b"

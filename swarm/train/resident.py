@@ -19,9 +19,10 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.experts import PROJECTIONS, Slice, expert_tensor, selection_biases
+from swarm.model.attention import Attention
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
-from swarm.model.moe import ExpertBank, MakeBank
+from swarm.model.moe import ExpertBank, MakeAttention, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
@@ -42,6 +43,7 @@ class ResidentEngine:
         options: EngineOptions | None = None,
         *,
         bank: MakeBank = ExpertBank,
+        attention: MakeAttention = Attention,
         stage: Stage | None = None,
     ) -> None:
         """Builds a model that owns nothing; its tensors hold nothing until they are written.
@@ -50,6 +52,7 @@ class ResidentEngine:
             run: the model.
             options: None for the run's settings.
             bank: makes what holds the experts of a layer.
+            attention: makes the attention of a layer.
             stage: the part of the model that it holds; None for all.
         """
         options = options or EngineOptions.of(run)
@@ -62,6 +65,7 @@ class ResidentEngine:
             recompute=options.recompute,
             device=self._device,
             bank=bank,
+            attention=attention,
             stage=stage,
         )
         self._optimizer = self._adamw(options)

@@ -54,7 +54,8 @@ class Held:
         kept: micro-batches whose backward is yet to come, at most; perhaps a part of one, where
             each stage has several chunks.
         received: micro-batches for which there are buffers between stages.
-        sharers: workers that hold the same shared tensors, and add up their gradients.
+        sharers: workers that hold the same shared tensors, and add up their gradients; they have
+            different micro-batches.
     """
 
     stage: Stage
@@ -71,7 +72,7 @@ class Held:
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
         """All layers, and the micro-batches of a worker if there are so many."""
-        sharers = max(workers // options.pp, options.ep)
+        sharers = max(workers // options.pp, options.ep) // options.tp
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
         micro_batches = -(-(run.train.batch_tokens // tokens) // sharers)
         return cls(Stage.whole(run.model), micro_batches, sharers=sharers)
@@ -81,7 +82,7 @@ class Held:
         tied = model.tie_word_embeddings
         shapes = shared_shapes(model).items()
         shared = num_elements({name: s for name, s in shapes if self.stage.holds(name, tied=tied)})
-        return shared + len(self.stage.layers) * sizes.layer_owned
+        return shared + self.layers * (sizes.layer_owned - sizes.layer_elsewhere)
 
     def head(self, model: ModelConfig, sizes: Sizes) -> int:
         """Parameters of the head; none where it is the embedding."""
@@ -222,7 +223,7 @@ def resident_need(
         loads: the rows of its layers, of at least as many micro-batches as it keeps.
     """
     # Dealt out evenly; of what is left over one worker has one more.
-    sizes = sizes_of(run.model, -(-num_owned // options.ep))
+    sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     trained = held.trained(run.model, sizes)
     frozen_layer = frozen_layer_bytes(run, num_owned, options)
     state = _trained_state(run, sizes, held, options) + held.layers * frozen_layer
@@ -239,10 +240,15 @@ def resident_need(
     peak += held.waiting(micro, sizes)
     # A bucket of gradients, what other workers send of it, and its sums.
     dealt = held.layers * sizes.layer_owned if options.ep > 1 else 0
-    alike = held.sharers // options.ep  # workers with the same experts
+    of_stage = held.sharers * options.tp  # workers of which each has some tokens of the head
+    alike = of_stage // options.ep  # with the same experts
     adding = max(
         GRADIENT * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
-        for number, workers in ((trained - dealt, held.sharers), (dealt, alike))
+        for number, workers in (
+            (trained - dealt, held.sharers),
+            (dealt, alike),
+            (held.head(run.model, sizes), of_stage),
+        )
     )
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
     after = GRADIENT * trained + max(adding, UPDATE_BYTES[options.moments] * piece)

@@ -65,6 +65,7 @@ class Sizes:
         layer_owned: of a layer's experts, the owned ones.
         table: embedding or head.
         trained: all that is trained.
+        layer_elsewhere: of a layer's shared ones, the heads of other ranks; counted nowhere else.
     """
 
     layer_shared: int
@@ -72,6 +73,7 @@ class Sizes:
     layer_owned: int
     table: int
     trained: int
+    layer_elsewhere: int = 0
 
     @property
     def layer(self) -> int:
@@ -79,17 +81,25 @@ class Sizes:
         return self.layer_shared + self.layer_owned
 
 
-def sizes_of(model: ModelConfig, num_owned: int) -> Sizes:
-    """Counts the parameters of a peer that owns so many experts."""
+def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
+    """Counts the parameters of a peer that owns so many experts, on one of `tp` ranks for heads."""
     first = {n: s for n, s in shared_shapes(model).items() if n.startswith("model.layers.0.")}
     counted = parameters(model)
-    per_layer = counted.per_expert // model.num_hidden_layers
+    layers = model.num_hidden_layers
+    per_layer = counted.per_expert // layers
+    # Attention's matrices are cut over heads, and are all that is cast.
+    cast = num_elements({name: shape for name, shape in first.items() if is_cast(name)})
+    cut = cast
+    if model.qk_norm == "projection":
+        cut += (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    elsewhere = cut - cut // tp
     return Sizes(
-        layer_shared=num_elements(first),
-        layer_cast=num_elements({name: shape for name, shape in first.items() if is_cast(name)}),
+        layer_shared=num_elements(first) - elsewhere,
+        layer_cast=cast // tp,
         layer_owned=num_owned * per_layer,
         table=model.vocab_size * model.hidden_size,
-        trained=counted.shared + num_owned * counted.per_expert,
+        trained=counted.shared + num_owned * counted.per_expert - layers * elsewhere,
+        layer_elsewhere=elsewhere,
     )
 
 

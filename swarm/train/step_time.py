@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from swarm.config import RunConfig
-from swarm.model.cost import step_flops_with
+from swarm.model.cost import head_step_flops, router_step_flops, step_flops_with
 from swarm.model.transformer import DTYPES
 from swarm.train.hardware import Machine
 from swarm.train.memory import trained_by_stage
@@ -14,6 +14,7 @@ from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.stages import flows_of
+from swarm.train.parallel.tensor import head_bytes, sums_bytes
 from swarm.train.sizes import frozen_layer_bytes, pipeline_cut, sizes_of
 
 GPU_UPDATES_G_S = 50.0
@@ -32,6 +33,7 @@ class StepTime:
         waiting: of the slowest rank for others: stages that fill and drain, micro-batches that
             cannot be dealt out evenly, stages of unequal size.
         tokens: on their way to experts and back.
+        outputs: added up where heads are cut, and their gradients.
         stream: the residual stream between stages.
         sums: of gradients.
         updates: of masters; in the streaming engine what copies and updates take longer than
@@ -41,6 +43,7 @@ class StepTime:
     products: float
     waiting: float = 0.0
     tokens: float = 0.0
+    outputs: float = 0.0
     stream: float = 0.0
     sums: float = 0.0
     updates: float = 0.0
@@ -49,7 +52,7 @@ class StepTime:
     def total(self) -> float:
         """All of it."""
         computing = self.products + self.waiting + self.updates
-        return computing + self.tokens + self.stream + self.sums
+        return computing + self.tokens + self.outputs + self.stream + self.sums
 
     def longest_part(self, than: StepTime) -> str:
         """Which part takes most longer than another step's, in words."""
@@ -57,6 +60,7 @@ class StepTime:
             "products": "layers are computed again",
             "waiting": "workers wait for each other",
             "tokens": "tokens travel to experts and back",
+            "outputs": "outputs of heads and experts are added up",
             "stream": "the residual stream travels between stages",
             "sums": "gradients are added up",
             "updates": "masters are updated",
@@ -74,15 +78,20 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     if options.kind is EngineKind.STREAMING:
         return _streaming(run, num_owned, options, machine)
     fabric = machine.fabric
-    mesh = Mesh(fabric.size, options.ep, options.pp)
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
     again = options.recompute != "none"
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
+    if mesh.tp > 1:
+        # Routers are on every rank, and so is a head that is the embedding.
+        tied = run.model.tie_word_embeddings
+        each = router_step_flops(run.model) + (head_step_flops(run.model) if tied else 0)
+        flops = flops / mesh.tp + tokens * each * (1 - 1 / mesh.tp)
     micro_s = flops / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
     # Each stream of micro-batches goes through all stages; slots are those of its slowest rank,
     # one for each chunk of layers that it has.
-    flowing = -(-micro_batches * options.pp // mesh.size)
+    flowing = -(-micro_batches * options.pp * mesh.tp // mesh.size)
     goes = len(flows_of(flowing, options.pp)) if options.chunks > 1 else 1
     slots = options.chunks * flowing + goes * (options.pp - 1)
     stages = pipeline_cut(run, options) if options.pp > 1 else None
@@ -90,13 +99,17 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     layers = run.model.num_hidden_layers
     if stages:
         layers = max(len(chunk.layers) for stage in stages.stages for chunk in stage.chunks)
-    products_s = micro_batches * micro_s / mesh.size
+    travelling_s = slots * layers * _tokens_s(run, options, machine, mesh)
+    products_s = micro_batches * micro_s * mesh.tp / mesh.size
     trained = max(sum(each) for each in trained_by_stage(run, num_owned, options))
     on_gpu = machine.device == "cuda"
     return StepTime(
         products=products_s,
         waiting=max(slots * share * micro_s - products_s, 0.0),
-        tokens=slots * layers * _tokens_s(run, options, machine, mesh),
+        tokens=travelling_s if mesh.tp == 1 else 0.0,
+        outputs=0.0
+        if mesh.tp == 1
+        else travelling_s + flowing * _head_s(run, options, machine, mesh),
         stream=slots * _stream_s(run, options, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
         updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
@@ -104,14 +117,25 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
 
 
 def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
-    """Of one layer and micro-batch of each rank, where routing is even."""
+    """Of one layer and micro-batch of each rank, where routing is even; of outputs if `tp` > 1."""
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
-    rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+    itemsize, again = DTYPES[options.compute].itemsize, options.recompute != "none"
+    if options.tp > 1:
+        leaving = sums_bytes(tokens, run.model, itemsize, options.tp, again=again)
+    else:
+        rows = tokens * run.model.num_experts_per_tok * (1 - 1 / options.ep)
+        leaving = crossing_bytes(rows, run.model, itemsize, again=again)
+    return machine.fabric.exchange_s(mesh.sharers, leaving)
+
+
+def _head_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
+    """Of one micro-batch: gradients at the input of a head that is cut by tokens."""
+    if run.model.tie_word_embeddings:
+        return 0.0
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length
     itemsize = DTYPES[options.compute].itemsize
-    leaving = crossing_bytes(rows, run.model, itemsize, again=options.recompute != "none")
-    ranks = range(mesh.size)
-    parts = [ranks[first : first + options.ep] for first in ranks[:: options.ep]]
-    return machine.fabric.exchange_s(parts, leaving)
+    leaving = head_bytes(tokens, run.model, itemsize, options.tp)
+    return machine.fabric.exchange_s(mesh.sharers, leaving)
 
 
 def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
@@ -129,14 +153,22 @@ def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
     """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
-    mesh, fabric = Mesh(machine.fabric.size, options.ep, options.pp), machine.fabric
-    shared, owned = max(trained_by_stage(run, num_owned, options), key=sum)
-    if options.ep == 1:
-        shared, owned = shared + owned, 0
+    fabric = machine.fabric
+    mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
+    # Where heads are cut the gradient of the head is of the tokens of one rank.
+    is_cut = mesh.tp > 1 and not run.model.tie_word_embeddings
+    stages = trained_by_stage(run, num_owned, options)
+    heads = [0] * (len(stages) - 1) + [sizes_of(run.model, 0).table if is_cut else 0]
     seconds = 0.0
-    for number, parts in ((shared, mesh.stages), (owned, mesh.replicas)):
-        others = len(parts[0]) - 1
-        seconds += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+    for (shared, owned), head in zip(stages, heads, strict=True):
+        kinds = [(shared - head, mesh.streams), (head, mesh.stages), (owned, mesh.replicas)]
+        if options.ep == 1:
+            kinds = [(shared + owned, mesh.streams)]
+        of_stage = 0.0
+        for number, parts in kinds:
+            others = len(parts[0]) - 1
+            of_stage += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
+        seconds = max(seconds, of_stage)
     if mesh.pp > 1 and run.model.tie_word_embeddings:
         seconds += fabric.exchange_s(mesh.ends, SUM_BYTES / 2 * sizes_of(run.model, 0).table)
     return seconds

@@ -336,7 +336,7 @@ def test_many_gpus_are_planned_as_one_peer() -> None:
     assert (best["expert_parallel"], best["pipeline"], best["fits"]) == (1, 1, True)
     assert best["step_s"] == figures["step_s"]
     assert best["tokens_per_s"] == pytest.approx(1_048_576 / best["step_s"], rel=1e-3)
-    parts = ("products", "waiting", "tokens", "stream", "sums", "updates")
+    parts = ("products", "waiting", "tokens", "outputs", "stream", "sums", "updates")
     for way in workers["ways"]:
         assert sum(way[f"{part}_s"] for part in parts) == pytest.approx(way["step_s"], abs=1e-3)
         assert way["step_s"] >= best["step_s"] or not way["fits"]
@@ -359,7 +359,8 @@ def test_the_bus_and_the_network_decide_how_a_model_is_cut() -> None:
     whole = ("--set", "compute.pipeline=1")
     (dealt,) = plan("spes_7b", *cards, *whole)["workers"]["ranks"]
     assert dealt["holds"] == "all layers, 1/4 of 32 experts, 1/8 of masters and moments"
-    stages = plan("spes_7b", *cards, "--set", "compute.shard=none")["workers"]["ranks"]
+    without = ("--set", "compute.shard=none", "--set", "compute.tensor_parallel=1")
+    stages = plan("spes_7b", *cards, *without)["workers"]["ranks"]
     assert [rank["workers"] for rank in stages] == [2] * 4
     assert stages[0]["holds"] == "layers 0-4, 32 experts"
     chunks = ("--set", "compute.pipeline=2", "--set", "compute.pipeline_schedule=interleaved")
@@ -386,7 +387,7 @@ def test_gpus_that_cannot_hold_a_model_in_any_way_stream_from_one_host_copy() ->
     assert (rank["workers"], rank["holds"]) == (4, "streams all layers from the one host copy")
     assert 4 * rank["host_bytes"] < 128e9
     said = CliRunner().invoke(main, ["--run", str(RUNS / "spes_7b.toml"), *args]).stdout
-    assert re.search(r"\n +1 +1 +fp32 s +yes ", said)
+    assert re.search(r"\n +1 +1 +1 +fp32 s +yes ", said)
 
 
 def test_people_read_what_each_worker_holds_and_every_other_way() -> None:
@@ -395,7 +396,7 @@ def test_people_read_what_each_worker_holds_and_every_other_way() -> None:
     assert "on a machine with 8 x 80.0 GB GPU, 800.0 GB memory" in said
     assert "8 workers: 8 in a machine over pcie" in said
     assert re.search(r"4 +layers 0-10, 32 experts +45\.\d GB", said)
-    assert re.search(r"\n +8 +1 +fp32 +yes +3[01]\.\d GB +9\.\d+ +0 ", said)
+    assert re.search(r"\n +8 +1 +1 +fp32 +yes +3[01]\.\d GB +9\.\d+ +0 ", said)
     assert "of matrix products, assumed" in said
     assert "of each worker" in said
 

@@ -75,6 +75,10 @@ def measured(ranks: Ranks, run: RunConfig, owned: list[int], options: EngineOpti
 def rows_of(engine: RankEngine) -> list[Rows]:
     """A list to which the dealt experts of an engine add the rows of each forward."""
     found: list[Rows] = []
+    if engine._mesh.tp > 1:
+        for shared in engine._model.banks.values():
+            _watch(shared, found)
+        return found
     for bank in engine._model.banks.values() if engine._mesh.ep > 1 else ():
         ask: Any = getattr(bank, "_trip")  # noqa: B009 - of a `DealtBank`
 
@@ -86,6 +90,25 @@ def rows_of(engine: RankEngine) -> list[Rows]:
 
         bank._trip = trip
     return found
+
+
+def _watch(bank: Any, found: list[Rows]) -> None:
+    """The same of the experts of ranks with the same tokens, but for layers computed again."""
+    mixed, setting = bank._mixed, bank.setting
+    is_first = False
+
+    def watched(x_ND: Any, weight_NK: Any, routing: Any, recall: Any) -> Any:
+        nonlocal is_first
+        is_first = recall is None or recall.plan is None
+        return mixed(x_ND, weight_NK, routing, recall)
+
+    def asked(plan: Any) -> Any:
+        if is_first:
+            sizes = [stop - start for start, stop in pairwise(plan.starts)]
+            found.append(Rows(plan.num_rows, plan.num_rows, plan.num_rows, max(sizes)))
+        return setting(plan)
+
+    bank._mixed, bank.setting = watched, asked
 
 
 def on_threads(size: int, *given: Any) -> list[Measured]:

@@ -18,6 +18,7 @@ from swarm.train.memory import need_of
 from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.crew import Lost
 from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
+from swarm.train.parallel.mesh import Mesh
 from swarm.train.sizes import pipeline_cut
 from swarm.train.step_time import step_time
 from tests.train.crews import lent_engines, shared_crews
@@ -32,7 +33,7 @@ def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, model, **spe
     size = gpus * machines
     fabric = Fabric(size, gpus, BUSES[bus] if isinstance(bus, str) else bus, gbit / 8)
     machine = Machine("cuda", device * GB, 100 * GB, 4000 * GB, fabric=fabric, **speeds)
-    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model))
+    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model, per_node=gpus))
     return machine, wishes
 
 
@@ -63,9 +64,10 @@ def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
     run = model_of_120b()
     plan = planned(run, 16, 8, 141, "nvlink")
     assert plan.fits and (cut(plan), plan.options.moments) == ((8, 1), "fp32")
-    assert "experts dealt out over 8: the fastest that fits; next best: a pipeline of 8" in (
-        plan.reason
-    )
+    assert (
+        "experts dealt out over 8: the fastest that fits; next best: heads and experts cut over 8"
+    ) in plan.reason
+    assert "since outputs of heads and experts are added up for 4.1" in plan.reason
     whole = need_of(run, 16, replace(plan.options, ep=1), 8)
     assert whole.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
     small = planned(run, 16, 8, 80, "nvlink")
@@ -85,8 +87,10 @@ def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
     machine, wishes = site(8, 40, "nvlink", model=run.model)
     for wished in ("none", "state"):
         for each in rungs(run, machine, replace(wishes, shard=wished)):
-            # Over all workers that have the same stage, so not over a single pipeline.
-            assert each.shards == (8 // each.pp if wished == "state" else 1)
+            # Over all workers that have the same stage, so not over a single pipeline; never where
+            # heads are cut.
+            is_cut = wished == "state" and each.tp == 1
+            assert each.shards == (8 // each.pp if is_cut else 1)
 
 
 def test_a_slow_bus_makes_it_a_pipeline():
@@ -96,22 +100,33 @@ def test_a_slow_bus_makes_it_a_pipeline():
     assert "next best: experts dealt out over 8" in slow.reason
     assert "since tokens travel to experts and back for 31" in slow.reason
     # 4 bytes an element of the residual stream, not each token to four experts and back.
-    dealt = next(rung for rung in slow.others if rung.cut == (8, 1))
+    dealt = next(rung for rung in slow.others if rung.cut == (8, 1, 1))
     assert slow.time.stream < dealt.time.tokens / 20
 
 
 def test_wide_layers_and_long_sequences_on_a_fast_bus():
-    """Layers and sequences are not cut across (tensor and sequence parallel are not built).
+    """Heads and experts are cut where a step has few micro-batches, so that no stage waits.
 
-    Where the shared tensors are too much for a GPU, their masters and moments are cut, and layers.
+    Of wide layers that cuts activations too, so that none is computed again.
     """
     sizes = {"hidden_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 64}
-    wide = of_file("spes_7b", model={**sizes, "num_key_value_heads": 64, "num_experts": 8})
+    model = {**sizes, "num_key_value_heads": 64, "num_experts": 8}
+    few = {"train": {"batch_tokens": 16 * 2 * 2048}, "phases": {}}
+    wide, rarely = of_file("spes_7b", model=model), of_file("spes_7b", model=model, **few)
+    plan = planned(rarely, 2, 8, 141, "nvlink")
+    assert plan.fits and (cut(plan), plan.options.tp) == ((8, 1), 8)
+    assert plan.options.recompute == "none"
+    dealt = next(rung for rung in plan.others if rung.cut == (2, 1, 1))
+    assert dealt.fits and (dealt.options.recompute, dealt.options.shards) == ("routing", 8)
+    assert planned(rarely, 2, 8, 141, "pcie").options.tp == 1
+    # Of 256 micro-batches stages wait for few, and send less than heads do.
     plan = planned(wide, 2, 8, 141, "nvlink")
-    assert plan.fits and (cut(plan), plan.options.shards) == ((1, 2), 4)
-    assert all(max(rung.options.pp, rung.options.shards) > 1 for rung in plan.others if rung.fits)
-    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and have to
-    # compute layers again, which stages need not.
+    assert plan.fits and (cut(plan), plan.options.tp, plan.options.shards) == ((1, 2), 1, 4)
+    heads = next(rung for rung in plan.others if rung.cut == (8, 1, 8))
+    assert heads.fits and plan.step_s < heads.time.total < 1.1 * plan.step_s
+    assert heads.time.outputs > plan.time.waiting
+    # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and stages
+    # are idle for most of a step.
     length = 131_072
     long = of_file(
         "spes_7b",
@@ -120,10 +135,12 @@ def test_wide_layers_and_long_sequences_on_a_fast_bus():
         phases={},
     )
     plan = planned(long, 8, 8, 80, "nvlink")
-    assert plan.fits and (cut(plan), plan.options.recompute) == ((1, 4), "none")
-    whole = next(rung for rung in plan.others if rung.cut == (1, 1))
-    assert whole.fits and whole.options.recompute == "routing"
-    assert whole.time.waiting == pytest.approx(3 * whole.time.products)
+    assert plan.fits and (cut(plan), plan.options.tp) == ((4, 1), 4)
+    assert "heads and experts cut over 4: the fastest that fits" in plan.reason
+    for other in ((1, 4, 1), (1, 1, 1)):
+        rung = next(rung for rung in plan.others if rung.cut == other)
+        assert rung.fits and rung.time.total > 3 * plan.step_s
+        assert rung.time.waiting > 2 * rung.time.products
 
 
 def test_more_gpus_than_one_copy_takes_hold_several():
@@ -187,7 +204,7 @@ def test_smaller_moments_are_taken_where_nothing_fits_with_larger_ones():
     plan = planned(of_file("spes_7b"), 8, 8, 22, "pcie")
     assert plan.options.moments == "fp32"
     assert "faster, with bf16 moments: a pipeline of 4" in plan.reason
-    rounded = next(rung for rung in plan.others if rung.cut == (1, 4))
+    rounded = next(rung for rung in plan.others if rung.cut == (1, 4, 1))
     assert rounded.fits and rounded.time.total < plan.step_s
 
 
@@ -253,7 +270,9 @@ def test_the_choice_is_the_fastest_of_what_fits(found):
         return
     # And of all its variants the one that computes nothing twice, if that fits.
     for ways, mesh in product(("none", "routing"), wishes.meshes):
-        options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp)
+        if mesh.tp > 1 and (plan.options.moments == "int8" or plan.options.shards > 1):
+            continue  # neither is cut by heads
+        options = replace(plan.options, recompute=ways, ep=mesh.ep, pp=mesh.pp, tp=mesh.tp)
         need = need_of(run, owned, options, mesh.size)
         if need.crowded <= machine.usable_device:
             assert plan.step_s <= step_time(run, owned, options, machine).total
@@ -332,13 +351,18 @@ def test_ranks_without_a_micro_batch_wait():
 
 def test_every_mesh_is_one_that_a_person_may_ask_for():
     model = of_file("spes_7b").model  # 16 layers, 32 experts
-    found = [(mesh.ep, mesh.pp) for mesh in meshes_of(AUTO, 48, model)]
+    every = meshes_of(AUTO, 48, model)
+    found = [(mesh.ep, mesh.pp) for mesh in every if mesh.tp == 1]
     assert (1, 1) in found and (16, 1) in found and (1, 16) in found
     assert (24, 1) in found and (1, 24) not in found  # no more stages than layers
     for ep, pp in found:
         asked = ComputeSection(expert_parallel=ep, pipeline=pp)
         assert [(mesh.ep, mesh.pp) for mesh in meshes_of(asked, 48, model)] == [(ep, pp)]
-    assert [mesh.ep for mesh in meshes_of(ComputeSection(pipeline=1), 4, model)] == [1, 2, 4]
+    assert [mesh.tp for mesh in every if mesh.tp > 1] == [2, 4, 8, 16]  # of 16 heads
+    for tp in (2, 4, 8, 16):
+        assert meshes_of(ComputeSection(tensor_parallel=tp), 48, model) == (Mesh(48, tp, 1, tp),)
+    without = ComputeSection(pipeline=1, tensor_parallel=1)
+    assert [mesh.ep for mesh in meshes_of(without, 4, model)] == [1, 2, 4]
     assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, model)] == [1, 2, 4]
     (alone,) = meshes_of(AUTO, 0, model)
     assert (alone.size, alone.width) == (1, 1)
@@ -352,15 +376,15 @@ def crews():
 
 def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_planned(crews):
     run = tiny_run(
-        model={"num_hidden_layers": 4},
+        model={"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16},  # one of four has none
     )
     owned, meshes = (0, 1), meshes_of(AUTO, 4, run.model)
-    assert len(meshes) == 5
+    assert len(meshes) == 6
     losses = []
     with lent_engines(crews, workers=4) as make:
         for mesh in meshes:
-            cut = {"ep": mesh.ep, "pp": mesh.pp}
+            cut = {"ep": mesh.ep, "pp": mesh.pp, "tp": mesh.tp}
             engine = make(run, owned, **cut)
             losses.append(engine.step(batch(run, 0), lr=1e-2).cross_entropy)
             engine.close()

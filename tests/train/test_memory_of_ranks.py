@@ -19,13 +19,15 @@ from tests.train.test_memory import BF16, OWNED, sized
 SLOW = pytest.mark.exhaustive
 AGAIN = {"recompute": "routing"}
 FRUGAL = {"moments": "int8", "frozen": "int8"}
+HEADS = {"ep": 2, "tp": 2}
+ROUNDED = {"moments": "bf16", "frozen": "int8"}
 MICRO_BATCHES = 2
 GPIPE = {"schedule": "gpipe"}
 CHUNKS = {"schedule": "interleaved", "chunks": 2}
 
 
 def run_for(size, train, **sizes):
-    """Two micro-batches for each rank, and so four for each pipeline of two stages."""
+    """Two micro-batches for each of so many ranks, and so four for a pipeline of two stages."""
     return sized({**train, "batch_tokens": MICRO_BATCHES * size * 2 * 128}, **sizes)
 
 
@@ -53,6 +55,10 @@ def assert_as_predicted(run, options, found):
         pytest.param(2, {"ep": 2, "frozen": "int8"}, BF16, id="dealt out, int8", marks=SLOW),
         pytest.param(4, {"ep": 2, **AGAIN}, BF16, id="two by two, again", marks=SLOW),
         pytest.param(4, {"ep": 4}, {}, id="dealt out over four", marks=SLOW),
+        pytest.param(2, HEADS, {}, id="heads"),
+        pytest.param(2, {**HEADS, **AGAIN}, BF16, id="heads, again"),
+        pytest.param(4, HEADS, BF16, id="heads, two by two", marks=SLOW),
+        pytest.param(2, {**HEADS, **ROUNDED}, {}, id="heads, rounded moments", marks=SLOW),
         pytest.param(2, {"shards": 2}, BF16, id="cut"),
         pytest.param(4, {"shards": 4}, {}, id="cut over four", marks=SLOW),
         pytest.param(2, {"shards": 2, "ep": 2}, BF16, id="cut, dealt out", marks=SLOW),
@@ -60,7 +66,7 @@ def assert_as_predicted(run, options, found):
     ],
 )
 def test_state_and_peak_of_a_rank(size, options, train):
-    run = run_for(size, train)
+    run = run_for(size // options.get("tp", 1), train)
     chosen = replace(EngineOptions.of(run), **options)
     assert_as_predicted(run, chosen, on_threads(size, run, OWNED, chosen))
 
@@ -77,13 +83,14 @@ def test_state_and_peak_of_a_rank(size, options, train):
         pytest.param(4, {"ep": 2}, {}, id="dealt out"),
         pytest.param(4, {"ep": 2, **GPIPE, **AGAIN}, BF16, id="dealt out, gpipe", marks=SLOW),
         pytest.param(8, {"ep": 2}, BF16, id="two groups, dealt out", marks=SLOW),
+        pytest.param(4, HEADS, {}, id="heads"),
         pytest.param(4, {"shards": 2}, BF16, id="cut"),
         pytest.param(4, {"shards": 2, **FRUGAL}, {}, id="cut, int8", marks=SLOW),
         pytest.param(8, {"ep": 2, "shards": 4}, {}, id="cut, dealt out", marks=SLOW),
     ],
 )
 def test_state_and_peak_of_a_rank_of_two_stages(tmp_path, size, options, train):
-    run = run_for(size, train, layers=4)
+    run = run_for(size // options.get("tp", 1), train, layers=4)
     chosen = replace(EngineOptions.of(run), pp=2, **options)
     found = on_processes(size, tmp_path, run, OWNED, chosen)
     assert_as_predicted(run, chosen, found)

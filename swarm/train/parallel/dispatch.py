@@ -16,7 +16,7 @@ tokens of compared pairs, E experts, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,14 @@ import torch
 from torch import Tensor
 
 from swarm.config import ModelConfig
+from swarm.experts import PROJECTIONS, owned_stack
 from swarm.model.frozen import DENSE_TYPES
 from swarm.model.moe import ExpertBank, Recall, Routing, Storage
 from swarm.model.rows import Plan, plan_rows, sum_pairs
 from swarm.model.similarity import Pair, similarity
 from swarm.model.swiglu import Setting, rows_back, rows_through
+from swarm.model.transformer import Transformer
+from swarm.train.guard import square_sum
 from swarm.train.parallel.mesh import Dealing, Move, deal
 from swarm.train.parallel.moving import Form, moved
 from swarm.train.parallel.ranks import Ranks
@@ -177,6 +180,30 @@ class DealtBank(ExpertBank):
             received=tuple(count_X.view(seats, mine).sum(1).tolist()),
             there=plan_rows(expert_R[:, None], mine, len(self.owned_here), self.multiple(x_ND)),
         )
+
+
+def dealt_square_sums(
+    model: Transformer, gradients: Mapping[str, Tensor], group: Ranks
+) -> dict[str, Tensor]:
+    """The fp64 sum of squares of each stack of owned experts, those of other ranks included.
+
+    Added up in the order of the experts, so that it does not depend on who holds them.
+
+    Args:
+        model: with the experts of this rank.
+        gradients: of its parameters, by name.
+        group: the ranks among which the experts are dealt out; all of them call it.
+
+    Raises:
+        Disconnected: another rank is gone.
+    """
+    stacks = [owned_stack(layer, kind) for layer in model.banks for kind in PROJECTIONS]
+    device = next(iter(gradients.values())).device
+    table = torch.zeros(len(stacks), len(model.owned), dtype=torch.float64, device=device)
+    columns = [model.owned.index(expert) for expert in model.owned_here]
+    for row, name in enumerate(stacks if columns else ()):
+        table[row, columns] = torch.stack([square_sum(one) for one in gradients[name]])
+    return dict(zip(stacks, group.united(table.cpu()).sum(1).unbind(), strict=True))
 
 
 class _Mixed(torch.autograd.Function):

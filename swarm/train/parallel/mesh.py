@@ -7,6 +7,9 @@ seat r % (pp * ep) of its group, and that seat is expert seat seat % ep of stage
 - With `ep` > 1 the experts of each layer are dealt out over the `ep` ranks of its stage: each holds
   whole experts, the same ones in every layer, and all shared tensors of the stage. Whole experts
   are what peers own, offer and adopt, so that nothing of it has to be cut or put together.
+- With `tp` > 1, which then is `ep`, these ranks compute the same micro-batches, each with its heads
+  of attention and its experts. They add up activations several times a layer, more often than
+  anything else that ranks do together, so they are next to each other.
 
 Consecutive ranks are those with the shortest way to each other, and `ep` is the inner dimension:
 of a micro-batch K rows a token go to experts and back in every layer, and only one from stage to
@@ -30,15 +33,18 @@ class Mesh:
         size: number of ranks.
         ep: ranks of a stage, over which the experts are dealt out.
         pp: stages of a group, over which the layers are cut; `ep` times `pp` divides `size`.
+        tp: ranks of a stage, over which the heads of attention are cut: 1 or `ep`.
     """
 
     size: int
     ep: int
     pp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         """Holds the rule."""
         assert self.ep > 0 and self.pp > 0 and self.size % self.width == 0, self
+        assert self.tp in {1, self.ep}, self
 
     @property
     def width(self) -> int:
@@ -69,6 +75,15 @@ class Mesh:
         return tuple(
             tuple(rank for rank in ranks if self.stage(rank) == stage) for stage in range(self.pp)
         )
+
+    @property
+    def streams(self) -> Sets:
+        """Ranks with the same shared tensors and different micro-batches.
+
+        They add up their gradients. All ranks of a stage, but where the heads are cut: there the
+        ranks of a group have the same micro-batches.
+        """
+        return self.stages if self.tp == 1 else self.replicas
 
     @property
     def ends(self) -> Sets:

@@ -195,16 +195,24 @@ class Ranks:
                 for each, values in zip(parts[rank], theirs, strict=False):
                     each.copy_(values)
 
-    def shared(self, mine: Sequence[Sequence[float]], count: int, width: int) -> Tensor:
+    def shared(
+        self, mine: Sequence[Sequence[float]], count: int, width: int, own: range | None = None
+    ) -> Tensor:
         """Rows of numbers of all micro-batches, fp64 [count, width], from those of each rank.
 
         Fp32 values and whole numbers below 2^53 come through unchanged.
+
+        Args:
+            mine: the rows of this rank.
+            count: micro-batches.
+            width: of a row.
+            own: the micro-batches of these rows; None for this rank's block.
 
         Raises:
             Disconnected: another rank is gone.
         """
         rows = torch.zeros(count, width, dtype=torch.float64)
-        for index, row in zip(self.block(count), mine, strict=True):
+        for index, row in zip(self.block(count) if own is None else own, mine, strict=True):
             rows[index] = torch.tensor(row, dtype=torch.float64)
         return self.united(rows)
 
@@ -244,6 +252,48 @@ class Ranks:
         with self._counted(kind, row_bytes * (sum(sent) - sent[self.rank])):
             self._all_to_all(theirs, mine, received, sent)
         return theirs.to(rows_MX.device).view(rows_MX.dtype)
+
+    def total(self, part: Tensor, kind: str) -> Tensor:
+        """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
+
+        Each element is added up in fp32 by one rank, in the order of the ranks, and rounded once;
+        as many bytes as a ring moves.
+
+        Args:
+            part: of this rank.
+            kind: what for, in the record, where this is one operation.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return part
+        size, dtype = part.numel(), part.dtype
+        mine_X = part.new_empty(size + -size % self.size, device=self.device)
+        mine_X[:size].copy_(part.reshape(-1))
+        mine_X[size:] = 0
+        received_X = torch.empty_like(mine_X)
+        # As bytes: gloo has not all types.
+        cut = [mine_X.nbytes // self.size] * self.size
+        with self._counted(kind, 2 * cut[0] * (self.size - 1)):
+            self._all_to_all(received_X.view(torch.uint8), mine_X.view(torch.uint8), cut, cut)
+            total_X = _in_order(received_X.view(self.size, -1)).to(dtype)
+            self._all_gather(mine_X.view(torch.uint8), total_X.view(torch.uint8))
+        return mine_X[:size].view(part.shape).to(part.device)
+
+    def collected(self, part: Tensor, kind: str = "values") -> list[Tensor]:
+        """Tensors of one shape and any one type of all ranks, on every rank; `kind` as in `total`.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        if self.size == 1:
+            return [part]
+        mine_X = part.contiguous().view(-1).to(self.device)
+        found_X = mine_X.new_empty(self.size * len(mine_X))
+        with self._counted(kind, mine_X.nbytes * (self.size - 1)):
+            self._all_gather(found_X.view(torch.uint8), mine_X.view(torch.uint8))
+        return [each.view(part.shape).to(part.device) for each in found_X.chunk(self.size)]
 
     def _counted(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
         """Records an operation, and how long it takes."""
@@ -297,8 +347,8 @@ class Ranks:
 
 
 def _in_order(parts_RX: Tensor) -> Tensor:
-    """The sum of what R ranks have sent, one after the other."""
-    total = parts_RX[0].clone()
+    """The fp32 sum of what R ranks have sent, one after the other."""
+    total = parts_RX[0].to(torch.float32, copy=True)
     for part in parts_RX[1:]:
         total += part
     return total

@@ -15,38 +15,36 @@ micro-batch.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from swarm.config import RunConfig
+from swarm.config import ModelConfig, RunConfig
 from swarm.experts import (
     PROJECTIONS,
-    Shape,
     Slice,
     expert_of,
     expert_shapes,
-    layer_of,
     owned_stack,
     selection_biases,
     shared_shapes,
     stacked_tensors,
 )
+from swarm.model.attention import Attention
 from swarm.model.losses import Losses
-from swarm.model.moe import ExpertBank, MakeBank
+from swarm.model.moe import ExpertBank, MakeAttention, MakeBank
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
-from swarm.train.adam_moments import SCALE, Moments, MomentsFormat
 from swarm.train.engine import TERMS, is_trained, mean_over
-from swarm.train.guard import norm_of, square_sum
+from swarm.train.guard import norm_of
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
-from swarm.train.parallel.dispatch import DealtBank
+from swarm.train.parallel.dispatch import DealtBank, dealt_square_sums
 from swarm.train.parallel.figures import RankFigures
+from swarm.train.parallel.forms import forms_in, state_forms
 from swarm.train.parallel.mesh import Mesh, Move
 from swarm.train.parallel.moving import Form, moved
 from swarm.train.parallel.ranks import Ranks
@@ -69,17 +67,21 @@ class RankEngine(ResidentEngine):
             Disconnected: another rank is gone.
         """
         self._ranks, self._form = ranks, options.moments
-        self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp)
+        self._mesh = mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
         # Who shares the experts, has the same ones, and the same shared tensors.
         self._group, self._replicas = ranks.part(mesh.sharers), ranks.part(mesh.replicas)
-        self._same = ranks.part(mesh.stages)
-        bank: MakeBank = ExpertBank
-        if options.ep > 1:
-            bank = functools.partial(DealtBank, group=self._group)
-            if options.recompute == "layer":
-                # Choosing experts anew would take another operation, and choose the same ones.
-                options = replace(options, recompute="routing")
-        super().__init__(run, options, bank=bank, stage=stage)
+        self._same = ranks.part(mesh.streams)
+        if options.ep > 1 and options.recompute == "layer":
+            # Choosing experts anew would take another operation, and choose the same ones.
+            options = replace(options, recompute="routing")
+        bank, attention = self._made(run.model)
+        super().__init__(run, options, bank=bank, attention=attention, stage=stage)
+
+    def _made(self, _model: ModelConfig) -> tuple[MakeBank, MakeAttention]:
+        """What makes the experts and the attention of a layer."""
+        if self._mesh.ep == 1:
+            return ExpertBank, Attention
+        return functools.partial(DealtBank, group=self._group), Attention
 
     # ------------------------------------------------ who holds what
 
@@ -97,6 +99,10 @@ class RankEngine(ResidentEngine):
     def takes_part(self, name: str) -> bool:
         """Whether this rank has to be asked for a tensor, so that the one that answers has it."""
         return self.answers(name)
+
+    def whole(self, _name: str, part: Tensor) -> Tensor:
+        """A tensor, or moments of it, from what the ranks that take part have of it."""
+        return part
 
     def _speaks_for(self, name: str) -> bool:
         """Whether this rank counts a tensor's values, and no other one of its pipeline."""
@@ -120,7 +126,7 @@ class RankEngine(ResidentEngine):
 
     def state_forms(self) -> dict[str, Form]:
         """Type and shape of every tensor of the private state, wherever it is."""
-        return _state_forms(self._run, self.owned, self._form)
+        return state_forms(self._run, self.owned, self._form)
 
     @property
     def _bank(self) -> DealtBank | None:
@@ -142,7 +148,7 @@ class RankEngine(ResidentEngine):
         found: dict[str, Tensor] = {}
         shapes = {move.expert: expert_shapes(self._run.model, move.expert) for move in moves}
         for layer in self._model.banks:
-            forms = {expert: _forms_in(layer, of, self._form) for expert, of in shapes.items()}
+            forms = {expert: forms_in(layer, of, self._form) for expert, of in shapes.items()}
             found |= _moved_moments(self._group, moves, self._optimizer.state(), forms)
         super().own(wanted)
         self._optimizer.take(found)
@@ -170,35 +176,32 @@ class RankEngine(ResidentEngine):
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
-        rows = self._ranks.shared([form.row(each) for each in found], len(parts), form.width)
+        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
         return [form.losses(row, self._device) for row in rows]
+
+    def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:
+        """Rows of numbers of all micro-batches, fp64, from the ranks that have computed them."""
+        return self._ranks.shared(rows, *shape, mine[: len(rows)])
 
     def _add_up(self) -> None:
         """Of shared tensors over all that have them, of dealt experts over those of this seat."""
         everywhere: list[Tensor] = []
         dealt: list[Tensor] = []
-        for name, parameter in zip(self._optimizer.names, self._optimizer.parameters, strict=True):
-            assert parameter.grad is not None
+        for name, gradient in self._gradients_by_name().items():
             is_dealt = self._mesh.ep > 1 and stacked_tensors(name, (0,))
-            (dealt if is_dealt else everywhere).append(parameter.grad)
+            (dealt if is_dealt else everywhere).append(gradient)
         self._same.add_up(everywhere)
         self._replicas.add_up(dealt)
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
-        norms = super()._norms(scale)
-        if self._mesh.ep > 1 and self.owned:
-            stacks = [
-                owned_stack(layer, kind) for layer in self._model.banks for kind in PROJECTIONS
-            ]
-            columns = [self.owned.index(expert) for expert in self._model.owned_here]
-            size = (len(stacks), len(self.owned))
-            table = torch.zeros(size, dtype=torch.float64, device=self._device)
-            gradients = self._gradients_by_name()
-            for row, name in enumerate(stacks if columns else ()):
-                table[row, columns] = torch.stack([square_sum(each) for each in gradients[name]])
-            for name, row_E in zip(stacks, self._group.united(table.cpu()), strict=True):
-                norms[name] = norm_of(row_E.sum(), scale).to(self._device)
-        return norms
+        return super()._norms(scale) | self._dealt_norms(scale)
+
+    def _dealt_norms(self, scale: float) -> dict[str, Tensor]:
+        """Of the stacks of experts that are dealt out."""
+        if self._mesh.ep == 1 or not self.owned:
+            return {}
+        squares = dealt_square_sums(self._model, self._gradients_by_name(), self._group)
+        return {name: norm_of(each, scale).to(self._device) for name, each in squares.items()}
 
     # ------------------------------------------------ ranks without a micro-batch
 
@@ -224,12 +227,13 @@ class RankEngine(ResidentEngine):
         return max(blocks) - len(self._same.block(count))
 
     def _mean(self, tokens_BT1: Tensor, scored_BT: Tensor | None) -> float:
-        def accompany(count: int) -> None:
+        def told(found: Sequence[Sequence[float]], count: int) -> Tensor:
             for _ in range(self._idle(count)):
                 self._model.model.without_tokens()
+            return self._told(self._same.block(count), found, (count, 1))
 
         rows = self._run.train.micro_batch_sequences
-        return dealt_mean(self._ranks, self._mean_of, (tokens_BT1, scored_BT), rows, accompany)
+        return dealt_mean(self._same, self._mean_of, (tokens_BT1, scored_BT), rows, told)
 
 
 def figures_of(ranks: Ranks, same: Ranks, count: int, took_s: dict[str, float]) -> RankFigures:
@@ -257,16 +261,17 @@ def dealt_mean(
     mean_of: Callable[[Tensor, Tensor], float],
     sequences: tuple[Tensor, Tensor | None],
     rows: int,
-    accompany: Callable[[int], None] = lambda _: None,
+    told: Callable[[Sequence[Sequence[float]], int], Tensor] | None = None,
 ) -> float:
     """As `mean_over`, of micro-batches that are dealt to ranks.
 
     Args:
-        ranks: all of which come to the same mean.
+        ranks: to which they are dealt; all come to the same mean.
         mean_of: the mean of a micro-batch, from its tokens and which predictions count.
         sequences: tokens, and which predictions count; None for all.
         rows: of a micro-batch.
-        accompany: called once a rank has computed its own, with the number of all.
+        told: called once a rank has computed its own, with their means and the number of all; it
+            gives the means of all, [count, 1]. None for those of these ranks.
 
     Raises:
         Disconnected: another rank is gone.
@@ -282,8 +287,8 @@ def dealt_mean(
         return 0.0
 
     mean_over(own_mean, tokens_BT1, scored_BT, rows)
-    accompany(count)
-    means = iter(ranks.shared(found, count, 1)[:, 0].tolist())
+    table = told(found, count) if told else ranks.shared(found, count, 1)
+    means = iter(table[:, 0].tolist())
     return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
 
@@ -302,38 +307,6 @@ def _moved_moments(
     )
     named = (zip(forms[expert], tensors, strict=True) for expert, tensors in come.items())
     return {name: tensor for each in named for name, tensor in each}
-
-
-def _state_forms(run: RunConfig, owned: Sequence[int], form: MomentsFormat) -> dict[str, Form]:
-    """Of a private state with these experts."""
-    shapes = shared_shapes(run.model)
-    for expert in owned:
-        shapes |= expert_shapes(run.model, expert)
-    forms: dict[str, Form] = {}
-    biases = selection_biases(run.model)
-    for name, shape in shapes.items():
-        forms[f"master.{name}"] = (torch.float32, shape)
-        if name not in biases:
-            forms |= _moment_forms(form, name, shape)
-    return forms
-
-
-def _moment_forms(form: MomentsFormat, name: str, shape: Shape) -> dict[str, Form]:
-    """Of the moments of a tensor."""
-    parts = Moments.zeros(form, 1, math.prod(shape), torch.device("meta")).parts
-    return {
-        f"{kind}.{name}": (part.dtype, tuple(part.shape[1:]) if kind.endswith(SCALE) else shape)
-        for kind, part in parts.items()
-    }
-
-
-def _forms_in(layer: int, shapes: Mapping[str, Shape], form: MomentsFormat) -> dict[str, Form]:
-    """Of the moments of those tensors that are in a layer."""
-    forms: dict[str, Form] = {}
-    for name, shape in shapes.items():
-        if layer_of(name) == layer:
-            forms |= _moment_forms(form, name, shape)
-    return forms
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ its stages (`pipeline.py`), and gradients are added up in their order. So one pi
 of one process, but for a tied embedding: its gradient is the sum of those at both ends, each added
 up over the micro-batches, where one process adds both for each micro-batch.
 
-With `ep` > 1 there are `ep` pipelines side by side, whose ranks share the experts of each stage.
+With `ep` > 1 there are `ep` pipelines side by side, whose ranks share the experts of each stage, or
+with `tp` its heads too.
 
 Of the norms each stage forms its own, and tells them to the others: all clip by the same factor.
 
@@ -28,6 +29,7 @@ from swarm.model.routing import RoutingControls
 from swarm.train.engine import mean_over
 from swarm.train.micro_batches import MicroBatch
 from swarm.train.options import EngineOptions
+from swarm.train.parallel.headed import HeadsEngine
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.pipeline import Flow, Pipeline
 from swarm.train.parallel.ranks import Ranks
@@ -44,7 +46,7 @@ class StageEngine(RankEngine):
 
     def __init__(self, run: RunConfig, options: EngineOptions, ranks: Ranks) -> None:
         """As `RankEngine`, with `pp` stages."""
-        mesh = Mesh(ranks.size, options.ep, options.pp)
+        mesh = Mesh(ranks.size, options.ep, options.pp, options.tp)
         cut = pipeline_cut(run, options)
         super().__init__(run, options, ranks, stage=cut.stages[mesh.stage(ranks.rank)])
         self._stages = ranks.part(mesh.pipelines)
@@ -91,10 +93,8 @@ class StageEngine(RankEngine):
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
-        rows = torch.zeros(len(parts), form.width, dtype=torch.float64)
-        for k, losses in zip(mine, found, strict=False):
-            rows[k] = torch.tensor(form.row(losses), dtype=torch.float64)
-        return [form.losses(row, self._device) for row in self._ranks.united(rows)]
+        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
+        return [form.losses(row, self._device) for row in rows]
 
     def _add_up(self) -> None:
         """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
@@ -127,10 +127,8 @@ class StageEngine(RankEngine):
         mine = self._same.block(len(parts))
         idle = [None] * self._idle(len(parts))
         found = self._pipeline.evaluate([*(parts[k] for k in mine), *idle])
-        table = torch.zeros(len(parts), dtype=torch.float64)
-        for k, losses in zip(mine, found, strict=False):
-            table[k] = losses.cross_entropy.double().cpu()
-        means = iter(self._ranks.united(table).tolist())
+        rows_of = [[losses.cross_entropy.item()] for losses in found]
+        means = iter(self._told(mine, rows_of, (len(parts), 1))[:, 0].tolist())
         return mean_over(lambda *_: next(means), tokens_BT1, scored_BT, rows)
 
 
@@ -140,3 +138,7 @@ class ShardedStageEngine(StageEngine, ShardedEngine):
     def _norms(self, scale: float) -> dict[str, Tensor]:
         """Of all stages in one operation: each rank knows those of its shares alone."""
         return ShardedEngine._norms(self, scale)
+
+
+class HeadsStageEngine(StageEngine, HeadsEngine):
+    """A stage of which each rank has some of the heads."""

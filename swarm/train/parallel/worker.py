@@ -46,6 +46,7 @@ from swarm.train.parallel.exchange import (
     state_message,
     state_of,
 )
+from swarm.train.parallel.headed import HeadsEngine
 from swarm.train.parallel.history import Found
 from swarm.train.parallel.moving import Form
 from swarm.train.parallel.parts import PartSaving, flagged, flags_of, held, part_name
@@ -287,7 +288,7 @@ class Worker:
         out.leave_room(name, *self._forms[name])
         of = name.partition(".")[2]
         if self._engine.takes_part(of):
-            self._put(out, of, name, self._state.tensors[name])
+            self._put(out, of, name, self._engine.whole(of, self._state.tensors[name]))
 
     def _put(self, out: TensorFile, of: str, name: str, tensor: Tensor) -> None:
         """Writes what was found of a tensor, if this rank is the one that answers."""
@@ -305,11 +306,11 @@ def rank_engine(run: RunConfig, options: EngineOptions, ranks: Ranks) -> RankEng
         return StreamingRank(run, options, ranks)
     if options.pp == 1:
         kind = ShardedEngine if options.shards > 1 else RankEngine
-        return kind(run, options, ranks)
+        return (HeadsEngine if options.tp > 1 else kind)(run, options, ranks)
     from swarm.train.parallel import staged  # torch's schedules take 1 s and 75 MB
 
     stage = staged.ShardedStageEngine if options.shards > 1 else staged.StageEngine
-    return stage(run, options, ranks)
+    return (staged.HeadsStageEngine if options.tp > 1 else stage)(run, options, ranks)
 
 
 def _meeting(found: Message) -> dict[str, Any]:
