@@ -197,7 +197,7 @@ def table(losses: Losses) -> str:
     return "\n".join(rows)
 
 
-HEIGHT, LEFT, RIGHT, TOP, FOOT = 420, 64, 150, 44, 64
+HEIGHT, LEFT, RIGHT, TOP, FOOT = 420, 64, 120, 44, 64
 
 
 def picture(losses: Losses) -> str:
@@ -212,7 +212,7 @@ def picture(losses: Losses) -> str:
         max([1, *(gap for found in shown.values() for gap in found)]),
         8,
     )
-    bottom, most = HEIGHT - FOOT, 6  # 1/64
+    bottom, most = HEIGHT - FOOT, 7  # 1/128
 
     def x(share: float) -> float:
         return LEFT - math.log2(share) / most * (WIDTH - LEFT - RIGHT)
