@@ -29,7 +29,10 @@ class Beside(Generic[Result]):
         return self._thread is not None
 
     def begin(self, work: Callable[[], Result]) -> None:
-        """Begins with it; what came before has been waited for."""
+        """Begins with it, or does it at once where no thread can be started.
+
+        What came before has been waited for.
+        """
         assert self._thread is None, "one at a time"
         self._result = self._error = None
 
@@ -42,7 +45,12 @@ class Beside(Generic[Result]):
                 self._calls.put(None)
 
         self._thread = threading.Thread(target=run, name="swarm-beside", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no memory for its stack
+            self._thread = None
+            run()
+            self._calls.get()
 
     def in_turn(self, call: Callable[[], None]) -> None:
         """Has something done by the thread that waits, at once if nothing runs beside it."""

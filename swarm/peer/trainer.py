@@ -96,7 +96,7 @@ class Trainer(TrainingShell):
         self.making: Beside[Offer] = Beside()
         self.offering.in_turn = self.making.in_turn
         self._begun: tuple[EngineState, dict[str, Tensor]] | None = None
-        """What a private state that is written beside the steps is made of."""
+        """Of a private state that is to be written beside the steps."""
         self._waited_s = 0.0
 
     def main_loop(self) -> Manifest:
@@ -235,6 +235,7 @@ class Trainer(TrainingShell):
     ) -> dict[Unit, OfferedUnit]:
         """Values and state at once, as the state names what was offered only at its end."""
         engine, rng = self._begun or self._state()
+        self._begun = None  # the next state is another
         path = self.directory.private_path
         with self._offering(), Saving(path, engine, rng) as begun:
             units = self.store(tip, bases, work.tokens)

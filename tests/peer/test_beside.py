@@ -47,6 +47,20 @@ def test_what_it_has_to_change_is_done_by_the_thread_that_waits():
     assert done == [threading.current_thread()] * 2
 
 
+def test_without_a_thread_it_is_done_at_once(monkeypatch):
+    def cannot(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    making = Beside[threading.Thread]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", cannot)
+        making.begin(threading.current_thread)
+    assert not making.is_running
+    assert making.result() is threading.current_thread()
+    making.begin(threading.current_thread)
+    assert making.result() is not threading.current_thread()
+
+
 def test_no_value_changes_before_a_step_was_let_through():
     run = tiny_run()
     engine, names, seen = new_engine(run, owned=[0, 1]), all_names(run), []

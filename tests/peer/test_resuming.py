@@ -27,7 +27,7 @@ from swarm.protocol.manifest import Founding, Kind, Manifest
 from swarm.protocol.messages import Offer
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Applied, SavedWork, Work, at_once
-from swarm.train.checkpoint import load_private
+from swarm.train.checkpoint import load_newest, load_private
 from swarm.train.resident import ResidentEngine
 from tests.peer.adopting import adopt_into
 from tests.train.runs import all_names, batch, held_out, same, tiny_run
@@ -119,6 +119,27 @@ def crashed(store: BlobStore, founded: Manifest, tmp_path: Path) -> tuple[Life, 
         life.model.engine.step(batch(RUN, step), lr=1e-2)
     work = SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {})
     return life, life.finish(founded, work)
+
+
+def test_a_state_that_was_written_beside_steps_is_not_written_again(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an engine steps down to one that cannot be read while it steps."""
+    coded = {"shared_coding": "b2", "experts_coding": "b1"}
+    run = tiny_run(round={"overlap": "round"}, wire=coded)
+    founded = founded_by(store, run)
+    life = Life(store, tmp_path, founded, config=run)
+    adopt_into(life.model, founded, previous="")
+    work = SavedWork("", "", 0, STEPS, TOKENS, 1.0, 0, {}, {})
+    life.training.tip, life.training.work = founded, work
+    life.training.bases = dict(life.model.bases)
+    for reads_beside in (True, False):
+        life.model.engine.step(batch(run, 0), lr=1e-2)
+        monkeypatch.setattr(ResidentEngine, "before_update", lambda *_, found=reads_beside: found)
+        at_once(at_once(life.trainer.beside(life.training.save(), saves_state=True))())
+        saved = load_newest(life.directory.private_path)
+        assert saved
+        assert saved.state.engine.updates == life.model.engine.state_dict().updates
 
 
 def reform_of(parent: Manifest) -> Manifest:

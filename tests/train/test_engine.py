@@ -10,17 +10,10 @@ from swarm.experts import expert_shapes, owned_stack, shared_shapes
 from swarm.model.initialise import initial_tensors
 from swarm.train.engine import EngineState
 from swarm.train.options import EngineKind
-from tests.train.crews import shared_crews
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 
 RUN = tiny_run()
 NAMES_1, NAMES_2 = (list(expert_shapes(RUN.model, expert)) for expert in (1, 2))
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture(

@@ -17,7 +17,7 @@ from swarm.train.options import EngineOptions
 from swarm.train.parallel.history import Saved
 from swarm.train.parallel.mesh import deal
 from swarm.train.parts import folder_of
-from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_masks import MASKED
@@ -35,12 +35,6 @@ from tests.train.test_parallel import (
 )
 
 LR = 1e-2  # of `train`
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ The tests share one crew of eight: two groups of two stages, each of whose exper
 import pytest
 import torch
 
-from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same
 from tests.train.test_engine_routing import EVERYTHING
 from tests.train.test_expert_parallel import (
@@ -32,12 +32,6 @@ EVERYTHING_FIVE = {**EVERYTHING, "train": {**EVERYTHING["train"], **FIVE["train"
 FOUR = {"workers": 4}
 CUT = {"shards": 4}
 RUN = run_of(3, **FIVE)
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture

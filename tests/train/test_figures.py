@@ -14,7 +14,7 @@ from swarm.train.parallel.sharding import RankEngine
 from swarm.train.parallel.stages import bubble_of
 from swarm.train.parallel.watch import Watch
 from tests.train import team
-from tests.train.crews import lent_engines, shared_crews
+from tests.train.crews import lent_engines
 from tests.train.runs import all_names, batch, new_engine, tiny_run
 from tests.train.test_dispatch import EXPERT_KINDS
 
@@ -134,12 +134,6 @@ def test_a_rank_with_fewer_micro_batches_is_named():
     found = ranks_of(run, 2)
     assert [(rank.micro_batches, rank.idle) for rank in found] == [(1, 1), (2, 0)]
     assert folded(found).idle == (0,)
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from swarm.train.parallel.fabric import BUSES, NVLINK, PCIE, Bus, Fabric
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.sizes import pipeline_cut
 from swarm.train.step_time import step_time
-from tests.train.crews import lent_engines, shared_crews
+from tests.train.crews import lent_engines
 from tests.train.runs import batch, new_engine, tiny_run
 from tests.train.test_ladder import GB, model_of_120b, of_file
 
@@ -366,12 +366,6 @@ def test_every_mesh_is_one_that_a_person_may_ask_for():
     assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, model)] == [1, 2, 4]
     (alone,) = meshes_of(AUTO, 0, model)
     assert (alone.size, alone.width) == (1, 1)
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_planned(crews):

@@ -9,7 +9,7 @@ import torch
 
 from swarm.experts import expert_shapes
 from swarm.train.options import EngineOptions
-from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.test_engine_routing import EVERYTHING, SIGMOID
 from tests.train.test_masks import MASKED
@@ -46,12 +46,6 @@ def run_of(layers=2, tied=False, **sections):
 
 
 RUN = run_of(**ONE_BY_ONE)
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture

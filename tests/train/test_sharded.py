@@ -15,7 +15,7 @@ from swarm.train.guard import norm_of
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.sharded import ShardedEngine
 from swarm.train.parallel.shards import STEP, Cut
-from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.team import together
 from tests.train.test_parallel import (
@@ -25,24 +25,17 @@ from tests.train.test_parallel import (
     RUN,
     THEN,
     WIDE,
-    OnceImpatient,
     allow_no_more,
+    assert_a_hang_costs_nothing,
     assert_a_kill_costs_nothing,
     assert_equal,
     is_same,
-    stopped,
     train,
 )
 
 ALONE = {"micro_batch_sequences": 1}
 SLOW = pytest.mark.exhaustive
 BF16_ALONE = {**CLIPPED, "train": {**BF16["train"], **ALONE}}
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture
@@ -227,15 +220,7 @@ def test_a_worker_that_is_killed_in_a_step_costs_no_bit(cut, caplog):
 
 @SLOW
 def test_a_worker_that_hangs_costs_no_bit(cut, caplog):
-    patience = OnceImpatient()
-    engine, straight = cut(RUN, OWNED, given={"patience": patience}), new_engine(RUN, OWNED)
-    assert train(engine, RUN, [0]) == train(straight, RUN, [0])
-    object.__setattr__(patience, "is_armed", True)
-    stopped(engine, 1)
-    with caplog.at_level(logging.WARNING):
-        assert train(engine, RUN, [1]) == train(straight, RUN, [1])
-    assert "no answer to 'step' from worker 0 and 1 within 2 s" in caplog.text
-    assert is_same(RUN, engine, straight)
+    assert_a_hang_costs_nothing(cut, caplog)
 
 
 @SLOW

@@ -21,7 +21,7 @@ from swarm.train.parallel.headed import HeadsEngine
 from swarm.train.parallel.heads import Heads
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.tensor import SharedBank, head_bytes, sums_bytes
-from tests.train.crews import assert_holders_answer, lent_engines, shared_crews
+from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, same, tiny_run
 from tests.train.team import together
 from tests.train.test_dispatch import (
@@ -71,12 +71,6 @@ def run_of(layers=2, **sections):
 RUN = run_of()
 # With the seed 1 one element's gradient is all rounding, and its step 3 % off.
 INFLUENCES = run_of(**EVERYTHING, run={"name": "tiny", "rounds": 4, "seed": 2})
-
-
-@pytest.fixture(scope="module")
-def crews():
-    with shared_crews() as crews:
-        yield crews
 
 
 @pytest.fixture

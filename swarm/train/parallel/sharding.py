@@ -170,13 +170,19 @@ class RankEngine(ResidentEngine):
         for _ in range(self._idle(len(parts))):
             # Others of the group have a micro-batch, whose tokens need experts of this rank.
             self._model.model.without_tokens(controls).backward()
+        return self._of_all(mine, found, len(parts), controls)
+
+    def _of_all(
+        self, mine: range, found: Sequence[Losses], count: int, controls: RoutingControls
+    ) -> list[Losses]:
+        """Adds up the gradients, and tells the losses of so many micro-batches."""
         for parameter in self._optimizer.parameters:
             if parameter.grad is None:
                 # Without a micro-batch; a negative zero changes no bit of any sum.
                 parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
         self._add_up()
         form = LossesForm.of(self._run, controls)
-        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
+        rows = self._told(mine, [form.row(each) for each in found], (count, form.width))
         return [form.losses(row, self._device) for row in rows]
 
     def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:

@@ -34,7 +34,7 @@ from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.pipeline import Flow, Pipeline
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.sharded import ShardedEngine
-from swarm.train.parallel.sharding import LossesForm, RankEngine
+from swarm.train.parallel.sharding import RankEngine
 from swarm.train.sizes import pipeline_cut
 
 
@@ -87,14 +87,7 @@ class StageEngine(RankEngine):
             scale=self._guard.scale.value,
         )
         found = self._pipeline.train(flow, self._schedule) if flow.parts else []
-        for parameter in self._optimizer.parameters:
-            if parameter.grad is None:
-                # Without a micro-batch; a negative zero changes no bit of any sum.
-                parameter.grad = torch.full_like(parameter, -0.0, dtype=torch.float32)
-        self._add_up()
-        form = LossesForm.of(self._run, controls)
-        rows = self._told(mine, [form.row(each) for each in found], (len(parts), form.width))
-        return [form.losses(row, self._device) for row in rows]
+        return self._of_all(mine, found, len(parts), controls)
 
     def _add_up(self) -> None:
         """As in `RankEngine`, then of a tied embedding over both ends of each pipeline."""
