@@ -6,6 +6,7 @@ differs from `python -m PROGRAM`: the hashes of all of them have the same seed, 
 order everywhere. A scenario that could tell is therefore marked `fresh`, and starts interpreters.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -45,7 +46,9 @@ class Forked:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may have ended, though its parent has not told its exit code yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 def launch(
