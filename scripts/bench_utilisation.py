@@ -31,8 +31,11 @@ interface. "Plan" is what `swarm-plan --link` says of the small run, its 4 s of 
 included; "real" is what it says of the real one. Packets have 9,000 bytes where 1,500 would be more
 of them than one process passes on; connections then open their windows sooner than on a real line.
 
-All peers share this machine's cores and disk: encode, apply and private are upper bounds where it
-has fewer than a few cores for each, or a slow disk (--state-dir /dev/shm/NAME is a fast one).
+All peers share this machine's cores and disk, where a real one has some for itself. So links, and
+the pace of the steps, are --slower times slower than the named ones, and the model so many times
+smaller: what processors and disk have to do weighs so many times less, as if there were so many
+times as many of them, and what takes a number of round trips weighs as before. Losses at random
+grow by the square of it, so that a connection that takes them for congestion carries so much less.
 "Processor" is what a peer's process took of the cores, in seconds; its libp2p daemon takes some 6 s
 a GB beside. Needs root (see swarm-local --link); only --quick works without.
 
@@ -72,6 +75,7 @@ from utilisation_rows import (
     figures_of,
     row_of,
     served_figures,
+    slowed,
     table,
 )
 
@@ -118,8 +122,10 @@ def links_of(case: Case) -> Links | None:
     lines = [each] * case.num_peers
     if server:
         lines.append(each if server == "same" else line_of(server))
-    is_much = case.num_peers * max(each.up_mbit, each.down_mbit) > MOST_MBIT
-    return NamespaceLinks(lines, mtu_bytes=FAST_MTU_BYTES if is_much or server else MTU_BYTES)
+    lines = [slowed(line, case.slower) for line in lines]
+    is_much = case.num_peers * max(lines[0].up_mbit, lines[0].down_mbit) > MOST_MBIT
+    mtu_bytes = FAST_MTU_BYTES if is_much or server else MTU_BYTES
+    return NamespaceLinks(lines, mtu_bytes=mtu_bytes, congestion=case.congestion)
 
 
 def measure(case: Case, cycles: int, folder: Path) -> list[PeerFigures]:
@@ -293,6 +299,11 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="7b", help="whose ratio (7b)")
     parser.add_argument("--peers", type=int, default=4, help="N (default: 4)")
     parser.add_argument("--cycle-s", type=float, default=60.0, help="of a cycle, by the plan (60)")
+    parser.add_argument(
+        "--slower", type=float, default=8.0,
+        help="links, and the pace of the steps, than the named ones; see above (8)",
+    )  # fmt: skip
+    parser.add_argument("--congestion", help="TCP's control, as bbr (default: this machine's)")
     parser.add_argument("--cycles", type=int, default=1, help="counted, after the first (1)")
     parser.add_argument("--full", action="store_true", help="all modes on all links")
     parser.add_argument(
@@ -302,7 +313,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser)
     arguments = parser.parse_args(words)
     if arguments.quick:
-        arguments.peers, arguments.cycle_s = 2, 2.0
+        arguments.peers, arguments.cycle_s, arguments.slower = 2, 2.0, 1.0
         arguments.mode = arguments.mode or ["exact", "server"]
         arguments.link = arguments.link or ["lan"]
     return arguments
@@ -315,9 +326,12 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
         links = arguments.link or (MEASURED_LINKS if arguments.full else MEASURED_LINKS[:1])
         pairs = [(mode, link) for link in links for mode in arguments.mode or MODES]
     return [
-        case_of(mode, link, arguments.model, arguments.peers, arguments.cycle_s)
+        case_of(
+            mode, link, arguments.model, arguments.peers, arguments.cycle_s,
+            slower=arguments.slower, congestion=arguments.congestion,
+        )
         for mode, link in pairs
-    ]
+    ]  # fmt: skip
 
 
 def main(

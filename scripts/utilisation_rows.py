@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 from bench_wire import EVERYBODY, exchanging, model_like, run_of
 from parameter_server import Sizes
@@ -15,6 +15,7 @@ from rehearsal import RUN_FILE
 from peers.link_tables import link_named
 from swarm.config import RunConfig, parse_config
 from swarm.config.amounts import LinkRates
+from swarm.emulation.links import Link
 from swarm.emulation.local_swarm import Event
 from swarm.model.cost import parameters, shared_wire_bytes, step_flops_per_token
 from swarm.model.link_plan import ASSUMED, Setting, carried_mbit, cycle_bytes, plan_link
@@ -24,6 +25,8 @@ HIDDEN_STEP = 8
 SHARED_PARTS = 64
 QUORUM = "quorum"
 STALLS = ("encode", "private", "waiting", "apply", "other")
+
+Line = TypeVar("Line", Link, LinkRates)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Case:
         real: and of the real run.
         overrides: settings of the rehearsed run; () with a server.
         sizes: of what a server exchanges.
+        slower: so many times lower are the rates of the links.
+        congestion: TCP's congestion control; None: this machine's.
     """
 
     mode: str
@@ -110,6 +115,8 @@ class Case:
     real: Planned
     overrides: tuple[str, ...]
     sizes: Sizes | None = None
+    slower: float = 1.0
+    congestion: str | None = None
 
     @property
     def rounds(self) -> int:
@@ -153,6 +160,8 @@ class Row:
     cycles: int
     parameters: float
     scale: float
+    slower: float
+    congestion: str
     step_s: float
     cycle_s: float
     utilisation: float
@@ -207,13 +216,20 @@ def server_plan(sizes: Sizes, link: LinkRates, server: LinkRates, compute_s: flo
 
 
 def planned(
-    run: RunConfig, mode: Mode, link: LinkRates, compute_s: float, num_peers: int, *, here: bool
+    run: RunConfig,
+    mode: Mode,
+    link: LinkRates,
+    compute_s: float,
+    num_peers: int,
+    *,
+    here: bool,
+    is_bbr: bool = False,
 ) -> Planned:
     """What swarm-plan says of a run that exchanges so on a link.
 
     `here`: all peers share this machine's cores.
     """
-    rates = carried_mbit(link, num_peers)
+    rates = carried_mbit(link, num_peers, is_bbr=is_bbr)
     cores = len(os.sched_getaffinity(0)) / num_peers if here else ASSUMED.cores
     plan = plan_link(
         run,
@@ -226,29 +242,52 @@ def planned(
     return Planned(plan.round_s * mode.setting.rounds, plan.utilisation)
 
 
-def case_of(mode: str, link: str, model: str, num_peers: int, cycle_s: float) -> Case:
-    """The row's model and seconds, such that a cycle lasts about `cycle_s`."""
+def slowed(link: Line, slower: float) -> Line:
+    """A link of which both rates are so many times lower.
+
+    So is what a connection carries that takes losses for congestion, MSS / (RTT sqrt(2/3 loss))
+    (Mathis et al., 1997), for its losses grow by the square.
+    """
+    return replace(
+        link, up_mbit=link.up_mbit / slower, down_mbit=link.down_mbit / slower,
+        loss_pct=link.loss_pct * slower**2,
+    )  # fmt: skip
+
+
+def case_of(
+    mode: str,
+    link: str,
+    model: str,
+    num_peers: int,
+    cycle_s: float,
+    *,
+    slower: float = 1.0,
+    congestion: str | None = None,
+) -> Case:
+    """The row's model and seconds, such that a cycle lasts about `cycle_s` on slower links."""
     how, like, compute_s = MODES[mode], like_of(model), real_compute_s(model)
-    steps, rates = like.round.local_steps, link_named(link)
+    steps, rates, is_bbr = like.round.local_steps, link_named(link), congestion == "bbr"
+    here = slowed(rates, slower)
     if how.server:
         server = rates if how.server == "same" else link_named(how.server)
         real = server_plan(sizes_of(like, 1.0, num_peers), rates, server, compute_s)
-        scale = cycle_s / real.cycle_s
-        sizes = sizes_of(like, scale, num_peers)
-        plan = server_plan(sizes, rates, server, compute_s * scale)
-        return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real, (),
-                    sizes)  # fmt: skip
-    real = planned(like, how, rates, compute_s, num_peers, here=False)
-    wanted = parameters(like.model).total * cycle_s / real.cycle_s
+        scale = cycle_s / real.cycle_s / slower
+        sizes, compute_s = sizes_of(like, scale, num_peers), compute_s * scale * slower
+        plan = server_plan(sizes, here, slowed(server, slower), compute_s)
+        return Case(mode, link, model, num_peers, scale, compute_s, steps, plan, real, (),
+                    sizes, slower, congestion)  # fmt: skip
+    real = planned(like, how, rates, compute_s, num_peers, here=False, is_bbr=is_bbr)
+    wanted = parameters(like.model).total * cycle_s / real.cycle_s / slower
     least = parameters(run_of(model_like(like, 1, HIDDEN_STEP)).model).total
     hidden = HIDDEN_STEP * max(1, round(wanted / least))
     overrides = overrides_of(how, like, hidden, num_peers)
     run = run_of(overrides)
     moved = [cycle_bytes(each, how.setting, num_peers) for each in (run, like)]
     scale = moved[0] / moved[1]
-    plan = planned(run, how, rates, compute_s * scale, num_peers, here=True)
-    return Case(mode, link, model, num_peers, scale, compute_s * scale, steps, plan, real,
-                tuple(overrides))  # fmt: skip
+    compute_s *= scale * slower
+    plan = planned(run, how, here, compute_s, num_peers, here=True, is_bbr=is_bbr)
+    return Case(mode, link, model, num_peers, scale, compute_s, steps, plan, real,
+                tuple(overrides), None, slower, congestion)  # fmt: skip
 
 
 def overrides_of(mode: Mode, like: RunConfig, hidden: int, num_peers: int) -> list[str]:
@@ -335,9 +374,10 @@ def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int, *, load: float
     total = parameters(like_of(case.model).model).total * case.scale
     return Row(
         case.mode, case.link, case.model, case.num_peers, cycles, round(total), case.scale,
-        round(case.step_s, 4), round(mean(each.cycle_s for each in peers), 2),
-        round(mean(shares), 4), round(min(shares), 4), round(case.plan.utilisation, 4),
-        round(case.plan.cycle_s, 2), round(case.real.utilisation, 4),
+        case.slower, case.congestion or "", round(case.step_s, 4),
+        round(mean(each.cycle_s for each in peers), 2), round(mean(shares), 4),
+        round(min(shares), 4), round(case.plan.utilisation, 4), round(case.plan.cycle_s, 2),
+        round(case.real.utilisation, 4),
         {name: round(mean(each.stalls[name] for each in peers), 2) for name in peers[0].stalls},
         mean_of("cpu", 1.0), mean_of("sent") or 0.0, mean_of("received") or 0.0, mean_of("up"),
         mean_of("down"), sum(each.not_counted for each in peers), round(load, 1),

@@ -32,6 +32,7 @@ FAST_MBIT = 200.0
 FAST_MTU_BYTES = 9000
 """Above FAST_MBIT packets are larger, or this process would be the bottleneck."""
 COMMAND_S = 10.0
+CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 TCP, SYN, ACK = 6, 0x02, 0x10
 IDLE_S = 0.2
 
@@ -52,7 +53,12 @@ class NamespaceLinks:
     """See `Links`; the network exists from the first `place` to `close`."""
 
     def __init__(
-        self, link: Link | Sequence[Link], seed: int = 0, *, mtu_bytes: int | None = None
+        self,
+        link: Link | Sequence[Link],
+        seed: int = 0,
+        *,
+        mtu_bytes: int | None = None,
+        congestion: str | None = None,
     ) -> None:
         """There are no namespaces yet.
 
@@ -60,11 +66,13 @@ class NamespaceLinks:
             link: of all peers, or several that peers have in turn.
             seed: of lost packets.
             mtu_bytes: of the largest packets; None decides by the rates.
+            congestion: TCP's congestion control, as cubic or bbr; None: this machine's.
         """
         self._shaper = Shaper(link, seed)
         each = (link,) if isinstance(link, Link) else link
         is_fast = max(max(one.up_mbit, one.down_mbit) for one in each) > FAST_MBIT
         self._mtu_bytes = mtu_bytes or (FAST_MTU_BYTES if is_fast else MTU_BYTES)
+        self._congestion = congestion
         self._devices: dict[int, int] = {}
         """Peer -> file descriptor of its TUN device."""
         self._peers: dict[int, int] = {}
@@ -100,6 +108,8 @@ class NamespaceLinks:
         _ip(*inside, "addr", "add", f"{address_of(peer)}/24", "dev", device)
         _ip(*inside, "link", "set", device, "mtu", str(self._mtu_bytes), "up")
         _ip(*inside, "route", "add", "default", "dev", device)
+        if self._congestion:
+            _ip("netns", "exec", name, "sh", "-c", f"echo {self._congestion} >{CONGESTION}")
         with self._lock:
             self._devices[peer], self._peers[handle] = handle, peer
             self._poll.register(handle, select.EPOLLIN)
