@@ -111,14 +111,17 @@ def test_a_figure_that_is_off_its_formula_is_status_1(
     assert row["interface_ratio"] == pytest.approx(row["ratio"] / 3)
 
 
-def test_the_recommended_mode_above_a_sixteenth_is_a_problem(script: ModuleType) -> None:
-    mode = mode_of(script, script.RECOMMENDED)
+@pytest.mark.parametrize("name, ratio", [("RECOMMENDED", 16), ("THIN", 32)])
+def test_a_recommended_mode_above_its_part_of_diloco_is_a_problem(
+    script: ModuleType, name: str, ratio: int
+) -> None:
+    mode = mode_of(script, getattr(script, name))
     run = run_for(script, mode)
     whole = cycle_bytes(run, script.DILOCO, NUM_PEERS)
-    row = script.row_of(mode, run, NUM_PEERS, script.Measured(whole / 15, 0.0, None, None))
+    row = script.row_of(mode, run, NUM_PEERS, script.Measured(whole / (ratio - 1), 0.0, None, None))
     near = replace(row, off=0.0)
     (problem,) = script.problems([near])
-    assert "1/15.0 of fp32 DiLoCo" in problem
+    assert f"1/{ratio - 1}.0 of fp32 DiLoCo, above 1/{ratio}" in problem
     assert script.problems([replace(near, mode="b2")]) == []
 
 
