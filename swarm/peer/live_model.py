@@ -132,7 +132,7 @@ class LiveModel:
         """Of each unit that is not trained here, or was just adopted: the value in the engine."""
         self.local_parts: frozenset[Unit] = frozenset()
         """Parts of the shared tensors whose values in the engine are not the agreed ones."""
-        self._offered: tuple[Digest, ...] = ()
+        self._offered: list[Digest] = []
         self._rests_on = frozenset[Digest]()
         """Values that the next deltas are counted from."""
         self.is_coded = any(unit.coding != "none" for unit in agreed.layout.units)
@@ -164,15 +164,18 @@ class LiveModel:
         return self.threads.each(work, found, sum(layouts[unit].num_elements for unit in found))
 
     def keep_offered(self, digests: Iterable[Digest]) -> None:
-        """Keeps what was offered until `drop_offered`: adopting a mean may need it."""
-        fresh = tuple(digests)
+        """Keeps what was offered until `drop_offered`: adopting a mean may need it.
+
+        Several threads may call it at a time.
+        """
+        fresh = list(digests)
         self.agreed.store.pin(fresh)
-        self._offered += fresh
+        self._offered.extend(fresh)
 
     def drop_offered(self) -> None:
         """Says that what was offered has been adopted, or never will be."""
-        self.agreed.store.unpin(self._offered)
-        self._offered = ()
+        dropped, self._offered = self._offered, []
+        self.agreed.store.unpin(dropped)
 
     # ------------------------------------------------ blobs -> engine
 

@@ -11,6 +11,7 @@ from swarm.codecs import Content
 from swarm.codings import coded_bytes
 from swarm.deltas.units import apply_delta, check_delta
 from swarm.errors import BadBlob
+from swarm.experts import expert_of_unit
 from swarm.network.contents import BlobGone
 from swarm.peer.live_model import LiveModel
 from swarm.peer.rounds import Rounds
@@ -77,20 +78,24 @@ class Offering:
     def offered(self, tip: Manifest, unit: Unit, base: Digest, tokens: int) -> OfferedUnit:
         """What is offered of a unit, whose blobs are in the store.
 
+        Where adopting may need them they are kept from now on.
+
         Args:
             tip: on which it is offered.
             unit: that is trained here.
             base: the agreed value that it was trained from.
             tokens: of the local steps since the tip.
         """
-        layout = self.model.agreed.layout.by_unit[unit]
+        layout, named = self.model.agreed.layout.by_unit[unit], self._named.get(unit)
         if layout.coding == "none":
             digest, num_bytes = self.store(tip, unit, self.model.value_of(unit), tokens)
             return OfferedUnit(digest, num_bytes, base)
-        named = self._named.get(unit)
-        if not (named and named.base == base and self._has(named)):
-            named = self._named[unit] = self._moved(tip, unit, base, tokens)
-        return named
+        if named and named.base == base:
+            self.model.keep_offered(filter(None, [named.digest, named.delta]))
+            if self._has(named):
+                return named
+        made = self._named[unit] = self._moved(tip, unit, base, tokens)
+        return made
 
     def _has(self, named: OfferedUnit) -> bool:
         store = self.model.agreed.store
@@ -108,7 +113,7 @@ class Offering:
                 return self._judged(unit, base, {})
 
     def _judged(self, unit: Unit, base: Digest, limits: Mapping[str, float]) -> OfferedUnit:
-        agreed, store = self.model.agreed, self.rounds.store_value
+        agreed, store = self.model.agreed, self._stored
         layout, before = agreed.layout.by_unit[unit], agreed.read(base)
         digest, num_bytes = store(self.model.difference(unit, base))
         delta = agreed.delta(digest)
@@ -126,17 +131,31 @@ class Offering:
         """
         me = self.model.me
         bound = update_bound(unit, [me], {me: tokens}, tip, self.rounds.rules)
+        is_kept = self.model.is_coded or expert_of_unit(unit) is not None
+        store = self._stored if is_kept else self.rounds.store_value
         if bound is None:
-            return self.rounds.store_value(value)
+            return store(value)
         try:
             with self.model.agreed.held([bound.base]):
                 try:
-                    return self.rounds.store_value(self.model.guarded(unit, value, bound))
+                    return store(self.model.guarded(unit, value, bound))
                 except BadBlob as error:
                     self._begin_anew(tip, unit, error)
         except BlobGone as error:
             logger.info("%s is offered unjudged: %s", unit, error)
-        return self.rounds.store_value(self.model.value_of(unit))
+        return store(self.model.value_of(unit))
+
+    def _stored(self, content: Content) -> tuple[Digest, int]:
+        """Stores what may be needed until it is adopted, and keeps it.
+
+        Each round that is decided meanwhile drops what it does not know of. What is dropped before
+        it is kept is stored once more, under the same digest, which is kept by then.
+        """
+        digest, num_bytes = self.rounds.store_value(content)
+        self.model.keep_offered([digest])
+        if not self.model.agreed.store.has(digest):
+            self.rounds.store_value(content)
+        return digest, num_bytes
 
     def _begin_anew(self, tip: Manifest, unit: Unit, why: BadBlob) -> None:
         def begin_anew() -> None:

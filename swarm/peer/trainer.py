@@ -23,7 +23,6 @@ from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
 from swarm.errors import CorruptState, StateError
-from swarm.experts import expert_of_unit
 from swarm.network.contents import BlobGone
 from swarm.network.patience import patiently
 from swarm.peer.beside import Beside
@@ -223,9 +222,6 @@ class Trainer(TrainingShell):
         units = self.offering.offered_all(
             tip, bases, tokens, lambda work: patiently(work, "offered value", self._pause)
         )
-        for unit, each in units.items():
-            if self.model.is_coded or expert_of_unit(unit) is not None:
-                self.model.keep_offered(filter(None, [each.digest, each.delta]))
         sync = partial(self.offering.sync, units)
         patiently(sync, "offered deltas", self._pause)
         return units
@@ -300,11 +296,10 @@ class Trainer(TrainingShell):
         except CorruptState as error:
             logger.error("%s; what was offered last is not offered again", error)
             return None
-        store = self.model.agreed.store
-        if work is None or not all(store.has(digest) for digest in work.blobs):
+        if work is None:
             return None
-        self.model.keep_offered(work.blobs)
-        return work
+        self.model.keep_offered(work.blobs)  # before the look, so that no collection falls between
+        return work if all(map(self.model.agreed.store.has, work.blobs)) else None
 
     def submit(self, tip: Manifest, offer: Offer) -> None:
         if offer.is_late:

@@ -140,8 +140,6 @@ class Swarm:
             units = self.offerings[peer].offered_all(self.tip, bases, 64)
             assert self.offerings[peer].offered_all(self.tip, bases, 64) == units
             offers[peer] = Offer(self.tip.digest, 1, 64, units)
-            blobs = [d for each in units.values() for d in (each.digest, each.delta) if d]
-            live.keep_offered(blobs)
         entries, sources = dict(self.tip.entries), {}
         for unit, entry in self.tip.entries.items():
             offered = {p: o.units[unit] for p, o in offers.items() if unit in o.units}
@@ -333,6 +331,31 @@ def test_without_the_blobs_that_it_takes_a_live_value_becomes_the_agreed_one() -
     for unit in EACH_ROUND.due_of("me", swarm.tip):
         if expert_of_unit(unit) is None:
             assert torch.equal(swarm.live("me", unit), swarm.agreed(unit))
+
+
+def test_what_a_collection_drops_while_it_is_offered_is_made_again() -> None:
+    """Rounds go on meanwhile, as those of a peer that has just come back."""
+    swarm = Swarm(tiny_run(wire=CODED))
+    swarm.train("me", moves(swarm, 1))
+    offering, tip = swarm.offerings["me"], swarm.tip
+    bases = {unit: tip.entries[unit].digest for unit in EACH_ROUND.due_of("me", tip)}
+    kept, seen = set(bases.values()), set[Digest]()
+
+    def collected_once(value: Any) -> tuple[Digest, int]:
+        digest, num_bytes = swarm._store_value(value)
+        if digest not in seen:
+            seen.add(digest)
+            swarm.store.collect(kept)
+        return digest, num_bytes
+
+    cast(Any, offering.rounds).store_value = collected_once
+    units = offering.offered_all(tip, bases, 64)
+    swarm.store.collect(kept)
+    offered = {d for each in units.values() for d in (each.digest, each.delta) if d}
+    assert [digest for digest in offered if not swarm.store.has(digest)] == []
+    swarm.lives["me"].drop_offered()
+    swarm.store.collect(kept)
+    assert offered.isdisjoint(swarm.store.digests())
 
 
 def test_after_a_restart_the_very_blobs_are_offered_that_were_named(
