@@ -158,7 +158,7 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
         folder / "swarm",
         RUN_FILE,
         case.num_peers,
-        options=["--engine", "resident", "--threads", "1"],
+        options=["--engine", "resident", "--threads", "1", *capped(case)],
         founder_options=settings(*case.overrides, f"run.rounds={rounds + case.rounds}"),
         environment={
             "OMP_NUM_THREADS": "1",
@@ -201,6 +201,12 @@ def measure_swarm(case: Case, cycles: int, folder: Path, links: Links | None) ->
         for both in zip(before, then, strict=True)
     ]
     return with_interfaces(found, moved)
+
+
+def capped(case: Case) -> list[str]:
+    """A peer's cap, as it is recommended for thin uplinks."""
+    up_mbit = line_of(case.link).up_mbit / case.slower
+    return [] if case.cap is None else ["--max-upload", f"{case.cap * up_mbit:g}mbit"]
 
 
 def forget_states(folder: Path) -> None:
@@ -303,6 +309,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         "--slower", type=float, default=8.0,
         help="links, and the pace of the steps, than the named ones; see above (8)",
     )  # fmt: skip
+    parser.add_argument("--cap", type=float, help="of uploads, as a share of the uplink")
     parser.add_argument("--congestion", help="TCP's control, as bbr (default: this machine's)")
     parser.add_argument("--cycles", type=int, default=1, help="counted, after the first (1)")
     parser.add_argument("--full", action="store_true", help="all modes on all links")
@@ -325,13 +332,14 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
     if arguments.full or arguments.mode or arguments.link:
         links = arguments.link or (MEASURED_LINKS if arguments.full else MEASURED_LINKS[:1])
         pairs = [(mode, link) for link in links for mode in arguments.mode or MODES]
-    return [
+    cases = [
         case_of(
             mode, link, arguments.model, arguments.peers, arguments.cycle_s,
             slower=arguments.slower, congestion=arguments.congestion,
         )
         for mode, link in pairs
     ]  # fmt: skip
+    return [replace(case, cap=arguments.cap) for case in cases]
 
 
 def main(

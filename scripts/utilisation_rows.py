@@ -102,6 +102,7 @@ class Case:
         sizes: of what a server exchanges.
         slower: so many times lower are the rates of the links.
         congestion: TCP's congestion control; None: this machine's.
+        cap: of uploads, as a share of the uplink; None: there is none.
     """
 
     mode: str
@@ -117,6 +118,7 @@ class Case:
     sizes: Sizes | None = None
     slower: float = 1.0
     congestion: str | None = None
+    cap: float | None = None
 
     @property
     def rounds(self) -> int:
@@ -162,6 +164,7 @@ class Row:
     scale: float
     slower: float
     congestion: str
+    cap: float | None
     step_s: float
     cycle_s: float
     utilisation: float
@@ -374,7 +377,7 @@ def row_of(case: Case, peers: Sequence[PeerFigures], cycles: int, *, load: float
     total = parameters(like_of(case.model).model).total * case.scale
     return Row(
         case.mode, case.link, case.model, case.num_peers, cycles, round(total), case.scale,
-        case.slower, case.congestion or "", round(case.step_s, 4),
+        case.slower, case.congestion or "", case.cap, round(case.step_s, 4),
         round(mean(each.cycle_s for each in peers), 2), round(mean(shares), 4),
         round(min(shares), 4), round(case.plan.utilisation, 4), round(case.plan.cycle_s, 2),
         round(case.real.utilisation, 4),
