@@ -35,7 +35,8 @@ All peers share this machine's cores and disk, where a real one has some for its
 the pace of the steps, are --slower times slower than the named ones, and the model so many times
 smaller: what processors and disk have to do weighs so many times less, as if there were so many
 times as many of them, and what takes a number of round trips weighs as before. Losses at random
-grow by the square of it, so that a connection that takes them for congestion carries so much less.
+grow by the square of it, so that a connection that takes them for congestion carries so much less;
+with --congestion bbr they stay.
 "Processor" is what a peer's process took of the cores, in seconds; its libp2p daemon takes some 6 s
 a GB beside. Needs root (see swarm-local --link); only --quick works without.
 
@@ -122,7 +123,7 @@ def links_of(case: Case) -> Links | None:
     lines = [each] * case.num_peers
     if server:
         lines.append(each if server == "same" else line_of(server))
-    lines = [slowed(line, case.slower) for line in lines]
+    lines = [slowed(line, case.slower, is_bbr=case.congestion == "bbr") for line in lines]
     is_much = case.num_peers * max(lines[0].up_mbit, lines[0].down_mbit) > MOST_MBIT
     mtu_bytes = FAST_MTU_BYTES if is_much or server else MTU_BYTES
     return NamespaceLinks(lines, mtu_bytes=mtu_bytes, congestion=case.congestion)

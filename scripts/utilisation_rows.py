@@ -245,16 +245,15 @@ def planned(
     return Planned(plan.round_s * mode.setting.rounds, plan.utilisation)
 
 
-def slowed(link: Line, slower: float) -> Line:
+def slowed(link: Line, slower: float, *, is_bbr: bool = False) -> Line:
     """A link of which both rates are so many times lower.
 
     So is what a connection carries that takes losses for congestion, MSS / (RTT sqrt(2/3 loss))
-    (Mathis et al., 1997), for its losses grow by the square.
+    (Mathis et al., 1997), for its losses grow by the square; those of bbr stay.
     """
-    return replace(
-        link, up_mbit=link.up_mbit / slower, down_mbit=link.down_mbit / slower,
-        loss_pct=link.loss_pct * slower**2,
-    )  # fmt: skip
+    loss_pct = link.loss_pct * (1 if is_bbr else slower**2)
+    up_mbit, down_mbit = link.up_mbit / slower, link.down_mbit / slower
+    return replace(link, up_mbit=up_mbit, down_mbit=down_mbit, loss_pct=loss_pct)
 
 
 def case_of(
@@ -270,7 +269,7 @@ def case_of(
     """The row's model and seconds, such that a cycle lasts about `cycle_s` on slower links."""
     how, like, compute_s = MODES[mode], like_of(model), real_compute_s(model)
     steps, rates, is_bbr = like.round.local_steps, link_named(link), congestion == "bbr"
-    here = slowed(rates, slower)
+    here = slowed(rates, slower, is_bbr=is_bbr)
     if how.server:
         server = rates if how.server == "same" else link_named(how.server)
         real = server_plan(sizes_of(like, 1.0, num_peers), rates, server, compute_s)
