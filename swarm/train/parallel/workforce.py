@@ -145,7 +145,9 @@ class Workforce:
                 self._come_back()
             assert self._crew is not None
             return work(self._crew)
-        except SwarmError:
+        except SwarmError as error:
+            if isinstance(error, WorkersFailed):
+                self.close()
             raise
         except BaseException:
             # They are lost, or answers may be on their way that nobody waits for.
