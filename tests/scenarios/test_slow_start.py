@@ -1,5 +1,6 @@
-"""A peer that is asked to leave while its workers start."""
+"""A peer that is asked to leave while its workers start, or hang."""
 
+import os
 import re
 import signal
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.test_workers import Training
+from swarm.train.parallel.crew import OVERTIME_S
+from tests.scenarios.test_workers import Training, corpus_in, settings
 from tests.train.test_starting import SLEEPS
 
 pytestmark = [pytest.mark.scenario, pytest.mark.slow]
@@ -37,3 +39,25 @@ def test_it_ends_within_its_time_to_leave_with_one_line(
     (line,) = re.findall(r"^.*workers are still starting.*$", peer.log, re.MULTILINE)
     assert "no answer to 'begin' from worker 0 and 1" in line
     assert "Traceback" not in peer.log
+
+
+@pytest.mark.exhaustive  # test_starting.py has it without a peer
+def test_it_ends_within_its_time_to_leave_also_when_a_worker_hangs(tmp_path: Path) -> None:
+    alone = ("--run", "demo", "--peers", "1", "--rounds", "9", "--gpus", "2", *settings())
+    given = (*corpus_in(tmp_path), "--leave-timeout", str(LEAVE_S))
+    peer = Training(tmp_path / "alone", *alone, *given)
+    try:
+        victim = int(peer.says(r"workers began within .*processes \d+, (\d+)\)"))
+        peer.says(r"(round=1/9)")
+        os.kill(victim, signal.SIGSTOP)
+        began_s = time.monotonic()
+        peer.process.send_signal(signal.SIGTERM)
+        assert peer.process.wait(90) == 15
+        assert time.monotonic() - began_s < LEAVE_S + OVERTIME_S + 20  # it ends its other parts
+    finally:
+        peer.process.kill()
+        peer.process.wait()
+    (line,) = re.findall(r"^.*its workers do not answer.*$", peer.log, re.MULTILINE)
+    assert "from worker" in line
+    assert "Traceback" not in peer.log
+    assert not Path(f"/proc/{victim}").exists()

@@ -13,12 +13,22 @@ from typing import Any
 
 import pytest
 
+from swarm.api import load_run
+from swarm.model.cost import bytes_sent_per_peer_per_round
+from swarm.network.record_file import RecordFile
+from swarm.protocol.manifest import Digest, Unit
+
 pytestmark = [pytest.mark.scenario, pytest.mark.exhaustive]
 
 LIMIT_S = 120
+AWAY_S = 30.0
+"""So long the workers of a peer may be away."""
+GONE_S = 10.0
+"""So long workers may outlive their peer."""
+LOCAL_STEPS = 5
 FOUND = ["--run", "demo", "--rounds", "6", "--peers", "2", "--wait-for-peers", "2"]
 SMALL = [
-    "round.local_steps=5",
+    f"round.local_steps={LOCAL_STEPS}",
     "merging.alpha=0.0",
     "data.validation_bytes=512",
     "train.micro_batch_sequences=4",
@@ -83,10 +93,75 @@ def test_a_worker_that_is_killed_takes_neither_the_peer_nor_the_swarm_along(
     assert [event["workers"] for event in applied(tmp_path / "one")] == [None] * 6
     for event in applied(tmp_path / "two"):
         found = event["workers"]
+        if not event["steps"]:  # on a busy machine: the round was over before they were back
+            assert found is None
+            continue
         assert found["number"] == len(found["ranks"]) == 2
         assert (found["bubble"] is not None) == ("pipeline" in engine)
         assert all(0 < sum(rank["waited_s"].values()) < rank["seconds"] for rank in found["ranks"])
     assert re.search(r"2 workers, \S+ s a step; ", peers[0].log)
+    made_again = re.findall(r"steps made again: (\d+)", peers[0].log)
+    assert all(int(number) <= LOCAL_STEPS for number in made_again)
+    away_s = re.findall(r"workers began within (\S+) s", peers[0].log)
+    assert len(away_s) == 2 and float(away_s[1]) < AWAY_S
+    assert_bytes_are_those_of_the_formula([tmp_path / "one", tmp_path / "two"])
+
+
+def assert_bytes_are_those_of_the_formula(folders: list[Path]) -> None:
+    """Blob bytes of rounds that both took part in, behind the one with a kill."""
+    run = load_run("demo", [*SMALL, "run.peers=2"])
+    events = [event for folder in folders for event in applied(folder)[2:]]
+    sent = [e["blob_bytes_sent"] for e in events if len(e["contributors"]) == 2]
+    assert sent
+    expected = bytes_sent_per_peer_per_round(run, 2)
+    assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_peer_that_is_killed_takes_its_workers_along_and_resumes_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    """Two micro-batches a step: two workers have the bits of one process."""
+    whole = ("compute.expert_parallel=1", "compute.pipeline=1")
+    alone = ["--run", "demo", "--rounds", "4", "--peers", "1", *settings(*whole)]
+    alone += corpus_in(tmp_path)
+    straight = Training(tmp_path / "straight", *alone)
+    assert straight.process.wait(LIMIT_S) == 0, straight.log
+    peer = Training(tmp_path / "killed", *alone, "--gpus", "2")
+    try:
+        for lives in range(2):
+            pids = peer.says(r"workers began within .*processes (\d+, \d+)\)").split(", ")
+            peer.says(rf"(round={2 * lives + 1}/4)")
+            peer.process.kill()
+            peer.process.wait()
+            end_s = time.monotonic() + GONE_S
+            while any(map(is_running, pids)):
+                assert time.monotonic() < end_s, "workers without a peer go on"
+                time.sleep(0.05)
+            peer = Training(tmp_path / "killed", *alone, "--gpus", "2")
+        assert peer.process.wait(LIMIT_S) == 0, peer.log
+    finally:
+        peer.process.kill()
+        peer.process.wait()
+    found = [model(tmp_path / name) for name in ("straight", "killed")]
+    assert found[0] == found[1] and found[0][0] == 4
+
+
+def is_running(pid: str) -> bool:
+    """Whether a process has not ended yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def model(folder: Path) -> tuple[int, dict[Unit, Digest]]:
+    """The newest round of a peer that has ended, and the digest of each part of its model."""
+    (run,) = (folder / "runs").iterdir()
+    record = RecordFile(run / "record").read()
+    assert record is not None
+    tip = record.tip
+    return tip.round, {unit: entry.digest for unit, entry in tip.entries.items()}
 
 
 def applied(folder: Path) -> list[dict[str, Any]]:

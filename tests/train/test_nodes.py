@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from swarm.errors import ConfigError, WorkersFailed
+from swarm.train.options import EngineOptions
 from swarm.train.parallel.agent import Agent
-from swarm.train.parallel.crew import Lost, Place
+from swarm.train.parallel.crew import Crew, Lost, Place
+from swarm.train.parallel.engine import ParallelEngine
 from swarm.train.parallel.handshake import admit, key_at
 from swarm.train.parallel.nodes import Nodes, versions
 from swarm.train.parallel.roster import Node, Wanted
@@ -24,6 +27,7 @@ from tests.train.crews import Crews, SharedCrew, lent_engines
 from tests.train.runs import all_names, new_engine
 from tests.train.test_expert_parallel import LR, five_steps
 from tests.train.test_parallel import (
+    GONE_S,
     OWNED,
     RUN,
     assert_equal,
@@ -35,6 +39,8 @@ from tests.train.test_parallel import (
 )
 
 LIMIT_S = 300.0
+LEAVES_S = 25.0
+"""Less than torchrun waits before it kills."""
 MINE = Node(1, 0, None, versions())
 
 
@@ -245,9 +251,41 @@ def test_workers_of_a_node_end_with_a_controller_that_is_killed(key_file):
         assert len(pids) == 2 and pids[1] in children(agent.pid)
         controller.kill()
     with agent:
-        wait_until(lambda: all(map(is_gone, pids)), within_s=30)
+        wait_until(lambda: all(map(is_gone, pids)), within_s=GONE_S)
         assert agent.wait(LIMIT_S) == 0
         assert "the controller is gone" in agent.stderr.read()
+
+
+PROGRAMS = Path(sys.executable).parent
+
+
+@pytest.mark.exhaustive
+def test_sigterm_to_torchrun_ends_its_workers_and_the_peer_leaves_in_its_time(key_file):
+    """With one line of each; the peer, which would wait for them, has a second left."""
+    goes_s = [inf]
+    leaving = {"remaining_s": lambda: goes_s[0] - time.monotonic()}
+    with listening(key_file, Wanted(1, 2), **leaving) as nodes:
+        command = [PROGRAMS / "torchrun", "--no-python", "--standalone", "--nproc-per-node", "2"]
+        command += [PROGRAMS / "swarm-worker", "--controller", f"127.0.0.1:{nodes.port}"]
+        command += ["--key", key_file, "--log-format", "plain"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+            options = [EngineOptions.of(RUN)]
+            engine = ParallelEngine(RUN, options, lambda: Crew(Place(1), nodes, **leaving))
+            train(engine, RUN, [0])
+            pids = engine.pids
+            assert len(pids) == 3
+            began_s = time.monotonic()
+            goes_s[0] = began_s + 1.0
+            stopped(engine, 0)  # so that a step is under way
+            soon(launcher.terminate)
+            with pytest.raises(WorkersFailed, match=r"this peer has to go|of 2 workers"):
+                train(engine, RUN, range(1, 100))
+            assert time.monotonic() - began_s < LEAVES_S
+            said = launcher.communicate(timeout=LEAVES_S)[1].splitlines()
+        engine.close()
+    assert all(map(is_gone, pids))
+    said = [line for line in said if line.startswith("swarm-worker: ")]
+    assert said == ["swarm-worker: error: interrupted"] * 2
 
 
 # ------------------------------------------------ who is let in; no process is started

@@ -17,7 +17,7 @@ import torch
 from swarm.data.masks import masks_of
 from swarm.errors import OutOfMemory, WorkersFailed
 from swarm.experts import expert_shapes
-from swarm.train.checkpoint import PrivateState, save_private
+from swarm.train.checkpoint import PrivateState, load_newest, save_private
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.crew import Crew, Lost, Place
 from swarm.train.parallel.engine import ParallelEngine
@@ -340,16 +340,24 @@ def save(path, state, step):
 
 # ------------------------------------------------ a controller that ends
 
+GONE_S = 10.0
+"""So long workers may outlive it."""
+
 CONTROLLER = """
+import sys
+from pathlib import Path
 import torch
+from swarm.train.parallel.history import Saved
 from tests.train.crews import Crews
-from tests.train.runs import batch, tiny_run
+from tests.train.test_parallel import OWNED, RUN, save, train
 torch.set_num_threads(1)
-run = tiny_run()
-engine = Crews().engine(run, [0])
+path = Path(sys.argv[1])
+engine = Crews().engine(RUN, OWNED, given={"folder": path.parent, "saved": Saved.at(path)})
 print(*engine.pids, flush=True)
-while True:
-    engine.step(batch(run, 0), lr=1e-3)
+for step in range(10**6):
+    train(engine, RUN, [step])
+    save(path, engine.state_dict(), step + 1)
+    print(step, flush=True)
 """
 
 
@@ -363,13 +371,27 @@ def is_gone(pid):
 
 
 @pytest.mark.exhaustive
-def test_workers_end_with_a_controller_that_is_killed():
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER], stdout=subprocess.PIPE)
-    with controller:
+def test_workers_end_with_a_controller_that_is_killed_and_others_resume_bit_for_bit(
+    parallel, tmp_path
+):
+    """They end within 10 s, whatever they compute; the state on disk is whole, and goes on."""
+    path = tmp_path / "private"
+    command = [sys.executable, "-c", CONTROLLER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as controller:
         pids = [int(word) for word in controller.stdout.readline().split()]
         assert len(pids) == 2 and not any(map(is_gone, pids))
+        for _ in range(3):
+            controller.stdout.readline()
         controller.kill()
-    end_s = time.monotonic() + 60
+        end_s = time.monotonic() + GONE_S
     while not all(map(is_gone, pids)):
         assert time.monotonic() < end_s, "workers without a controller go on"
         time.sleep(0.05)
+    state = load_newest(path).state
+    assert state.round >= 3
+    engine, straight = parallel(RUN), new_engine(RUN, OWNED)
+    engine.load_state_dict(state.engine)
+    train(straight, RUN, range(state.round))
+    steps = range(state.round, state.round + 2)
+    assert train(engine, RUN, steps) == train(straight, RUN, steps)
+    assert is_same(RUN, engine, straight)

@@ -69,12 +69,6 @@ FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
         pytest.param(run_of(**EVERYTHING), {}, id="every influence on routing"),
         # Five micro-batches are no even rounds of two: the last one comes in a go of its own.
         pytest.param(run_of(5, **FIVE), CHUNKS, id="interleaved"),
-        pytest.param(
-            run_of(4, **BF16, loss={"balance": "global"}),
-            CHUNKS,
-            id="interleaved, bf16, global",
-            marks=SLOW,
-        ),
         pytest.param(run_of(4, **EVERYTHING), CHUNKS, id="interleaved, all", marks=SLOW),
         pytest.param(run_of(4, **MASKED), CHUNKS, id="interleaved, documents", marks=SLOW),
         pytest.param(
@@ -90,18 +84,13 @@ FIVE = {"train": {"micro_batch_sequences": 1, "batch_tokens": 5 * 16}}
         pytest.param(
             run_of(8, **EVERYTHING_BF16), FOUR | CHUNKS, id="four, interleaved, few", marks=SLOW
         ),
-        pytest.param(RUN, GPIPE, id="gpipe", marks=SLOW),
         pytest.param(run_of(**GLOBAL), {}, id="global", marks=SLOW),
-        pytest.param(run_of(**BF16), {}, id="bf16", marks=SLOW),
         pytest.param(run_of(**EVERYTHING_BF16), {}, id="all, bf16", marks=SLOW),
         pytest.param(run_of(**MASKED), {}, id="documents and padding", marks=SLOW),
         pytest.param(run_of(**BY_UNIT), {}, id="clipped by unit", marks=SLOW),
         pytest.param(run_of(3, **ONE_BY_ONE), {"recompute": "layer"}, id="again", marks=SLOW),
         pytest.param(RUN, {"recompute": "routing"}, id="again, routing kept", marks=SLOW),
         pytest.param(RUN, {"moments": "bf16", "frozen": "int8"}, id="smaller", marks=SLOW),
-        pytest.param(run_of(4, **ONE_BY_ONE), FOUR, id="four", marks=SLOW),
-        pytest.param(run_of(4, **GLOBAL, **ONE_BY_ONE), FOUR | GPIPE, id="four, gpipe", marks=SLOW),
-        pytest.param(run_of(4, **BF16), FOUR, id="four, bf16", marks=SLOW),
         pytest.param(run_of(5, **EVERYTHING), FOUR, id="four, fewer micro-batches", marks=SLOW),
     ],
 )
@@ -109,6 +98,21 @@ def test_five_steps_have_the_bits_of_one_process(piped, run, options):
     engine = piped(run, OWNED, **options)
     kept = {name: options[name] for name in ("moments", "frozen") if name in options}
     assert_equal(run, engine, new_engine(run, OWNED, **kept))
+
+
+@SLOW
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("balance", ["per_layer", "global"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", [{}, GPIPE, CHUNKS], ids=["1f1b", "gpipe", "interleaved"])
+def test_each_schedule_has_the_bits_of_one_process_with_each_loss(
+    piped, schedule, stages, balance, compute
+):
+    sections = BF16 if compute == "bf16" else ONE_BY_ONE
+    run = run_of(stages * schedule.get("chunks", 1), **sections, loss={"balance": balance})
+    assert_equal(
+        run, piped(run, OWNED, workers=stages, pp=stages, **schedule), new_engine(run, OWNED)
+    )
 
 
 @SLOW

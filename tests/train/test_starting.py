@@ -7,10 +7,12 @@ import time
 import pytest
 
 from swarm.errors import WorkersFailed
+from swarm.model.initialise import initial_tensors
 from swarm.train.options import EngineOptions
+from swarm.train.parallel import crew
 from swarm.train.parallel.crew import Crew, Place
 from swarm.train.parallel.engine import ParallelEngine
-from tests.train.runs import tiny_run
+from tests.train.runs import all_names, batch, tiny_run
 
 SLEEPS = """
 import sys, time
@@ -53,5 +55,24 @@ def test_workers_that_have_started_go_on_while_a_peer_leaves():
         os.kill(engine.pids[0], signal.SIGKILL)
         with pytest.raises(WorkersFailed, match="this peer has to go"):
             engine.read(["model.norm.weight"])
+    finally:
+        engine.close()
+
+
+def test_a_peer_that_has_to_go_waits_for_no_worker_that_hangs(monkeypatch):
+    """Beyond its time to leave, and what an answer may take then."""
+    monkeypatch.setattr(crew, "OVERTIME_S", 1.0)
+    run, goes_s = tiny_run(), [float("inf")]
+    remaining_s = lambda: max(goes_s[0] - time.monotonic(), 0.0)  # noqa: E731
+    engine = ParallelEngine(run, [EngineOptions.of(run)], lambda: Crew(Place(1), None, remaining_s))
+    try:
+        engine.write(initial_tensors(run, all_names(run)))
+        os.kill(engine.pids[0], signal.SIGSTOP)
+        began_s = time.monotonic()
+        goes_s[0] = began_s + 2.0
+        with pytest.raises(WorkersFailed, match="do not answer: no answer to 'step' from worker 0"):
+            engine.step(batch(run, 0), lr=1e-3)
+        assert 2.0 < time.monotonic() - began_s < 20
+        assert not engine.pids
     finally:
         engine.close()

@@ -17,6 +17,9 @@ from swarm.train.parallel.members import Lost as Lost
 from swarm.train.parallel.nodes import LOOK_S, Nodes
 from swarm.train.tensor_file import TensorFile
 
+OVERTIME_S = 10.0
+"""So long a question may take when the peer's time to leave is over; its last ones are short."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -42,7 +45,7 @@ class Crew:
         place: where those of this machine compute.
         pids: of the processes, by rank; those of a node are its own.
         is_starting: whether they are on their way to where the peer is, so that what they do until
-            then ends with the peer's time to leave.
+            then ends with the peer's time to leave; what they do later may go on a little.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Crew:
 
         Raises:
             Lost: they are not to be asked again, but ended.
-            WorkersFailed: they are starting, and the peer has to go.
+            WorkersFailed: the peer has to go; they are to be ended.
             SwarmError: as the workers raised it.
             RuntimeError: they failed by a bug of ours.
         """
@@ -133,7 +136,8 @@ class Crew:
         self, messages: Sequence[Message], file: TensorFile | None, within_s: float
     ) -> list[Message]:
         """The answers by rank, from messages by member."""
-        end_s = time.monotonic() + within_s
+        asked_s = time.monotonic()
+        end_s = asked_s + within_s
         answers: dict[int, Message] = {}
         with selectors.DefaultSelector() as selector:
             for member, message in zip(self._members, messages, strict=True):
@@ -142,20 +146,24 @@ class Crew:
             while len(answers) < self._size:
                 if any("failed" in answer for answer in answers.values()):
                     end_s = min(end_s, time.monotonic() + SYMPTOM_S)
-                left_s = min(end_s - time.monotonic(), self._leaves_s(), LOOK_S)
+                left_s = min(end_s - time.monotonic(), self._leaves_s(asked_s), LOOK_S)
                 ready = selector.select(max(0.0, left_s))
                 answers |= _received([key.data for key, _ in ready])
                 if not ready and time.monotonic() >= end_s:
                     raise Lost(_why_late(answers, self._size, messages[0]["do"], within_s))
-                if not ready and self._leaves_s() <= 0:
-                    raise _not_begun(answers, self._size, messages[0]["do"])
+                if not ready and self._leaves_s(asked_s) <= 0:
+                    does = "are still starting" if self.is_starting else "do not answer"
+                    raise _left(does, _silent(answers, self._size, messages[0]["do"]))
         for rank in sorted(answers):
             _raise_other(rank, answers[rank])
         return [answers[rank] for rank in sorted(answers)]
 
-    def _leaves_s(self) -> float:
-        """Seconds until nobody waits for workers that are starting."""
-        return self._remaining_s() if self.is_starting else inf
+    def _leaves_s(self, asked_s: float) -> float:
+        """Seconds until a peer that goes waits no longer for the answers to a question."""
+        remaining_s = self._remaining_s()
+        if self.is_starting or remaining_s == inf:
+            return remaining_s
+        return max(remaining_s, asked_s + OVERTIME_S - time.monotonic())
 
 
 def _own(member: Member) -> Message:
@@ -187,9 +195,9 @@ def _silent(answers: Mapping[int, Message], size: int, what: str) -> str:
     return f"no answer to {what!r} from worker {named}"
 
 
-def _not_begun(answers: Mapping[int, Message], size: int, what: str) -> WorkersFailed:
+def _left(does: str, silent: str) -> WorkersFailed:
     return WorkersFailed(
-        f"this peer has to go, and its workers are still starting: {_silent(answers, size, what)}",
+        f"this peer has to go, and its workers {does}: {silent}",
         hint="the state directory is good; a longer --leave-timeout waits for them",
     )
 

@@ -145,7 +145,9 @@ class Workforce:
                 self._come_back()
             assert self._crew is not None
             return work(self._crew)
-        except SwarmError:
+        except SwarmError as error:
+            if isinstance(error, WorkersFailed):
+                self.close()
             raise
         except BaseException:
             # They are lost, or answers may be on their way that nobody waits for.
@@ -160,18 +162,21 @@ class Workforce:
             options = options_message(self.options)
             run = self._run.canonical_json().decode()
             self._timed(crew, {"do": "make", "run": run, "options": options}, None)
-            for command in self._history.commands():
+            commands = self._history.commands()
+            for command in commands:
                 self._carry_out(crew, command.message, command.tensors)
         except BaseException:
             crew.end()
             raise
         crew.is_starting = False
         self._crew, self.size = crew, len(crew.pids)
+        again = sum(command.message["do"] == "step" for command in commands)
         logger.info(
-            "%d workers began within %.1f s (processes %s)",
+            "%d workers began within %.1f s (processes %s)%s",
             self.size,
             time.monotonic() - began_s,
             ", ".join(map(str, crew.pids)),
+            f"; steps made again: {again}" if again else "",
         )
 
     def _judge(self, lost: Lost, tries: int) -> None:

@@ -1,0 +1,77 @@
+"""Where a worker can be killed: in the middle of each of its tasks, once for each file that asks.
+
+`sitecustomize.py` of the test calls `arm` in every worker. A file in the folder that is named after
+a task kills the first worker that comes to this point, which takes the file away before.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarm.model.moe import SparseMLP
+from swarm.train import optimizer
+from swarm.train.hashed_file import HashedFile
+from swarm.train.parallel.ranks import Ranks
+from swarm.train.resident import ResidentEngine
+
+TASKS = {
+    "sum of gradients": (Ranks, "_all_gather"),
+    "sum of numbers": (Ranks, "_all_reduce"),
+    "offer": (ResidentEngine, "read"),
+    "private state": (HashedFile, "finish"),
+    "adoption": (ResidentEngine, "write"),
+    "ownership": (ResidentEngine, "own"),
+    "moments": (ResidentEngine, "write_moments"),
+    "return": (ResidentEngine, "load_state_dict"),
+}
+"""Task -> the method before which a worker is killed; the others then wait for it, or are ahead."""
+COMPUTING = ("forward", "backward", "update", "validation")
+"""Those that are no method of their own."""
+
+
+def arm(folder: Path) -> None:
+    """Puts the points into the classes of a worker."""
+
+    def reached(task: str) -> None:
+        try:
+            (folder / task).unlink()
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for task, (owner, name) in TASKS.items():
+        setattr(owner, name, _after(reached, task, getattr(owner, name)))
+    _arm_computing(reached)
+
+
+def _after(reached: Callable[[str], None], task: str, method: Callable[..., Any]) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
+        reached(task)
+        return method(*args, **options)
+
+    return called
+
+
+def _arm_computing(reached: Callable[[str], None]) -> None:
+    """Behind the experts of a layer on both ways, and between the updates of two tensors."""
+    forward, update_tensors = SparseMLP.forward, optimizer.update_tensors
+
+    def passing(self: SparseMLP, *args: Any, **options: Any) -> Any:
+        out_BTD, routing = forward(self, *args, **options)
+        reached("forward" if torch.is_grad_enabled() else "validation")
+        if out_BTD.requires_grad:
+            out_BTD.register_hook(lambda _: reached("backward"))
+        return out_BTD, routing
+
+    def updating(values: Any, gradients: Any, moments: Any, *args: Any) -> None:
+        half = len(values) // 2
+        update_tensors(values[:half], gradients[:half], moments[:half], *args)
+        reached("update")
+        update_tensors(values[half:], gradients[half:], moments[half:], *args)
+
+    SparseMLP.forward = passing  # type: ignore[method-assign]
+    optimizer.update_tensors = updating
