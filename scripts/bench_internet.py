@@ -143,12 +143,16 @@ def row_of(of: Sized, mode: str, seeds: int, least_up: float) -> dict[str, Any]:
     """A line of the table: medians over conveners and drawings, if nothing else is said."""
     rounds, constants = drawn(of, mode, seeds, least_up)
     outcomes: list[Outcome] = []
-    shares: list[float] = []
+    shares, waited, used, used_relayed = [], [], [], []
     for each in rounds:
         data, flow_s = each.data(), each.flow_s()
         these = [each.outcome(convener, data, flow_s) for convener in each.lines]
         typical = sorted(these, key=lambda one: sum(one.relayed.values()))[len(these) // 2]
-        shares.append(1 - counted(each, typical.relayed) / len(each.lines))
+        num, waited_s = counted(each, typical.relayed)
+        shares.append(1 - num / len(each.lines))
+        waited.append(waited_s)
+        used += [utilisation(one.stages, constants, waited_s) for one in these]
+        used_relayed += [utilisation(one.relayed, constants, waited_s) for one in these]
         outcomes += these
     straight = [sum(one.stages.values()) for one in outcomes]
     relayed = [sum(one.relayed.values()) for one in outcomes]
@@ -176,8 +180,9 @@ def row_of(of: Sized, mode: str, seeds: int, least_up: float) -> dict[str, Any]:
         "experts_relayed_s": median(one.relayed["experts"] for one in outcomes),
         "body_relayed_s": median(one.relayed["body"] for one in outcomes),
         "flow_s": median(one.flow_s for one in outcomes),
-        "computed": median(utilisation(one.stages, constants) for one in outcomes),
-        "computed_relayed": median(utilisation(one.relayed, constants) for one in outcomes),
+        "waited_s": median(waited),
+        "computed": median(used),
+        "computed_relayed": median(used_relayed),
         "not_counted": mean(shares),
         "longest": cause,
         "longest_share": times / len(outcomes),

@@ -313,11 +313,11 @@ class Round:
         return first_s + then_s
 
 
-def counted(round_: Round, stages: Mapping[str, float]) -> int:
-    """Peers whose steps a round counts, by the rule that conveners close rosters with.
+def counted(round_: Round, stages: Mapping[str, float]) -> tuple[int, float]:
+    """Peers whose steps a round counts, and for how long the median peer waits for them, seconds.
 
-    A peer begins its steps once it has what the round before decided: as much later than the
-    median peer as its downlink is slower.
+    By the rule that conveners close rosters with. A peer begins its steps once it has what the
+    round before decided: as much later than the median peer as its downlink is slower.
     """
     it, lines = round_.constants, round_.lines
     fetched = sorted(round_.down_s(peer, round_.moved.received[peer]) for peer in lines)
@@ -337,11 +337,11 @@ def counted(round_: Round, stages: Mapping[str, float]) -> int:
         if why_close(roster, Timers()):
             break
         num += 1
-    return num
+    return num, ready[num - 1]
 
 
-def utilisation(stages: Mapping[str, float], constants: Constants) -> float:
-    """Share of the time that a counted peer computes."""
-    round_s = sum(stages.values())
+def utilisation(stages: Mapping[str, float], constants: Constants, waited_s: float) -> float:
+    """Share of the time that the median peer computes, which waits so long for later ones."""
+    round_s = sum(stages.values()) + waited_s
     waits_s = max(0.0, round_s - constants.compute_s) if constants.overlap else round_s
     return constants.compute_s / (constants.compute_s + waits_s)

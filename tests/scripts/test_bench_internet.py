@@ -85,8 +85,11 @@ def test_equal_lines_are_all_counted_and_a_very_slow_one_is_not(
     same = rounds.Round(equal, each.moved, constants)
     stages = {"all": 100.0}
     slow = {**equal, of.swarm.peers[0]: rounds.Line(20.0, 2.0)}
-    assert rounds.counted(same, stages) >= 39  # who got less than others begins before them
-    assert rounds.counted(rounds.Round(slow, each.moved, constants), stages) < 40
+    num, waited_s = rounds.counted(same, stages)
+    assert num == 40
+    num, waited_of_slow_s = rounds.counted(rounds.Round(slow, each.moved, constants), stages)
+    assert num == 39
+    assert waited_of_slow_s == pytest.approx(waited_s, abs=1.0)
 
 
 def test_a_manifest_takes_the_convener_less_with_relays(rounds: ModuleType, of: Any) -> None:

@@ -110,7 +110,7 @@ def has_one_writer(unit: Unit, manifest: Manifest) -> bool:
 
 def relays_of_proposal(manifest: Manifest, evidence: Evidence | None) -> Relays:
     """The same of a round that is proposed: its evidence names the uplinks [A6]."""
-    if evidence is None or len(evidence.able) <= FEW:
+    if evidence is None or len(evidence.able) <= FEW or not any(evidence.able.values()):
         return NONE
     reducers = {
         entry.source
