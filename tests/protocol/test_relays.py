@@ -67,7 +67,8 @@ def test_all_know_the_same_relays_and_begin_at_different_ones() -> None:
         starts = {relays.before(digest, "a", me)[:1] for me in PEERS if me not in between}
         assert starts == {(relay,) for relay in between}
         assert all(relays.before(digest, "a", relay) == () for relay in between)
-    assert relays.of(DIGESTS[0], relays.of(DIGESTS[0], "a")[0]) == relays.of(DIGESTS[0], "a")[1:]
+    fast = PEERS[30:]
+    assert not any(peer in relays.of(digest, peer) for digest in DIGESTS[:200] for peer in fast)
     assert in_turn((), "a") == ()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from swarm.experts import expert_of_unit
-from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
+from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit, turn
 from swarm.protocol.messages import Evidence, Uplinks
 
 FEW = 8
@@ -23,8 +23,8 @@ RELAYS = 4
 MOST_TIMES = 4
 """An uplink counts as so many times the median of the relays at most, whatever its peer says of it:
 so much a false word draws to a peer, as with what it averages [D3]."""
-_WORD = 16
-_POINTS = 16**_WORD
+_WORD = 8
+_POINTS = 256**_WORD
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Relays:
         """Who passes this blob on, by lot: the same for all that know the same uplinks."""
         if not self.peers:
             return ()
-        words = (int(digest[start : start + _WORD], 16) for start in range(0, 64, _WORD))
-        points = (word / _POINTS * self.ends[-1] for word in words)
+        drawn_by = turn(digest, writer)
+        words = (drawn_by[n * _WORD : (n + 1) * _WORD] for n in range(RELAYS))
+        points = (int.from_bytes(word) / _POINTS * self.ends[-1] for word in words)
         last = len(self.peers) - 1
         drawn = (self.peers[min(last, bisect_right(self.ends, point))] for point in points)
         return tuple(peer for peer in dict.fromkeys(drawn) if peer != writer)
