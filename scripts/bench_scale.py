@@ -19,7 +19,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -113,10 +113,10 @@ OFF_LOOP = ("manifest decoded", "sourcing, in all", "pieces queued")
 class Swarm:
     """N peers in the round after some tip, with everything that they send each other."""
 
-    def __init__(self, num_peers: int, identity: Identity) -> None:
+    def __init__(self, num_peers: int, identity: Identity, run: RunConfig | None = None) -> None:
         self.num_peers = num_peers
         self.identity = identity
-        self.run = run_of(num_peers)
+        self.run = run or run_of(num_peers)
         self.rules = Rules.of("spes_7b-0123456789abcdef", self.run, layout_of(self.run))
         self.peers = [_peer_id(number) for number in range(num_peers)]
         self.tip = self._tip()
@@ -228,19 +228,23 @@ class Swarm:
         yield Commit(self.manifest, certificate, self.tip)
 
 
-def run_of(num_peers: int) -> RunConfig:
-    """The 7B with as many experts as peers, if there are more than 32, of the same total size."""
-    run = parse_config(RunConfig, RUN.read_text(), source=str(RUN))
+def run_of(num_peers: int, path: Path = RUN, others: Sequence[str] = ()) -> RunConfig:
+    """The 7B with as many experts as peers, if there are more than 32, of the same total size.
+
+    `others`: overrides of the run file beside those.
+    """
+    run = parse_config(RunConfig, path.read_text(), source=str(path))
     experts = max(run.model.num_experts, num_peers)
     width = run.model.moe_intermediate_size * run.model.num_experts // experts
     return parse_config(
         RunConfig,
-        RUN.read_text(),
-        source=str(RUN),
+        path.read_text(),
+        source=str(path),
         overrides=[
             f"run.peers={num_peers}",
             f"model.num_experts={experts}",
             f"model.moe_intermediate_size={width}",
+            *others,
         ],
     )
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from swarm.errors import BadMessage, HostileInput, StateError, TooCostly
@@ -27,8 +28,15 @@ from swarm.protocol.claims import Claim, Standing, claim_of, refusal_of
 from swarm.protocol.events import Event, Received
 from swarm.protocol.manifest import Digest, PeerId
 from swarm.protocol.messages import Accepted, Commit, Header, Message, Propose, Ready
+from swarm.protocol.rounds.relays import in_turn
 from swarm.protocol.trust import Foothold
-from swarm.protocol.wire import attachments_of, attachments_within, decode, holders_of
+from swarm.protocol.wire import (
+    attachments_of,
+    attachments_within,
+    decode,
+    holders_of,
+    relays_named,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,8 @@ ATTACHMENT_DEADLINE_S = 20.0
 MANY = 16
 """More blobs beside a message are asked of others first, and evidence of more peers is checked in
 another thread."""
+RELAYED_S = 10.0
+"""So long a proposal is asked of its relays alone; repeated after that, of its convener too."""
 MAX_SHOWN = 256
 """Blobs of which it is kept who has shown them."""
 MAX_SHOWN_BY = 16
@@ -44,17 +54,26 @@ MAX_SHOWN_BY = 16
 class Shown:
     """Who has sent messages with which blobs, and so can be asked for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Has seen nothing; `clock` is in seconds."""
+        self._clock = clock
         self._peers: OrderedDict[Digest, dict[PeerId, None]] = OrderedDict()
+        self._first_s: dict[Digest, float] = {}
 
     def note(self, digest: Digest, peer: PeerId) -> None:
         """A message of this peer has named the blob."""
+        self._first_s.setdefault(digest, self._clock())
         peers = self._peers.setdefault(digest, {})
         self._peers.move_to_end(digest)
         if len(peers) < MAX_SHOWN_BY:
             peers[peer] = None
         while len(self._peers) > MAX_SHOWN:
-            self._peers.popitem(last=False)
+            oldest, _ = self._peers.popitem(last=False)
+            del self._first_s[oldest]
+
+    def age_s(self, digest: Digest) -> float:
+        """Since a message named the blob first."""
+        return self._clock() - self._first_s.get(digest, self._clock())
 
     def by(self, digest: Digest) -> tuple[PeerId, ...]:
         """Those peers, the first to show it first."""
@@ -73,6 +92,7 @@ class Inbound:
         *,
         foothold: Callable[[], Foothold],
         judge: Callable[[Message], object] = lambda _: None,
+        me: PeerId = "",
     ) -> None:
         """Waits for messages.
 
@@ -84,6 +104,7 @@ class Inbound:
             foothold: what this peer believes, and strangers may prove more from.
             judge: works out beforehand, in another thread if it is much, what will be asked of a
                 message when it is delivered.
+            me: this peer, which others may count on to pass a proposal on.
         """
         self._downloads = transfers.attached
         self._proving = Proving(
@@ -93,7 +114,7 @@ class Inbound:
             partial(signatures.sound, run=run, holds=verify),
         )
         self._ledger, self._run, self._deliver = ledger, run, deliver
-        self._judge = judge
+        self._judge, self._me = judge, me
         self.refused: Counter[str] = Counter()
         self._shown = Shown()
         self._tasks = Tasks("the inbox")
@@ -144,7 +165,7 @@ class Inbound:
         if self._ledger.is_trainee(source):
             await _require_claim(payload, Standing.TRAINEE, costs)
         header, message = await open_message(
-            source, payload, downloads.store, downloads, shown=shown, costs=costs
+            source, payload, downloads.store, downloads, shown=shown, costs=costs, me=self._me
         )
         return header, await self._verified(header, message, source, costs)
 
@@ -186,12 +207,14 @@ async def open_message(
     *,
     shown: Shown | None = None,
     costs: Costs | None = None,
+    me: PeerId = "",
 ) -> tuple[Header, Message]:
     """Fetches what a message refers to, then what that names in turn, and decodes it.
 
     Its sender is asked first, then whoever holds the blob by this message or has `shown` it before:
     one uplink should not have to carry a manifest to everybody. The offers of a large roster are
-    asked of those that made them: from the convener alone 256 peers would get 2 GB in all.
+    asked of those that made them: from the convener alone 256 peers would get 2 GB in all. A
+    proposal that names relays is asked of these alone for `RELAYED_S`, but by themselves [D4].
 
     Raises:
         BadMessage: not of the schema.
@@ -207,7 +230,10 @@ async def open_message(
         absent = [(digest, size) for digest, size in wanted if not store.has(digest)]
         if absent:
             costs.fetching(sum(size for _, size in absent))
+            relays = relays_named(payload)
             wants = _wants(source, absent, holders_of(payload, blobs), shown)
+            if relays and me not in relays:
+                wants = [_relayed(want, in_turn(relays, me), shown) for want in wants]
             await downloads.fetch(wants, on_failure=_log_failure)
         blobs |= {digest: bytes(store.get(digest) or b"") for digest, _ in wanted}
     size = sum(map(len, blobs.values()))
@@ -239,6 +265,12 @@ def _wants(
             sources = [*named, *sources]
         wants.append(Want(digest, size, tuple(dict.fromkeys(sources))))
     return wants
+
+
+def _relayed(want: Want, relays: Sequence[PeerId], shown: Shown) -> Want:
+    """Asks relays, and all others once these have had their time."""
+    others = want.sources if shown.age_s(want.digest) >= RELAYED_S else ()
+    return replace(want, sources=tuple(dict.fromkeys([*relays, *others])))
 
 
 def _log_failure(digest: str, peer: str, reason: str) -> None:

@@ -106,7 +106,7 @@ class RoundDriver:
         self.reducing = Reducing(store, layout, self.open_value, self._has)
         self.inbound = Inbound(
             self.transfers, node.ledger, machine.rules.run, self._inbox.put_nowait,
-            foothold=machine.foothold, judge=machine.foresee,
+            foothold=machine.foothold, judge=machine.foresee, me=node.peer_id,
         )  # fmt: skip
         node.ledger.admit(*who_takes_part(machine.record))
         self.refused, self.outbound = self.inbound.refused, Outbound(store)

@@ -23,6 +23,7 @@ from swarm.protocol.schemas import (
     BESIDE,
     MAX_HOLDERS,
     MAX_MISSING,
+    MAX_RELAYS,
     MAX_RESULTS,
     Capacity,
     CodeText,
@@ -332,6 +333,8 @@ class Propose(OnWire):
     """Peers known to hold every blob of the manifest."""
     evidence: Annotated[Evidence, BESIDE] | None = None
     """None of a merge."""
+    relays: Annotated[tuple[PeerText, ...], Field(max_length=MAX_RELAYS)] = ()
+    """Who passes manifest and evidence on; the others ask these first [D4]."""
     type: Literal["propose"] = field(default="propose", repr=False)
 
 

@@ -203,6 +203,16 @@ def attachments_within(
     return tuple((blob.digest, blob.num_bytes) for blob in listed.offers.values())
 
 
+def relays_named(payload: Buffer) -> tuple[str, ...]:
+    """Who passes on what a PROPOSE names [D4]; nobody of any other message.
+
+    Raises:
+        BadMessage: the payload is not of the schema.
+    """
+    message = _frame(payload, _Beside()).message
+    return message.relays if isinstance(message, Propose) else ()
+
+
 def holders_of(payload: Buffer, attachments: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
     """Digest of what a message needs -> peers that hold it, as far as the message tells.
 

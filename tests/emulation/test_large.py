@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarm.emulation.simulator.schedule import run_schedule
+from swarm.emulation.simulator.taking_part import AHEAD, Character
+from swarm.protocol.rounds.relays import Relays
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_scale.py"
 
@@ -19,6 +21,23 @@ def test_64_peers_with_faults_agree(seed):
         f"{outcome.violation}; trace: scripts/simulate --replay S:{seed}"
     )
     assert outcome.rounds >= 3
+
+
+def test_64_peers_whose_lines_are_known_agree_on_what_relays_pass_on(monkeypatch):
+    """Relays lack an expert, or die with it, as any other source may [D4]."""
+    drawn = []
+
+    def of(relays, digest, writer):
+        drawn.append(draw(relays, digest, writer))
+        return drawn[-1]
+
+    draw = Relays.of
+    monkeypatch.setattr(Relays, "of", of)
+    monkeypatch.setattr(Character, "uplink", property(lambda _: 20))
+    outcome = run_schedule("S", 0, tested=AHEAD)
+    assert outcome.violation is None, outcome.violation
+    assert outcome.rounds >= 3
+    assert any(drawn)
 
 
 def test_what_a_swarm_costs_is_measured_at_every_size():

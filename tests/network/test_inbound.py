@@ -17,7 +17,7 @@ import pytest
 
 from swarm.network import inbound
 from swarm.network.blobs import BlobStore
-from swarm.network.fetch import Want
+from swarm.network.fetch import Downloads, Want
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.inbound import Inbound
 from swarm.network.ledger import LIMITS, Cost, Ledger
@@ -457,3 +457,40 @@ def test_stopping_drops_what_is_on_its_way(desk: Desk) -> None:
 async def _bounded(work: Coroutine[Any, Any, None]) -> None:
     async with asyncio.timeout(5):
         await work
+
+
+def asked_of(desk: Desk, message: Message, *, me: str, age_s: float) -> set[tuple[str, ...]]:
+    """The sources of all that is asked for beside a message of A, which came so long ago first."""
+    now = [0.0]
+    shown = inbound.Shown(lambda: now[0])
+    payload, attachments = encode(HEADER, message)
+    desk.downloads.blobs |= attachments
+    for digest in attachments:
+        shown.note(digest, "A")
+    now[0] = age_s
+    downloads = cast(Downloads, desk.downloads)
+    asyncio.run(inbound.open_message("A", payload, desk.store, downloads, shown=shown, me=me))
+    return {want.sources for want in desk.downloads.asked}
+
+
+@pytest.mark.parametrize(
+    "me, age_s, sources",
+    [
+        ("X", 0.0, {("C", "B"), ("B", "C")}),
+        ("X", inbound.RELAYED_S, {("C", "B", "A"), ("B", "C", "A")}),
+        ("B", 0.0, {("A",)}),
+    ],
+    ids=["at first the relays alone", "then the convener too", "a relay asks the convener"],
+)
+def test_a_proposal_comes_from_its_relays(
+    desk: Desk, me: str, age_s: float, sources: set[tuple[str, ...]]
+) -> None:
+    """From the convener alone 256 peers would have it after minutes [D4]."""
+    proposal = Propose(Ballot(0, "A"), successor(TIP), (), None, ("B", "C"))
+    asked = asked_of(desk, proposal, me=me, age_s=age_s)
+    assert asked and asked <= sources
+
+
+def test_a_proposal_without_relays_comes_from_its_convener(desk: Desk) -> None:
+    proposal = Propose(Ballot(0, "A"), successor(TIP), (), None)
+    assert asked_of(desk, proposal, me="X", age_s=0.0) == {("A",)}

@@ -95,7 +95,7 @@ def test_what_is_taken_ahead_would_be_taken_in_any_proposal(shared_every: int, t
     tip = found(rules, ["A", "B"])
     offers = {peer: make_offer(rules, peer, tip) for peer in "AB"}
     roster = Roster(Ballot(0, "A"), "roster", offers, {"A": 0, "B": 0})
-    wants = wanted_ahead(roster, (), "A", stored=(), tip=tip, rules=rules)
+    wants = wanted_ahead(roster, {}, "A", stored=(), tip=tip, rules=rules)
     assert wants
     for want in wants:
         proposed = update_bound(want.unit, want.sources, {"B": tokens}, tip, rules)
@@ -113,7 +113,8 @@ def test_nothing_that_is_averaged_or_here_or_own_is_wanted_and_each_begins_elsew
     roster = Roster(Ballot(0, "A"), "roster", offers, {"A": 0, "B": 0, "C": 0})
 
     def writers(me: str, averaged: tuple[str, ...] = (), stored: tuple[str, ...] = ()) -> str:
-        wants = wanted_ahead(roster, averaged, me, stored=stored, tip=tip, rules=rules)
+        reduced = dict.fromkeys(averaged, "A")
+        wants = wanted_ahead(roster, reduced, me, stored=stored, tip=tip, rules=rules)
         return "".join(want.sources[0] for want in wants)
 
     assert (writers("A"), writers("B"), writers("C")) == ("BCBC", "CCAA", "ABAB")

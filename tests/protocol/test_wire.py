@@ -38,7 +38,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.offers import decode_offer
 from swarm.protocol.recording import decode_record, encode_record
-from swarm.protocol.schemas import MAX_HOLDERS, MAX_MISSING, MAX_REFORMS, MAX_RESULTS
+from swarm.protocol.schemas import MAX_HOLDERS, MAX_MISSING, MAX_REFORMS, MAX_RELAYS, MAX_RESULTS
 from swarm.protocol.wire import (
     MAX_MESSAGE_BYTES,
     attachments_of,
@@ -165,7 +165,9 @@ def _largest() -> list[Message]:
         ),
         Roster(ballot, name("id"), dict.fromkeys(peers, OFFER), dict.fromkeys(peers, 10**6)),
         Reduced(ballot, name("id"), results, missing, SIGNATURE),
-        Propose(ballot, NEXT, tuple(peers[:MAX_HOLDERS]), EVIDENCE),
+        Propose(
+            ballot, NEXT, tuple(peers[:MAX_HOLDERS]), EVIDENCE, tuple(peers[:MAX_RELAYS])
+        ),
         Accept(ballot, NEXT.digest, SIGNATURE),
         Commit(NEXT, Certificate(ballot, signatures), TIP),
     ]  # fmt: skip
@@ -189,6 +191,7 @@ def test_whatever_a_message_lists_has_a_bound_on_the_wire_too() -> None:
         replace(reduced, results={**reduced.results, f"{unit}0": result}),
         replace(reduced, missing={**reduced.missing, _peer(1025): ""}),
         replace(propose, holders=(*propose.holders, _peer(1025))),
+        replace(propose, relays=(*propose.relays, _peer(1025))),
     ):
         payload, attachments = encode(HEADER, longer)
         with pytest.raises(BadMessage):

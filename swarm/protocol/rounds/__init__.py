@@ -33,6 +33,7 @@ that it is in (`Parts`) by a subclass without it, to see the simulator catch tha
 | K1 | `Takeover._goes_last` | a convener that got no answers lets all others go first |
 | P4, X1 | `Adopter._may_apply` | every blob durable before the tip moves |
 | D2 | `Reducer._fetch_ahead` | links carry single-writer experts while means are computed |
+| D4 | `Blobs.start_fetch`, `Proposer._message` | fast lines pass experts and manifests on |
 | W6 | `Blobs.lacking` | each voter can serve the deltas |
 | GC | `Adopter._kept_of` | what others may still need stays |
 | X1 | `Adopter._is_being_fetched` | a duplicate COMMIT does not restart the fetch |

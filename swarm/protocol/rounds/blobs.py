@@ -21,6 +21,7 @@ from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Ballot, Commit, Evidence
 from swarm.protocol.paths import Move, moves_of, way_to
 from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.rounds.relays import NONE, Relays, has_one_writer, relays_of_proposal
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.updates import UpdateBound
 
@@ -232,20 +233,23 @@ class Blobs(Role):
     def start_fetch(self, purpose: Purpose, pursuit: Pursuit, everybody: list[PeerId]) -> None:
         """Fetches what is missing: from known holders, from where a value came, from anybody.
 
-        Each unit starts at another of the holders, to spread the load.
+        Each unit starts at another of the holders, to spread the load; experts of a large proposal
+        at relays [D4].
         """
         wants = []
+        relays = self._relays(pursuit)
         first, holders = pursuit.sources[:1], pursuit.sources[1:]
         self._rebuild(pursuit)
         for position, (digest, unit, is_delta) in enumerate(self._needed(pursuit)):
             entry = pursuit.manifest.entries[unit]
             shift = position % len(holders) if holders else 0
             ranked = [*holders[shift:], *holders[:shift]]
-            ranked = (
-                [entry.source, *first, *ranked]
-                if purpose is Purpose.PROPOSAL and not pursuit.failed
-                else [*first, entry.source, *ranked]
-            )
+            if purpose is Purpose.PROPOSAL and not pursuit.failed:
+                before = relays.before(digest, entry.source, self.me)
+                is_passed_on = has_one_writer(unit, pursuit.manifest)
+                ranked = [*(before if is_passed_on else ()), entry.source, *first, *ranked]
+            else:
+                ranked = [*first, entry.source, *ranked]
             failed = pursuit.failed.get(digest, set())
             sources = [p for p in dict.fromkeys([*ranked, *everybody]) if p != self.me]
             sources.sort(key=lambda peer: peer in failed)
@@ -259,6 +263,11 @@ class Blobs(Role):
         if wants:
             pursuit.is_fetching = True
             self.out.emit(Fetch(purpose, tuple(wants)))
+
+    def _relays(self, pursuit: Pursuit) -> Relays:
+        if not isinstance(pursuit, Proposal):
+            return NONE
+        return relays_of_proposal(pursuit.manifest, pursuit.evidence)
 
     def _needed(self, pursuit: Pursuit) -> Iterator[tuple[Digest, Unit, bool]]:
         """Blobs that have to come from others, each with its unit and whether it is a delta."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from swarm.protocol.events import BlobWanted
 from swarm.protocol.manifest import Digest, Manifest, PeerId, Unit
 from swarm.protocol.messages import Roster
 from swarm.protocol.rounds.plausible import update_bound
+from swarm.protocol.rounds.relays import Relays, relays_among
 from swarm.protocol.rounds.rosters import sources_of
 from swarm.protocol.rounds.rules import Rules
 
 
 def wanted_ahead(
     roster: Roster,
-    averaged: Collection[Unit],
+    averaged: Mapping[Unit, PeerId],
     me: PeerId,
     *,
     stored: Collection[Digest],
@@ -28,19 +30,28 @@ def wanted_ahead(
 
     Args:
         roster: sound, of the tip.
-        averaged: units that have a reducer.
+        averaged: units that have a reducer, and which.
         me: whose own values are here. Peers begin at different writers.
         stored: blobs that are here.
         tip: what the offers were trained from.
         rules: the run's rules.
 
     Returns:
-        Of a unit that moves by a delta the delta, else the value; each from its writer.
+        Of a unit that moves by a delta the delta, else the value; each from its writer, or from
+        relays [D4], which the writer follows with the proposal.
     """
-    wants = [want for want in _wants(roster, averaged, tip, rules) if want.digest not in stored]
+    relays = relays_among(averaged.values(), roster.reducers)
+    wanted = _wants(roster, averaged, tip, rules)
+    wants = [want for want in wanted if want.digest not in stored and want.sources != (me,)]
     after = [want for want in wants if want.sources[0] > me]
     before = [want for want in wants if want.sources[0] < me]
-    return (*after, *before)
+    return tuple(_through(relays, want, me) for want in (*after, *before))
+
+
+def _through(relays: Relays, want: BlobWanted, me: PeerId) -> BlobWanted:
+    (writer,) = want.sources
+    others = relays.before(want.digest, writer, me)
+    return replace(want, sources=others) if others else want
 
 
 def _wants(

@@ -10,6 +10,7 @@ from swarm.protocol.messages import Accept, Certificate, Commit, Evidence, Propo
 from swarm.protocol.rounds.blobs import Blobs, Proposal
 from swarm.protocol.rounds.campaign import Campaign, Stage
 from swarm.protocol.rounds.contacts import Contacts
+from swarm.protocol.rounds.relays import relays_of_body
 from swarm.protocol.rounds.standing import Role
 from swarm.protocol.rounds.succession import Succession
 from swarm.protocol.schemas import MAX_HOLDERS
@@ -31,9 +32,20 @@ class Proposer(Role):
         campaign.proposal, campaign.evidence = manifest, evidence
         campaign.enter(Stage.VOTE, self.now)
         self.out.explain(Topic.ROUND, f"proposed height {manifest.height}: {why}")
-        message = Propose(campaign.ballot, manifest, self._holders(campaign), evidence)
+        message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
             self.out.post(peer, message)
+
+    def _message(self, campaign: Campaign, manifest: Manifest) -> Propose:
+        relays = relays_of_body(self._uplinks(campaign))
+        holders = self._holders(campaign)
+        return Propose(campaign.ballot, manifest, holders, campaign.evidence, relays)
+
+    def _uplinks(self, campaign: Campaign) -> dict[PeerId, int]:
+        """Of the other members that can be dialled."""
+        unable = campaign.undialable | self.contacts.gone | {self.me}
+        said = campaign.uplinks.items()
+        return {p: mbit for p, mbit in said if p in self.tip.members and p not in unable}
 
     def _holders(self, campaign: Campaign) -> tuple[PeerId, ...]:
         """The last that said that they have everything: earlier messages have named the others."""
@@ -45,7 +57,7 @@ class Proposer(Role):
 
     def repeat(self, campaign: Campaign, manifest: Manifest) -> None:
         """Asks once more for the votes that are missing."""
-        message = Propose(campaign.ballot, manifest, self._holders(campaign), campaign.evidence)
+        message = self._message(campaign, manifest)
         for peer in self._concerned(manifest):
             # Those that have voted need a sign of life only now and then.
             if peer not in campaign.accepts or campaign.num_polls % 2 == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.protocol.events import (
@@ -106,7 +106,7 @@ class Reducer(Role):
             self._fetch_ahead(job, roster, reducers)
         self._reduce_complete_units(job)
 
-    def _fetch_ahead(self, job: Job, roster: Roster, averaged: Collection[Unit]) -> None:
+    def _fetch_ahead(self, job: Job, roster: Roster, averaged: Mapping[Unit, PeerId]) -> None:
         """Fetches what is proposed as it was offered while means are computed [D2]."""
         stored, tip = self.blobs.stored, self.tip
         wants = wanted_ahead(roster, averaged, self.me, stored=stored, tip=tip, rules=self.rules)
