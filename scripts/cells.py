@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from in_process import InProcessSwarm
+from outer_step import Outer
 
 from swarm.config import RunConfig
 from swarm.data.corpus import open_corpus
@@ -68,30 +69,42 @@ class Text:
         return measured_on(BYTE, self._documents, run.data.sequence_length)
 
 
-def train(name: str, run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
-    """Trains a cell: its line of the results; `delay` as `InProcessSwarm`."""
+@dataclass(frozen=True)
+class Method:
+    """How a cell is trained: its run file, delay and outer optimizer, as `InProcessSwarm`."""
+
+    run: RunConfig
+    delay: int = 0
+    outer: Outer | None = None
+
+    @property
+    def key(self) -> str:
+        """What a finished cell is known by."""
+        delay = f" after {self.delay}" if self.delay else ""
+        outer = f" outer {self.outer.momentum} {self.outer.rate}" if self.outer else ""
+        return self.run.fingerprint() + delay + outer
+
+
+def train(name: str, method: Method, read: Text) -> dict[str, Any]:
+    """Trains a cell: its line of the results."""
+    run = method.run
     began_s, worked_s = time.monotonic(), time.process_time()
     held_out, losses = read.held_out(run), {}
     with Loader(read.shards(), run) as loader:
-        swarm = InProcessSwarm(run, loader, delay=delay)
+        swarm = InProcessSwarm(run, loader, delay=method.delay, outer=method.outer)
         for number in range(run.run.rounds):
             swarm.round()
             if MEASURED * (number + 1) // run.run.rounds > MEASURED * number // run.run.rounds:
                 losses[swarm.steps] = round(swarm.loss(held_out), 6)
     return {
         "cell": name,
-        "run": key_of(run, delay),
+        "run": method.key,
         "losses": losses,
         "tokens": swarm.tokens,
         "merges": swarm.merges,
         "seconds": round(time.monotonic() - began_s, 1),
         "cpu_seconds": round(time.process_time() - worked_s, 1),
     }
-
-
-def key_of(run: RunConfig, delay: int = 0) -> str:
-    """What a cell was trained with."""
-    return run.fingerprint() + (f" after {delay}" if delay else "")
 
 
 class Results:
@@ -106,9 +119,9 @@ class Results:
         lines = [json.loads(line) for line in kept.splitlines()]
         self._found = {(line["cell"], line["run"]): line for line in lines}
 
-    def get(self, name: str, run: RunConfig, *, delay: int = 0) -> dict[str, Any] | None:
-        """The line of a cell, if it was trained with this configuration."""
-        return self._found.get((name, key_of(run, delay)))
+    def get(self, name: str, method: Method) -> dict[str, Any] | None:
+        """The line of a cell, if it was trained in this way."""
+        return self._found.get((name, method.key))
 
     def add(self, line: dict[str, Any]) -> None:
         """Keeps a line."""
@@ -154,16 +167,14 @@ def parsed(arguments: Sequence[str] | None, description: str, out: str) -> argpa
 
 
 def work_off(
-    asked: argparse.Namespace,
-    cells: Sequence[Cell],
-    run_of: Callable[[Cell], tuple[RunConfig, int]],
+    asked: argparse.Namespace, cells: Sequence[Cell], method_of: Callable[[Cell], Method]
 ) -> Losses:
     """Trains the cells that are asked for and not there yet, or lists them.
 
     Args:
         asked: as `parsed` gives it.
         cells: all of them, in order.
-        run_of: the run file and the delay of a cell.
+        method_of: how a cell is trained.
 
     Returns:
         Of all cells that are finished.
@@ -172,17 +183,17 @@ def work_off(
     for cell in cells:
         if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
             continue
-        run, delay = run_of(cell)
-        line = results.get(cell.name, run, delay=delay)
+        method = method_of(cell)
+        line = results.get(cell.name, method)
         if asked.list:
             print(f"{cell.name}{'  done' if line else ''}")
         elif line is None:
-            results.add(line := train(cell.name, run, read, delay=delay))
+            results.add(line := train(cell.name, method, read))
             print(json.dumps(line), flush=True)
     found: dict[str, dict[int, float]] = {}
     for cell in cells:
-        run, delay = run_of(cell)
-        line = results.get(cell.name, run, delay=delay)
+        method = method_of(cell)
+        line = results.get(cell.name, method)
         if line:
             found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
     return found

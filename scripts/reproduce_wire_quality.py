@@ -9,6 +9,8 @@ main      centralised, exact SPES, and what the run files for home links do: abo
           fp32 DiLoCo's bytes; "late" is for lines with 20 Mbit/s up, where a round takes most of
           the steps beside it
 frontier  the other codings, whole rounds that wait, top-k, two owners, and slices without coding
+outer     an outer optimizer of the shared tensors (`outer_step.py`; peers have none), by momentum
+          and rate, against the same exchange without
 
 Bytes are those of the 7B of configs/runs with N = 4, as a part of fp32 DiLoCo's, by the formula of
 `swarm-plan`; the gap is that to centralised training. A finished cell is a line of `--out` and is
@@ -23,11 +25,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from cells import Cell, Losses, gaps, interval, parsed, work_off
+from cells import Cell, Losses, Method, gaps, interval, parsed, work_off
+from outer_step import Outer
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
@@ -68,6 +71,8 @@ class Variant:
         owners: of an expert.
         delay: local steps until a round's outcome is here; 0: they wait for it.
         peers: 1 trains all on one machine, with the batches of all.
+        outer: the outer optimizer of the shared tensors.
+        without: the variant that has none and is the same else.
     """
 
     label: str
@@ -78,6 +83,8 @@ class Variant:
     owners: int = 1
     delay: int = 0
     peers: int = PEERS
+    outer: Outer | None = None
+    without: str = ""
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -112,9 +119,22 @@ VARIANTS = {
     "b2-top8": Variant("shared b2, experts top-8", "b2", "top8"),
     "two-owners": Variant("two owners, b2, 5 slices", "b2", "b2", 5, 10, owners=2, delay=1),
 }
+OUTER = {"0.5-0.5": Outer(128, 128), "0.5-0.75": Outer(128, 192), "0.9-0.1": Outer(230, 26)}
+"""By mu and eta; the gain in the long run is 1, 1.5 and 1."""
+VARIANTS |= {
+    f"{name}-{numbers}": replace(
+        VARIANTS[name],
+        label=f"{VARIANTS[name].label}, mu, eta = {numbers.replace('-', ', ')}",
+        outer=outer,
+        without=name,
+    )
+    for name in ("home", "home-half")
+    for numbers, outer in OUTER.items()
+}
 GROUPS = {
     "main": (8, ("centralised", "exact", "home", "home-half", "home-late")),
-    "frontier": (3, tuple(name for name in list(VARIANTS)[5:])),
+    "frontier": (3, tuple(n for n in list(VARIANTS)[5:] if not VARIANTS[n].outer)),
+    "outer": (3, tuple(n for n in VARIANTS if VARIANTS[n].outer)),
 }
 """How many seeds, and the variants."""
 
@@ -164,10 +184,10 @@ def share_of_diloco(variant: Variant) -> float:
     return sent / cycle_bytes(large, DILOCO, PEERS)
 
 
-def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
-    """Run file and delay of a cell."""
+def of_cell(cell: Cell, scale: Scale) -> Method:
+    """How a cell is trained."""
     variant = VARIANTS[cell.variant]
-    return run_of(variant, cell.seed, scale), variant.delay
+    return Method(run_of(variant, cell.seed, scale), variant.delay, variant.outer)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -184,7 +204,7 @@ def table(losses: Losses) -> str:
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, variant in VARIANTS.items():
         found = list(losses.get(name, {}).values())
-        if not found:
+        if not found or variant.outer:
             continue
         alone = variant.peers == 1
         share = "" if alone else f"1/{1 / share_of_diloco(variant):.1f}"
@@ -197,6 +217,20 @@ def table(losses: Losses) -> str:
     return "\n".join(rows)
 
 
+def outer_table(losses: Losses) -> str:
+    """A row per variant with an outer optimizer that has a finished cell."""
+    rows = ["| exchange | gain | n | held-out loss | against without, % |", "|---|---|---|---|---|"]
+    for name, variant in VARIANTS.items():
+        compared = gaps(losses, name, variant.without)
+        if variant.outer and compared:
+            mean = statistics.mean(losses[name].values())
+            rows.append(
+                f"| {variant.label} | {variant.outer.gain:.2g} | {len(compared)} | {mean:.4f} | "
+                f"{spread(compared)} |"
+            )
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
 HEIGHT, LEFT, RIGHT, TOP, FOOT = 420, 64, 120, 44, 64
 
 
@@ -205,7 +239,7 @@ def picture(losses: Losses) -> str:
     shown = {
         name: gaps(losses, name, "exact")
         for name, variant in VARIANTS.items()
-        if variant.peers > 1 and gaps(losses, name, "exact")
+        if variant.peers > 1 and not variant.outer and gaps(losses, name, "exact")
     }
     marks = ticks(
         min([-1, *(gap for found in shown.values() for gap in found)]),
@@ -253,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     losses = work_off(asked, list(cells()), lambda cell: of_cell(cell, scale))
     if not asked.list:
         print(table(losses))
+        print(outer_table(losses))
     if asked.plot:
         asked.plot.write_text(picture(losses))
 
