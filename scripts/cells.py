@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from in_process import InProcessSwarm
-from outer_step import Outer
 
 from swarm.config import RunConfig
 from swarm.data.corpus import open_corpus
@@ -69,42 +68,30 @@ class Text:
         return measured_on(BYTE, self._documents, run.data.sequence_length)
 
 
-@dataclass(frozen=True)
-class Method:
-    """How a cell is trained: its run file, delay and outer optimizer, as `InProcessSwarm`."""
-
-    run: RunConfig
-    delay: int = 0
-    outer: Outer | None = None
-
-    @property
-    def key(self) -> str:
-        """What a finished cell is known by."""
-        delay = f" after {self.delay}" if self.delay else ""
-        outer = f" outer {self.outer.momentum} {self.outer.rate}" if self.outer else ""
-        return self.run.fingerprint() + delay + outer
-
-
-def train(name: str, method: Method, read: Text) -> dict[str, Any]:
-    """Trains a cell: its line of the results."""
-    run = method.run
+def train(name: str, run: RunConfig, read: Text, *, delay: int = 0) -> dict[str, Any]:
+    """Trains a cell: its line of the results; `delay` as `InProcessSwarm`."""
     began_s, worked_s = time.monotonic(), time.process_time()
     held_out, losses = read.held_out(run), {}
     with Loader(read.shards(), run) as loader:
-        swarm = InProcessSwarm(run, loader, delay=method.delay, outer=method.outer)
+        swarm = InProcessSwarm(run, loader, delay=delay)
         for number in range(run.run.rounds):
             swarm.round()
             if MEASURED * (number + 1) // run.run.rounds > MEASURED * number // run.run.rounds:
                 losses[swarm.steps] = round(swarm.loss(held_out), 6)
     return {
         "cell": name,
-        "run": method.key,
+        "run": key_of(run, delay),
         "losses": losses,
         "tokens": swarm.tokens,
         "merges": swarm.merges,
         "seconds": round(time.monotonic() - began_s, 1),
         "cpu_seconds": round(time.process_time() - worked_s, 1),
     }
+
+
+def key_of(run: RunConfig, delay: int = 0) -> str:
+    """What a cell was trained with."""
+    return run.fingerprint() + (f" after {delay}" if delay else "")
 
 
 class Results:
@@ -119,9 +106,9 @@ class Results:
         lines = [json.loads(line) for line in kept.splitlines()]
         self._found = {(line["cell"], line["run"]): line for line in lines}
 
-    def get(self, name: str, method: Method) -> dict[str, Any] | None:
-        """The line of a cell, if it was trained in this way."""
-        return self._found.get((name, method.key))
+    def get(self, name: str, run: RunConfig, *, delay: int = 0) -> dict[str, Any] | None:
+        """The line of a cell, if it was trained with this configuration."""
+        return self._found.get((name, key_of(run, delay)))
 
     def add(self, line: dict[str, Any]) -> None:
         """Keeps a line."""
@@ -167,14 +154,16 @@ def parsed(arguments: Sequence[str] | None, description: str, out: str) -> argpa
 
 
 def work_off(
-    asked: argparse.Namespace, cells: Sequence[Cell], method_of: Callable[[Cell], Method]
+    asked: argparse.Namespace,
+    cells: Sequence[Cell],
+    run_of: Callable[[Cell], tuple[RunConfig, int]],
 ) -> Losses:
     """Trains the cells that are asked for and not there yet, or lists them.
 
     Args:
         asked: as `parsed` gives it.
         cells: all of them, in order.
-        method_of: how a cell is trained.
+        run_of: the run file and the delay of a cell.
 
     Returns:
         Of all cells that are finished.
@@ -183,17 +172,17 @@ def work_off(
     for cell in cells:
         if not any(fnmatch(cell.name, pattern) for pattern in asked.cells):
             continue
-        method = method_of(cell)
-        line = results.get(cell.name, method)
+        run, delay = run_of(cell)
+        line = results.get(cell.name, run, delay=delay)
         if asked.list:
             print(f"{cell.name}{'  done' if line else ''}")
         elif line is None:
-            results.add(line := train(cell.name, method, read))
+            results.add(line := train(cell.name, run, read, delay=delay))
             print(json.dumps(line), flush=True)
     found: dict[str, dict[int, float]] = {}
     for cell in cells:
-        method = method_of(cell)
-        line = results.get(cell.name, method)
+        run, delay = run_of(cell)
+        line = results.get(cell.name, run, delay=delay)
         if line:
             found.setdefault(cell.variant, {})[cell.seed] = list(line["losses"].values())[-1]
     return found

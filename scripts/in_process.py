@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from outer_step import Outer, Stepped, stepped
 from torch import Tensor
 
 from swarm.codecs import (
@@ -30,7 +29,7 @@ from swarm.codecs import (
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOut
 from swarm.data.loader import Loader
-from swarm.deltas.means import Reduced, reduced
+from swarm.deltas.means import reduced
 from swarm.deltas.units import Delta, apply_delta
 from swarm.experts import Slice, UnitLayout, expert_of, expert_of_unit, expert_unit
 from swarm.model.merge import donors_of, merged_part
@@ -90,7 +89,6 @@ class InProcessSwarm:
         *,
         delay: int = 0,
         owners: Mapping[int, Sequence[str]] | None = None,
-        outer: Outer | None = None,
     ) -> None:
         """All with the initial model and their shares of the experts.
 
@@ -100,9 +98,8 @@ class InProcessSwarm:
             delay: local steps that a peer does until it has what a round that it does not wait for
                 has agreed on; at most those of a round. 0: it waits.
             owners: of each expert, by peer ids; None: as new peers with equal machines get them.
-            outer: the outer optimizer of the shared tensors that have a coding; no peer has one.
         """
-        self.run, self.loader, self.delay, self.outer = run, loader, delay, outer
+        self.run, self.loader, self.delay = run, loader, delay
         self.layout = layout_of(run)
         self.rules = Rules.of(run.run.name, run, self.layout)
         self.is_coded = bool(self.rules.unit_coding)
@@ -118,7 +115,6 @@ class InProcessSwarm:
         self.engines = {peer: self._engine(peer) for peer in self.peers}
         self.steps = self.tokens = self.merges = 0
         self._left: dict[str, bytes] = {}
-        self._momentum: dict[str, bytes] = {}
         self._pending: list[Move] = []
 
     @property
@@ -209,27 +205,12 @@ class InProcessSwarm:
             if self.rules.is_verbatim(layout.unit):
                 after = apply_delta(layout, base, _delta(given[0])).whole()
             else:
-                after = self._mean(layout, base, [_delta(each) for each in given], shares)
+                left = self._left.get(layout.unit)
+                deltas = [_delta(each) for each in given]
+                made = list(reduced(layout, base, deltas, _reader(left) if left else None, shares))
+                after = b"".join([run.value for run in made] + [run.momentum for run in made])
+                self._left[layout.unit] = b"".join(run.left for run in made)
         return Move(layout, before, after, dict(zip(sources, given, strict=True)))
-
-    def _mean(
-        self, layout: UnitLayout, base: Read, deltas: Sequence[Delta], shares: Sequence[int] | None
-    ) -> bytes:
-        """What a unit becomes by the mean of deltas; keeps what it left over."""
-        unit = layout.unit
-        left = _kept(self._left, unit)
-        made: Sequence[Reduced | Stepped]
-        if self.outer is None or expert_of_unit(unit) is not None:
-            made = list(reduced(layout, base, deltas, left, shares))
-        else:
-            momentum = _kept(self._momentum, unit)
-            steps = list(
-                stepped(layout, base, momentum, deltas, self.outer, remainder=left, weights=shares)
-            )
-            self._momentum[unit] = b"".join(run.momentum for run in steps)
-            made = steps
-        self._left[unit] = b"".join(run.left for run in made)
-        return b"".join(run.value for run in made)
 
     def _merge(self) -> None:
         """All experts move towards their donors, from the agreed values before."""
@@ -294,11 +275,6 @@ def _owners(run: RunConfig) -> Mapping[int, Sequence[str]]:
 def _reader(blob: Buffer) -> Read:
     whole = memoryview(blob)
     return lambda offset, length: whole[offset : offset + length]
-
-
-def _kept(blobs: Mapping[str, bytes], unit: str) -> Read | None:
-    blob = blobs.get(unit)
-    return None if blob is None else _reader(blob)
 
 
 def _delta(blob: bytes) -> Delta:

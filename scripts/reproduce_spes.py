@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cells import Cell, Losses, Method, gaps, parsed, work_off
+from cells import Cell, Losses, gaps, parsed, work_off
 from plot_run import GRID, INK, LOSS, TRAFFIC, WIDTH, svg, text, ticks
 
 from swarm.config import RunConfig, parse_config
@@ -148,9 +148,10 @@ def run_of(variant: Variant, seed: int, scale: Scale) -> RunConfig:
     return parse_config(RunConfig, DEMO.read_text(), source=str(DEMO), overrides=overrides)
 
 
-def of_cell(cell: Cell, scale: Scale) -> Method:
-    """How a cell is trained."""
-    return Method(run_of(VARIANTS[cell.variant], cell.seed, scale))
+def of_cell(cell: Cell, scale: Scale) -> tuple[RunConfig, int]:
+    """Run file and delay of a cell."""
+    variant = VARIANTS[cell.variant]
+    return run_of(variant, cell.seed, scale), 0
 
 
 def spread(values: Sequence[float]) -> str:
