@@ -31,6 +31,8 @@ Buffer = bytes | bytearray | memoryview
 
 DTYPES: Mapping[Codec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of agreed tensors."""
+MOMENTUM = torch.bfloat16
+"""Dtype of the outer optimizer's momentum, whose elements follow those of a value in its blob."""
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once."""
 MAX_MAGNITUDE = 2.0**64
@@ -72,12 +74,14 @@ def encoded(layout: UnitLayout, read: Callable[[Slice], Tensor]) -> Content:
 
     Holds at its peak what `read` gives for `CHUNK_ELEMENTS`, and as many in the codec's type.
 
-    A run of elements is read flat, of any floating dtype or device.
+    A run of elements is read flat, of any floating dtype or device. A momentum is zero.
     """
 
     def pieces() -> Iterator[Buffer]:
         for part in _chunks_of(layout):
             yield _encode(read(part).detach(), layout.codec)  # no name: nothing is held by it
+        for part in _chunks_of(layout) if layout.outer else ():
+            yield bytes(MOMENTUM.itemsize * (part.stop - part.start))
 
     return Content(layout.num_bytes, pieces)
 
@@ -137,13 +141,13 @@ def read_tensors(
 
 
 def encode_unit(layout: UnitLayout, tensors: Mapping[str, Tensor]) -> memoryview:
-    """The blob of a unit.
+    """The blob of a unit, without a momentum.
 
     Args:
         layout: which elements go where.
         tensors: by full name, at least those that the layout lists; any floating dtype or device.
 
-    Cost: one allocation of `layout.num_bytes` and one pass; a tensor that is not contiguous is
+    Cost: one allocation of `layout.value_bytes` and one pass; a tensor that is not contiguous is
     copied first.
     """
     values = torch.empty(layout.num_elements, dtype=DTYPES[layout.codec])
@@ -181,8 +185,9 @@ def fill(tensors: Mapping[str, Tensor], layout: UnitLayout, blob: Buffer) -> Non
         for offset, piece in _places(layout):
             flat = tensors[piece.name].view(-1)[piece.start : piece.stop]
             within = memoryview(blob)[offset * element_bytes :][: len(flat) * element_bytes]
-            for start, chunk in _chunks(within, layout.codec):
-                flat[start : start + len(chunk)].copy_(chunk)
+            chunks = values_in(within, layout.codec).split(CHUNK_ELEMENTS)
+            for part, chunk in zip(flat.split(CHUNK_ELEMENTS), chunks, strict=True):
+                part.copy_(chunk)
 
 
 def check_finite(layout: UnitLayout, content: Content) -> None:
@@ -211,7 +216,8 @@ def check_update(
 ) -> None:
     """Refuses a unit's bytes that no local steps can have made. One pass; holds a piece.
 
-    Each operation is rounded by itself, so all machines judge alike.
+    Each operation is rounded by itself, so all machines judge alike. With an outer optimizer values
+    may move by its gain times as much, and momenta by what they were besides.
 
     Args:
         layout: of the unit.
@@ -240,11 +246,13 @@ def _beyond(
     """The pieces of a content, each once it is found to be within its bounds."""
     if content.num_bytes != layout.num_bytes:
         raise _wrong_size(layout, content.num_bytes)
-    size, done = DTYPES[layout.codec].itemsize, 0
+    gain, done = max(1.0, layout.outer.gain) if layout.outer else 1.0, 0
     for piece in content:
-        for start, chunk in _chunks(piece, layout.codec):
-            before = values_in(base(done + start * size, len(chunk) * size), layout.codec).float()
-            check_moves(layout, (chunk.float() - before).abs_(), before, absolute, relative)
+        for start, chunk in _chunks(layout, done, piece):
+            before = _viewed(base(start, chunk.nbytes), chunk.dtype).float()
+            is_momentum = start >= layout.value_bytes
+            limits = (absolute, 1 + relative) if is_momentum else (absolute * gain, relative * gain)
+            check_moves(layout, (chunk.float() - before).abs_(), before, *limits)
         done += len(piece)
         yield piece
 
@@ -291,9 +299,9 @@ def _values_of(layout: UnitLayout, content: Content) -> Iterator[tuple[int, Tens
         raise _wrong_size(layout, content.num_bytes)
     done = 0
     for piece in content:
-        for start, chunk in _chunks(piece, layout.codec):
-            yield done + start, chunk
-        done += len(piece) // DTYPES[layout.codec].itemsize
+        for start, chunk in _chunks(layout, done, piece):
+            yield start // DTYPES[layout.codec].itemsize, chunk
+        done += len(piece)
 
 
 def mean_of(
@@ -354,19 +362,23 @@ def _places(layout: UnitLayout) -> Iterator[tuple[int, Slice]]:
         offset += piece.stop - piece.start
 
 
-def _chunks(blob: Buffer, codec: Codec) -> Iterator[tuple[int, Tensor]]:
-    """(first element, values) of each chunk, not to be written to."""
-    values = values_in(blob, codec)
-    for start in range(0, len(values), CHUNK_ELEMENTS):
-        yield start, values[start : start + CHUNK_ELEMENTS]
+def _chunks(layout: UnitLayout, begin: int, piece: Buffer) -> Iterator[tuple[int, Tensor]]:
+    """(first byte in the blob, values) of each chunk of a piece that begins there; read-only."""
+    split = min(max(layout.value_bytes - begin, 0), len(piece))
+    for first, last, dtype in (0, split, DTYPES[layout.codec]), (split, len(piece), MOMENTUM):
+        size = CHUNK_ELEMENTS * dtype.itemsize
+        for start in range(first, last, size):
+            yield begin + start, _viewed(memoryview(piece)[start : min(last, start + size)], dtype)
 
 
 def values_in(blob: Buffer, codec: Codec) -> Tensor:
-    """The values in a blob, without copying; not to be written to.
+    """The values in a blob, without copying; not to be written to."""
+    return _viewed(blob, DTYPES[codec])
 
-    By way of DLPack, since torch warns about read-only memory otherwise.
-    """
-    return from_dlpack(np.frombuffer(blob, dtype=np.uint8)).view(DTYPES[codec])
+
+def _viewed(blob: Buffer, dtype: torch.dtype) -> Tensor:
+    """By way of DLPack, since torch warns about read-only memory otherwise."""
+    return from_dlpack(np.frombuffer(blob, dtype=np.uint8)).view(dtype)
 
 
 def bytes_of(values: Tensor) -> memoryview:

@@ -5,6 +5,7 @@ Both are frozen values. Nothing here reads a file, the environment or a global: 
 """
 
 from swarm.config.model import ModelConfig
+from swarm.config.outer import OuterConfig
 from swarm.config.parse import (
     COMMAND_LINE,
     parse_config,
@@ -41,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "NetworkSection",
     "OptimizerConfig",
+    "OuterConfig",
     "OwnershipConfig",
     "PeerConfig",
     "PeerSection",

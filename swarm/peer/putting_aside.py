@@ -57,4 +57,5 @@ def put_aside(
 
 def _in_fp32(layout: UnitLayout) -> UnitLayout:
     """The same elements, in the bits of their masters."""
-    return replace(layout, codec="fp32", num_bytes=layout.num_elements * ELEMENT_BYTES["fp32"])
+    num_bytes = layout.num_elements * ELEMENT_BYTES["fp32"]
+    return replace(layout, codec="fp32", num_bytes=num_bytes, outer=None)
