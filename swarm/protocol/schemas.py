@@ -46,8 +46,9 @@ IS_PEER, IS_UNIT, IS_SIGNATURE = re.compile(PEER), re.compile(_UNIT), re.compile
 IS_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 MAX_REFORMS = 512
 MAX_HOLDERS = 16
-MAX_RELAYS = 16
 """That a PROPOSE names: those that were the last to say that they have everything."""
+MAX_RELAYS = 16
+"""That a PROPOSE names [D4]."""
 MAX_MISSING = 64
 """Peers that one REDUCED says cannot be had."""
 MAX_RESULTS = 100
