@@ -136,6 +136,18 @@ class Options:
         sets="network.relay",
         default=None,
     )
+    direct: bool | None = _flag(
+        "--direct/--no-direct",
+        "Blobs over TCP connections of their own, unencrypted (default: yes).",
+        sets="network.direct",
+        default=None,
+    )
+    direct_port: int | None = _flag(
+        "--direct-port",
+        "Where those are taken; a router in front of this machine has to forward it.",
+        sets="network.direct_port",
+        type=click.IntRange(0, 65_535),
+    )
     max_upload: float | None = _flag(
         "--max-upload",
         "Sends no faster: 20mbit.",

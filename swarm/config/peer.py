@@ -81,6 +81,11 @@ class NetworkSection(Section):
     relay: bool = True
     """Whether it passes messages and blobs on between peers that cannot dial each other; a peer in
     client mode never does."""
+    direct: bool = True
+    """Whether blobs go over TCP connections of their own, unencrypted, where one of two peers can
+    dial the other; else, and where it cannot, over libp2p's, on which messages wait behind them."""
+    direct_port: Annotated[int, Field(ge=0, lt=65_536)] = 0
+    """Where it takes such connections, for a router that forwards ports; 0 takes a free one."""
     max_upload_mbit: Cap | None = None
     """Blobs, moments and what is passed on leave this machine no faster, in Mbit/s; messages,
     which are small, count but never wait. Without it there is no cap."""

@@ -51,6 +51,7 @@ class ProxyLinks:
         return [], [
             "--host-maddrs", f"/ip4/{HOST}/tcp/{own}",
             "--announce-maddrs", f"/ip4/{HOST}/tcp/{announced}",
+            "--no-direct",  # which would go past the proxy
         ]  # fmt: skip
 
     def cut(self, pairs: Sequence[tuple[int, int]]) -> None:

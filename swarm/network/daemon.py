@@ -110,6 +110,12 @@ def listen_addresses(network: NetworkSection, port: int | None) -> tuple[str, ..
     return tuple(_with_port(text, port) for text in network.host_maddrs)
 
 
+def hosts_of(network: NetworkSection) -> tuple[str, ...]:
+    """The hosts of the addresses to listen on that are numbers, not names."""
+    parts = [text.split("/") for text in network.host_maddrs]
+    return tuple(host for _, protocol, host, *_ in parts if protocol in ("ip4", "ip6"))
+
+
 def _with_port(text: str, port: int | None) -> str:
     _, protocol, host, _, number = text.split("/")
     if number != "0":

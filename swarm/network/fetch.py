@@ -298,6 +298,8 @@ class Downloads:
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
         download = piece.blob
+        if kind is Failure.WRONG and self._node.distrust(peer):
+            kind = Failure.SILENT
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
         if kind is Failure.WRONG:
             self._node.traffic.refuse(reason)

@@ -39,6 +39,7 @@ class Cost(StrEnum):
     PENDING = "pending"  # messages that are being worked on
     STREAMS = "streams"  # streams that are served
     OPENING = "opening"  # streams passed on to this peer whose letter has not come
+    ADMITTING = "admitting"  # connections beside libp2p's, of whom is not known yet
     FORWARDS = "forwards"  # messages that are being passed on for others
     RELAYED = "relayed"  # streams that are being passed on for others
     MEASURED = "measured"  # bytes that only measure a link
@@ -87,6 +88,8 @@ LIMITS: Mapping[Cost, Limit] = {
     # An honest peer fetches over two streams, and measures over one.
     Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
+    # Charged to the network, since nobody has said who it is; a letter is there in a round trip.
+    Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(128)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
     # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.

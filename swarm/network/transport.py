@@ -7,12 +7,14 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from hivemind.p2p import P2P
 
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control, peer_of
+from swarm.network.direct import Direct
 from swarm.network.envelope import EnvelopeKind
 from swarm.network.relay import Relay
 from swarm.network.routes import Routes
@@ -35,6 +37,7 @@ class Transport:
         relay: Relay,
         p2p: Callable[[], P2P],
         relays: Callable[[], frozenset[str]],
+        direct: Direct | None = None,
     ) -> None:
         """Knows nothing yet.
 
@@ -43,9 +46,11 @@ class Transport:
             relay: messages and streams through others.
             p2p: the living daemon; raises NetworkDown when there is none.
             relays: peers that listen and answered lately.
+            direct: streams beside the daemon; None: there are none.
         """
         self._control, self._relay, self._p2p, self._relays = control, relay, p2p, relays
         self._routes = Routes()
+        self._direct = direct
 
     def is_far(self, peer_id: str) -> bool:
         """Whether a peer is only reached through others, so that its bytes travel twice."""
@@ -75,6 +80,11 @@ class Transport:
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """See `Node.open_stream`."""
+        if self._direct:
+            began_s = time.monotonic()
+            with suppress(NoRoute):
+                return await self._direct.open_stream(peer_id, protocol, timeout_s)
+            timeout_s -= time.monotonic() - began_s
         path = self._p2p().daemon_listen_maddr["unix"]
         return await self._take(
             peer_id,
@@ -83,6 +93,10 @@ class Transport:
             timeout_s,
             is_stream=True,
         )
+
+    def distrust(self, peer_id: str) -> bool:
+        """See `Node.distrust`."""
+        return self._direct is not None and self._direct.distrust(peer_id)
 
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""
