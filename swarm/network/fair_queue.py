@@ -20,6 +20,8 @@ YIELD_S = 6.0
 """A stranger waits no longer for its next 64 KiB, less than it takes for no progress or for stuck:
 the member that is being served may take nothing at all."""
 PER_MEMBER_BYTE = STRANGERS_SHARE / (1 - STRANGERS_SHARE)
+LOOK_S = 0.03
+"""How often who waits looks whether the line has room: less than it moves at a time."""
 MOST_BYTES = 2**20
 """Strangers save up, and owe, no more than this, so that one burst is not paid for long after."""
 
@@ -49,14 +51,31 @@ class FairQueue:
             self._num_members -= 1
             self._allow(0.0)
 
-    async def wait(self, peer: str, num_bytes: int, *, may_wait: bool = False) -> None:
-        """Returns when a part of an answer of so many bytes may be sent to the peer."""
+    async def wait(
+        self,
+        peer: str,
+        num_bytes: int,
+        *,
+        may_wait: bool = False,
+        has_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Returns when a part of an answer of so many bytes may be sent to the peer.
+
+        Args:
+            peer: who asks.
+            num_bytes: of the part.
+            may_wait: whether it may wait though the peer is a member.
+            has_room: whether the others leave some of the line unused, as where theirs are full.
+        """
         if not may_wait and self._is_member(peer):
             self._allow(num_bytes * PER_MEMBER_BYTE)
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(YIELD_S * min(1.0, num_bytes / LARGEST_PART_BYTES)):
-                while not self._free.is_set():  # another stranger may have been faster
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + YIELD_S * min(1.0, num_bytes / LARGEST_PART_BYTES)
+        # Another stranger may have been faster.
+        while not (self._free.is_set() or has_room()) and loop.time() < until_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(LOOK_S, until_s - loop.time())):
                     await self._free.wait()
         if self._num_members:
             self._allow(-num_bytes)

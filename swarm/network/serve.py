@@ -151,8 +151,8 @@ class BlobServer:
         with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending():
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
-            most = traffic.up.part_bytes(most)
-            async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
+            part_bytes = partial(traffic.up.part_bytes, most)
+            async for sent in _send_content(store, ask.digest, span, writer, turn, part_bytes):
                 traffic.sent.count(sent)
                 self._count(ask.digest, sent, traffic)
         return True
@@ -161,8 +161,9 @@ class BlobServer:
         if self._is_control(digest):  # those are small, and others decide by them
             traffic.up.count(num_bytes)
             return
-        await self._queue.wait(source, num_bytes, may_wait=self._may_wait(digest))
-        await traffic.up.wait(num_bytes)
+        may_wait, up = self._may_wait(digest), traffic.up
+        await self._queue.wait(source, num_bytes, may_wait=may_wait, has_room=lambda: up.has_room)
+        await up.wait(num_bytes)
 
     def _count(self, digest: str, num_bytes: int, traffic: Traffic) -> None:
         if self._is_control(digest):
@@ -178,9 +179,8 @@ async def _send_content(
     digest: str,
     span: range,
     writer: asyncio.StreamWriter,
-    *,
     turn: Callable[[int], Awaitable[None]],
-    most: int,
+    part_bytes: Callable[[], int],
 ) -> AsyncIterator[int]:
     """Sends a range of a blob, each part in its turn; yields how much after each.
 
@@ -188,18 +188,20 @@ async def _send_content(
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
-    size = most if file else min(most, PART_BYTES)
-    for start in span[::size]:
-        part_bytes = min(size, span.stop - start)
-        await turn(part_bytes)
+    start = span.start
+    while start < span.stop:
+        most = part_bytes() if file else min(part_bytes(), PART_BYTES)
+        num_bytes = min(most, span.stop - start)
+        await turn(num_bytes)
         if file:
-            await _send_file(file, start, part_bytes, writer)
+            await _send_file(file, start, num_bytes, writer)
         else:
-            part = store.read(digest, start, part_bytes)
+            part = store.read(digest, start, num_bytes)
             if part is None:
                 raise ConnectionError(f"blob {digest} is gone")
             await _send(part, writer)
-        yield part_bytes
+        start += num_bytes
+        yield num_bytes
 
 
 async def _send_file(

@@ -40,7 +40,11 @@ class Bucket:
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf
 
-    def take(self, now_s: float, num_bytes: int) -> float:
+    def is_owed(self, now_s: float) -> bool:
+        """Whether somebody waits for tokens."""
+        return self._paid_s > now_s
+
+    def take(self, now_s: float, num_bytes: int, bytes_per_s: float | None = None) -> float:
         """Takes tokens, be they there or not; returns after how many seconds they are.
 
         Whoever takes later waits longer, so takers have their turns in the order of their calls.
@@ -48,7 +52,9 @@ class Bucket:
         Args:
             now_s: moments of calls never go back.
             num_bytes: how many.
+            bytes_per_s: the rate from now on, if it has changed.
         """
+        self._bytes_per_s = bytes_per_s or self._bytes_per_s
         self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
         return max(0.0, self._paid_s - now_s)
 
@@ -57,8 +63,9 @@ class Throttle:
     """One direction of this machine's link; from any thread.
 
     Attributes:
-        mbit: the cap in Mbit/s; None: there is none, and nobody waits.
+        mbit: the cap in Mbit/s; None: there is none.
         bytes_per_s: the same; inf without.
+        pace_mbit: where there is no cap, what suits the line; None: as fast as it goes.
     """
 
     def __init__(
@@ -66,14 +73,29 @@ class Throttle:
     ) -> None:
         self.mbit = mbit
         self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
-        self._bucket = Bucket(self.bytes_per_s) if mbit else None
+        self.pace_mbit: float | None = None
+        self._bucket = Bucket(self.bytes_per_s)
         self._clock, self._lock = clock, threading.Lock()
+
+    @property
+    def _now_bytes_per_s(self) -> float:
+        pace = None if self.mbit else self.pace_mbit
+        return self.bytes_per_s if pace is None else pace * 1e6 / 8
+
+    @property
+    def has_room(self) -> bool:
+        """Whether bytes could be moved at once beside all that others wait to move; False too
+        where nothing is paced, so that nobody knows."""
+        with self._lock:
+            is_known = self._now_bytes_per_s < inf
+            return is_known and not self._bucket.is_owed(self._clock())
 
     def part_bytes(self, most: int) -> int:
         """How many bytes to move at a time, of at most so many."""
-        if not self.mbit:
+        bytes_per_s = self._now_bytes_per_s
+        if bytes_per_s == inf:
             return most
-        part = int(self.bytes_per_s * PART_S)
+        part = int(bytes_per_s * PART_S)
         return min(most, LARGEST_PART_BYTES, max(part, SMALLEST_PART_BYTES))
 
     @property
@@ -83,10 +105,11 @@ class Throttle:
 
     def count(self, num_bytes: int) -> float:
         """Counts bytes that are moved at once; returns how long others would have waited, in s."""
-        if self._bucket is None:
+        bytes_per_s = self._now_bytes_per_s
+        if bytes_per_s == inf:
             return 0.0
         with self._lock:
-            return self._bucket.take(self._clock(), num_bytes)
+            return self._bucket.take(self._clock(), num_bytes, bytes_per_s)
 
     async def wait(self, num_bytes: int) -> None:
         """Returns when so many bytes may be moved."""
