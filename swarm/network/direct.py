@@ -90,9 +90,7 @@ class Direct:
                 if way.is_known:
                     return await self._open(way, peer_id, protocol)
                 async with way.lock:
-                    if not way.is_known:
-                        return await self._find(way, peer_id, protocol)
-                return await self._open(way, peer_id, protocol)
+                    return await self._find(way, peer_id, protocol)
         except (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown) as error:
             pause_s = AGAIN_S if way.is_known else NONE_S
             if not isinstance(error, _NotNow):
@@ -115,6 +113,8 @@ class Direct:
 
     async def _find(self, way: _Way, peer_id: str, protocol: str) -> socket.socket:
         """Opens a stream by the first way that there is, which is known from then on."""
+        if way.is_known:  # somebody else has found it meanwhile
+            return await self._open(way, peer_id, protocol)
         if time.monotonic() < way.not_before_s:
             raise _NotNow("looked for in vain a short while ago")
         answer = await self._control.call(self._p2p(), peer_id, _PORT, b"", OPEN_S)

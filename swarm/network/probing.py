@@ -323,8 +323,7 @@ async def _transmit(
         await loop.sock_sendall(connection, _ASK.pack(False, num_bytes))
         part = bytes(_PART_BYTES)
         for start in range(0, num_bytes, _PART_BYTES):
-            if traffic.up.mbit:  # a cap, not a pace that follows from such measurements
-                await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
+            await traffic.up.wait(min(_PART_BYTES, num_bytes - start))
             await loop.sock_sendall(connection, part[: num_bytes - start])
 
     sending = loop.create_task(send())

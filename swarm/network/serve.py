@@ -151,8 +151,8 @@ class BlobServer:
         with self._queue.serving(source, may_wait=may_wait), traffic.sent.sending():
             turn = partial(self._turn, traffic, source, ask.digest)
             most = FILE_PART_BYTES if self._ledger.is_member(source) else PART_BYTES
-            part_bytes = partial(traffic.up.part_bytes, most)
-            async for sent in _send_content(store, ask.digest, span, writer, turn, part_bytes):
+            most = traffic.up.part_bytes(most)
+            async for sent in _send_content(store, ask.digest, span, writer, turn=turn, most=most):
                 traffic.sent.count(sent)
                 self._count(ask.digest, sent, traffic)
         return True
@@ -179,8 +179,9 @@ async def _send_content(
     digest: str,
     span: range,
     writer: asyncio.StreamWriter,
+    *,
     turn: Callable[[int], Awaitable[None]],
-    part_bytes: Callable[[], int],
+    most: int,
 ) -> AsyncIterator[int]:
     """Sends a range of a blob, each part in its turn; yields how much after each.
 
@@ -188,20 +189,18 @@ async def _send_content(
         ConnectionError: the blob is not whole any more; only an early end can say so now.
     """
     file = store.file_of(digest) if len(span) > SMALL_BYTES else None
-    start = span.start
-    while start < span.stop:
-        most = part_bytes() if file else min(part_bytes(), PART_BYTES)
-        num_bytes = min(most, span.stop - start)
-        await turn(num_bytes)
+    size = most if file else min(most, PART_BYTES)
+    for start in span[::size]:
+        part_bytes = min(size, span.stop - start)
+        await turn(part_bytes)
         if file:
-            await _send_file(file, start, num_bytes, writer)
+            await _send_file(file, start, part_bytes, writer)
         else:
-            part = store.read(digest, start, num_bytes)
+            part = store.read(digest, start, part_bytes)
             if part is None:
                 raise ConnectionError(f"blob {digest} is gone")
             await _send(part, writer)
-        start += num_bytes
-        yield num_bytes
+        yield part_bytes
 
 
 async def _send_file(

@@ -44,7 +44,7 @@ class Bucket:
         """Whether somebody waits for tokens."""
         return self._paid_s > now_s
 
-    def take(self, now_s: float, num_bytes: int, bytes_per_s: float | None = None) -> float:
+    def take(self, now_s: float, num_bytes: int) -> float:
         """Takes tokens, be they there or not; returns after how many seconds they are.
 
         Whoever takes later waits longer, so takers have their turns in the order of their calls.
@@ -52,9 +52,7 @@ class Bucket:
         Args:
             now_s: moments of calls never go back.
             num_bytes: how many.
-            bytes_per_s: the rate from now on, if it has changed.
         """
-        self._bytes_per_s = bytes_per_s or self._bytes_per_s
         self._paid_s = max(self._paid_s, now_s - self._burst_s) + num_bytes / self._bytes_per_s
         return max(0.0, self._paid_s - now_s)
 
@@ -63,9 +61,8 @@ class Throttle:
     """One direction of this machine's link; from any thread.
 
     Attributes:
-        mbit: the cap in Mbit/s; None: there is none.
+        mbit: the cap in Mbit/s; None: there is none, and nobody waits.
         bytes_per_s: the same; inf without.
-        pace_mbit: where there is no cap, what suits the line; None: as fast as it goes.
     """
 
     def __init__(
@@ -73,29 +70,23 @@ class Throttle:
     ) -> None:
         self.mbit = mbit
         self.bytes_per_s = mbit * 1e6 / 8 if mbit else inf
-        self.pace_mbit: float | None = None
-        self._bucket = Bucket(self.bytes_per_s)
+        self._bucket = Bucket(self.bytes_per_s) if mbit else None
         self._clock, self._lock = clock, threading.Lock()
 
     @property
-    def _now_bytes_per_s(self) -> float:
-        pace = None if self.mbit else self.pace_mbit
-        return self.bytes_per_s if pace is None else pace * 1e6 / 8
-
-    @property
     def has_room(self) -> bool:
-        """Whether bytes could be moved at once beside all that others wait to move; False too
-        where nothing is paced, so that nobody knows."""
+        """Whether others leave some of the cap unused now; False too where there is none, since
+        nobody knows then."""
+        if self._bucket is None:
+            return False
         with self._lock:
-            is_known = self._now_bytes_per_s < inf
-            return is_known and not self._bucket.is_owed(self._clock())
+            return not self._bucket.is_owed(self._clock())
 
     def part_bytes(self, most: int) -> int:
         """How many bytes to move at a time, of at most so many."""
-        bytes_per_s = self._now_bytes_per_s
-        if bytes_per_s == inf:
+        if not self.mbit:
             return most
-        part = int(bytes_per_s * PART_S)
+        part = int(self.bytes_per_s * PART_S)
         return min(most, LARGEST_PART_BYTES, max(part, SMALLEST_PART_BYTES))
 
     @property
@@ -105,11 +96,10 @@ class Throttle:
 
     def count(self, num_bytes: int) -> float:
         """Counts bytes that are moved at once; returns how long others would have waited, in s."""
-        bytes_per_s = self._now_bytes_per_s
-        if bytes_per_s == inf:
+        if self._bucket is None:
             return 0.0
         with self._lock:
-            return self._bucket.take(self._clock(), num_bytes, bytes_per_s)
+            return self._bucket.take(self._clock(), num_bytes)
 
     async def wait(self, num_bytes: int) -> None:
         """Returns when so many bytes may be moved."""

@@ -27,7 +27,7 @@ class Traffic:
         moments_bytes_received: contents of moments blobs that were whole and in order; they are
             in `blob_bytes_received` too.
         refused: how often bytes of others were refused, by reason.
-        up: cap on what is sent, or the pace that suits the line.
+        up: cap on what is sent.
         down: cap on what is received.
         sent: how fast blobs were sent of late.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from swarm.network.serve import BlobServer
 from swarm.network.tips import asked_tip
 from swarm.peer.kept_settings import with_kept
 from swarm.peer.leaving import Stop
-from swarm.peer.line_watch import watch_line
 from swarm.peer.observing import PeerObserver
 from swarm.peer.quota import require_quota, watch_quota
 from swarm.peer.round_account import up_mbit
@@ -181,7 +179,6 @@ class Host:
             fault = node.run(dial_fault(node), DIAL_BACK_S)
             if fault:
                 logger.warning("nobody can dial this peer, it works through others: %s", fault)
-            asyncio.run_coroutine_threadsafe(watch_line(node), node.loop)
             undo.pop_all()
             return cls(config, state, node, reception, not (network.client_mode or fault))
 
