@@ -89,7 +89,7 @@ LIMITS: Mapping[Cost, Limit] = {
     Cost.STREAMS: Limit(Rate(256), Rate(8), Rate(4)),
     Cost.OPENING: Limit(Rate(128), Rate(16), Rate(4)),
     # Charged to the network, since nobody has said who it is; a letter is there in a round trip.
-    Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(128)),
+    Cost.ADMITTING: Limit(Rate(1024), Rate(128), Rate(64)),
     Cost.FORWARDS: Limit(Rate(256), Rate(16), Rate(4)),
     Cost.RELAYED: Limit(Rate(64), Rate(8), Rate(4)),
     # One measurement moves 8 MiB, and one is made each way. Who starts asks three peers to dial it.

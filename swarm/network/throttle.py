@@ -17,6 +17,7 @@ BURST_S = 0.15
 seconds a cap is exceeded by at most BURST_S / t: 0.3 % over a minute. A router that queues a
 quarter of a second drops what comes in larger bursts, and TCP is slower than the cap for seconds.
 """
+ROOM_S = 0.1
 PART_S = 0.05
 """So much is moved at a time, for the same reason."""
 LARGEST_PART_BYTES = 64 * 1024
@@ -40,9 +41,9 @@ class Bucket:
         self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._paid_s = -inf
 
-    def is_owed(self, now_s: float) -> bool:
-        """Whether somebody waits for tokens."""
-        return self._paid_s > now_s
+    def idle_s(self, now_s: float) -> float:
+        """For how long nobody has needed the tokens that came; below 0 while some are owed."""
+        return now_s - self._paid_s
 
     def take(self, now_s: float, num_bytes: int) -> float:
         """Takes tokens, be they there or not; returns after how many seconds they are.
@@ -75,12 +76,12 @@ class Throttle:
 
     @property
     def has_room(self) -> bool:
-        """Whether others leave some of the cap unused now; False too where there is none, since
-        nobody knows then."""
+        """Whether others leave some of the cap unused, for longer than between two of their parts;
+        False too where there is none, since nobody knows then."""
         if self._bucket is None:
             return False
         with self._lock:
-            return not self._bucket.is_owed(self._clock())
+            return self._bucket.idle_s(self._clock()) >= ROOM_S
 
     def part_bytes(self, most: int) -> int:
         """How many bytes to move at a time, of at most so many."""

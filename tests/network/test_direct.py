@@ -1,0 +1,251 @@
+"""Blobs over TCP connections of their own: who is let in, who is called, and what remains if not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.errors import BadMessage, NetworkDown, NoRoute
+from swarm.network import direct_door, transport
+from swarm.network.blobs import BlobStore
+from swarm.network.bulk import PROTOCOL
+from swarm.network.direct import connect
+from swarm.network.envelope import EnvelopeKind, open_sealed, seal
+from swarm.network.fetch import Downloads, Want
+from swarm.network.handshake import NONCE_BYTES, admit, introduce
+from swarm.network.identity import load_or_create_identity
+from swarm.network.node import Handlers, Node
+from swarm.network.serve import BlobServer
+from swarm.network.streams import receive_into
+from swarm.network.traffic import Traffic
+from swarm.protocol.digests import digest_of
+from tests.network.conftest import LOOPBACK, Peers
+
+WAIT_S = 30.0
+CLIENT = NetworkSection(client_mode=True)
+NOT_DIRECT = LOOPBACK.model_copy(update={"direct": False})
+
+
+def some_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def fetched(node: Node, source: Node, content: bytes) -> bytes | None:
+    """The same bytes from another peer; None if they did not come."""
+    store = BlobStore()
+    want = Want(digest_of(content), len(content), (source.peer_id,))
+    node.run(Downloads(node, store).fetch([want]), WAIT_S)
+    got = store.get(want.digest)
+    return None if got is None else bytes(got)
+
+
+@pytest.fixture
+def libp2p_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(*_: Any) -> socket.socket:
+        raise NoRoute("not in this test")
+
+    monkeypatch.setattr(transport, "open_stream", none)
+
+
+def serving(peers: Peers, content: bytes, network: NetworkSection = LOOPBACK) -> Node:
+    server, store = BlobServer(), BlobStore()
+    store.put(content)
+    server.attach(store)
+    return peers.node(Handlers(streams={PROTOCOL: server.serve}), network=network)
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_blobs_come_over_a_connection_of_their_own(peers: Peers) -> None:
+    content = some_bytes(9 * 2**20)
+    server = serving(peers, content)
+    assert fetched(peers.node(), server, content) == content
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_a_member_that_cannot_be_dialled_calls(peers: Peers) -> None:
+    content = some_bytes(5 * 2**20)
+    entrance = serving(peers, b"")
+    hidden = serving(peers, content, CLIENT)
+    hidden.ledger.admit([entrance.peer_id])
+    assert fetched(entrance, hidden, content) == content
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_a_peer_calls_no_stranger(peers: Peers) -> None:
+    entrance, hidden = serving(peers, b""), serving(peers, b"secret", CLIENT)
+    with pytest.raises(NoRoute):
+        entrance.run(entrance.open_stream(hidden.peer_id, PROTOCOL, 5.0), WAIT_S)
+    assert hidden.traffic.refused["direct_call"] == 1
+
+
+@pytest.mark.parametrize("is_direct", [(True, False), (False, True), (False, False)])
+def test_without_it_on_either_side_blobs_come_over_libp2p(
+    peers: Peers, is_direct: tuple[bool, bool]
+) -> None:
+    content = some_bytes(2**20)
+    asking, answering = (LOOPBACK if one else NOT_DIRECT for one in is_direct)
+    server = serving(peers, content, answering)
+    assert fetched(peers.node(network=asking), server, content) == content
+    assert server._door.port == (0 if answering is NOT_DIRECT else server._door.port)
+
+
+def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        network = LOOPBACK.model_copy(update={"direct_port": port})
+        with pytest.raises(NetworkDown, match=f"port {port}.*") as caught:
+            serving(peers, b"", network)
+    assert "--direct-port" in str(caught.value.hint)
+
+
+# ------------------------------------------------ who is let in
+
+
+def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> Any:
+    """What comes of talking to a peer's door from outside."""
+
+    async def run() -> Any:
+        connection = await connect("127.0.0.1", node._door.port)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await talk(connection)
+        finally:
+            connection.close()
+
+    return asyncio.run(run())
+
+
+def test_a_letter_opens_one_connection_once(peers: Peers, tmp_path: Path) -> None:
+    server, me = serving(peers, b"x"), load_or_create_identity(tmp_path / "me.key")
+    letters = []
+
+    async def enter(connection: socket.socket) -> None:
+        nonce = bytearray(NONCE_BYTES)
+        await receive_into(connection, memoryview(nonce))
+        payload = f"{PROTOCOL} {nonce.hex()}".encode()
+        letters.append(seal(me, EnvelopeKind.DIRECT, server.peer_id, payload))
+        await say(connection, letters[0])
+
+    async def say(connection: socket.socket, letter: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(connection, len(letter).to_bytes(2, "big") + letter)
+        answer = bytearray(int.from_bytes(await loop.sock_recv(connection, 2), "big"))
+        await receive_into(connection, memoryview(answer))
+        assert open_sealed(bytes(answer), digest_of(letter)).source == server.peer_id
+
+    async def enter_again(connection: socket.socket) -> None:
+        await receive_into(connection, memoryview(bytearray(NONCE_BYTES)))
+        await say(connection, letters[0])
+
+    at_the_door(server, enter)
+    with pytest.raises((OSError, BadMessage)):
+        at_the_door(server, enter_again)
+    assert server.traffic.refused["direct_letter"] == 1
+
+
+def test_a_peer_is_not_taken_for_another_one_at_its_address(peers: Peers, tmp_path: Path) -> None:
+    server, me = serving(peers, b"x"), load_or_create_identity(tmp_path / "me.key")
+    other = load_or_create_identity(tmp_path / "other.key").peer_id
+    with pytest.raises((OSError, BadMessage)):
+        at_the_door(server, lambda connection: introduce(connection, me, other, PROTOCOL))
+
+
+def test_an_impostor_that_answers_is_found_out(tmp_path: Path) -> None:
+    me, impostor = (load_or_create_identity(tmp_path / f"{n}.key") for n in "ab")
+    expected = load_or_create_identity(tmp_path / "c.key").peer_id
+
+    async def run() -> None:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        there.setblocking(False)
+
+        async def answer() -> None:
+            nonce = bytes(NONCE_BYTES)
+            await asyncio.get_running_loop().sock_sendall(there, nonce)
+            size = bytearray(2)
+            await receive_into(there, memoryview(size))
+            letter = bytearray(int.from_bytes(size, "big"))
+            await receive_into(there, memoryview(letter))
+            sealed = seal(impostor, EnvelopeKind.ANSWER, digest_of(bytes(letter)), b"")
+            await asyncio.get_running_loop().sock_sendall(
+                there, len(sealed).to_bytes(2, "big") + sealed
+            )
+
+        with here, there, pytest.raises(BadMessage, match="another peer"):
+            await asyncio.gather(introduce(here, me, expected, PROTOCOL), answer())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [0, 1, 513, 65_535])
+def test_a_letter_of_any_size_is_refused_or_none(tmp_path: Path, size: int) -> None:
+    me = load_or_create_identity(tmp_path / "me.key")
+
+    async def run() -> None:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        there.sendall(size.to_bytes(2, "big") + bytes(min(size, 4096)))
+        there.shutdown(socket.SHUT_WR)
+        with here, there, pytest.raises((BadMessage, ConnectionError)):
+            await admit(here, me)
+
+    asyncio.run(run())
+
+
+def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_door, "ADMIT_S", 2.0)
+    content = some_bytes(2**20)
+    server = serving(peers, content)
+    mute = [socket.create_connection(("127.0.0.1", server._door.port)) for _ in range(200)]
+    try:
+        assert fetched(peers.node(), server, content) == content
+        for one in mute:
+            one.settimeout(WAIT_S)
+            while one.recv(64):
+                pass
+    finally:
+        for one in mute:
+            one.close()
+    assert server.traffic.refused["admitting_of_stranger"] > 0
+    end_s = time.monotonic() + WAIT_S
+    while len(server._door.tasks) > 3 and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert len(server._door.tasks) <= 3, "connections that ended are still served"
+
+
+# ------------------------------------------------ what comes over it
+
+
+def test_wrong_bytes_may_be_the_lines_doing_and_are_asked_for_again(peers: Peers) -> None:
+    content = some_bytes(300_000)
+    server, store, streams = BlobServer(), BlobStore(), []
+    store.put(content)
+    server.attach(store)
+
+    async def garbling(
+        traffic: Traffic, source: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        streams.append(writer.get_extra_info("socket").family)
+        if streams[-1] == socket.AF_INET:
+            await reader.readexactly(49)
+            writer.write(b"\x01" + (300_000).to_bytes(8, "big") + bytes(4) + bytes(300_000))
+            await writer.drain()
+            await reader.read()
+        else:
+            await server.serve(traffic, source, reader, writer)
+
+    garbled = peers.node(Handlers(streams={PROTOCOL: garbling}))
+    asking = peers.node()
+    assert fetched(asking, garbled, content) == content
+    assert streams == [socket.AF_INET, socket.AF_UNIX]
+    assert not asking.traffic.refused, "the peer did nothing wrong"
