@@ -138,8 +138,6 @@ def _tensors(
         "compute.expert_parallel": compute.expert_parallel not in {0, asked},
         'compute.shard = "state"': compute.shard == "state",
         'compute.moments = "int8"': compute.moments == "int8",
-        'compute.pipeline_schedule = "interleaved"': compute.pipeline > 1
-        and compute.pipeline_schedule == "interleaved",
     }
     if asked < 2:
         is_free = asked == 0 and not any(other.values()) and compute.pipeline < 2

@@ -70,7 +70,8 @@ def run_of(layers=2, **sections):
 
 
 RUN = run_of()
-# With the seed 1 one element's gradient is all rounding, and its step 3 % off.
+# With the seed 1 one element's gradient is all rounding, and its step 3 % off; of four layers too,
+# where steps that follow are 5 10^-5 of the loss off, with stages of any kind and without.
 SEEDED = {"name": "tiny", "rounds": 4, "seed": 2}
 INFLUENCES = run_of(**EVERYTHING, run=SEEDED)
 
@@ -128,11 +129,6 @@ def test_heads_may_be_cut_over_the_workers_of_a_machine_that_divide_those_of_key
         (8, {"tensor_parallel": 2, "expert_parallel": 4}, "2 and compute.expert_parallel: both"),
         (8, {"tensor_parallel": 2, "shard": "state"}, '2 and compute.shard = "state": both'),
         (8, {"tensor_parallel": 2, "moments": "int8"}, '2 and compute.moments = "int8": both'),
-        (
-            4,
-            {"tensor_parallel": 2, "pipeline": 2, "pipeline_schedule": "interleaved"},
-            '2 and compute.pipeline_schedule = "interleaved": both',
-        ),
         (6, {"tensor_parallel": 2, "pipeline": 2}, "2 times compute.tensor_parallel = 2: it has"),
     ],
     ids=str,
@@ -170,6 +166,12 @@ def test_no_more_ranks_share_the_heads_than_there_are_experts():
         pytest.param(run_of(**ALONE), {"workers": 4}, id="two by two", marks=SLOW),
         pytest.param(run_of(**ALONE), {"workers": 4, "pp": 2}, id="in two stages"),
         pytest.param(INFLUENCES, {"workers": 4, "pp": 2}, id="stages, all", marks=SLOW),
+        pytest.param(
+            run_of(layers=4, run=SEEDED, **ALONE),
+            {"workers": 4, "pp": 2, "schedule": "interleaved", "chunks": 2},
+            id="interleaved stages",
+            marks=SLOW,
+        ),
         pytest.param(
             run_of(train={"micro_batch_sequences": 1, "batch_tokens": 5 * 16}),
             {"workers": 8, "pp": 2},
@@ -352,6 +354,16 @@ def test_a_layer_and_micro_batch_take_five_pairs_and_as_many_bytes_as_planned(
         itemsize = DTYPES[run.train.compute].itemsize
         planned = sums_bytes(num_tokens, run.model, itemsize, size, again=again)
         assert sent == pytest.approx(each * planned, rel=0.02)
+
+
+def test_between_stages_each_rank_sends_its_tokens(cut):
+    """And the table of what the losses take from the routers of the first of two layers."""
+    run = run_of(**ALONE)
+    engine = cut(run, OWNED, workers=4, pp=2)
+    engine.step(batch(run, 0), lr=LR)
+    table = 2 * run.model.num_experts + 3
+    each = 4 * (16 * run.model.hidden_size // 2 + table)
+    assert engine.traffic["stage outputs"] == (4, 4 * each)
 
 
 # ------------------------------------------------ what must not be left out
