@@ -85,7 +85,7 @@ class HeadsAttention(Attention):
 
         [1, n, D] in the compute type, both.
         """
-        x_ND = _gathered(self._group, "attention inputs", x_1nD[0].to(self.compute))
+        x_ND = _gathered(self._group, "attention inputs", x_1nD.flatten(0, 1).to(self.compute))
         out_BTD = super().forward(x_ND.unflatten(0, (-1, len(positions.cos))), positions)
         return _scattered(self._group, "attention outputs", out_BTD.flatten(0, 1))[None]
 
