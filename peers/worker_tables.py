@@ -76,7 +76,7 @@ def ways_table(run: RunConfig, planned: RunPlan) -> Table:
             f"{run.train.batch_tokens / time.total:,.0f}",
         )
     table.caption = (
-        "ep: experts dealt out over so many; pp: layers cut over so many; tp: heads too.\n"
+        "ep: experts dealt out over so many; pp: layers cut over so many; tp: heads, tokens too.\n"
         "device: with room for 25 % more rows on the experts of a worker than an even share.\n"
         "*: layers are computed again for backward; +: masters and moments cut over those alike;\n"
         "s: all stream from one host copy.\n"

@@ -5,10 +5,10 @@
     python scripts/bench_parallel.py --device cuda --shape 7b --meshes w1 dp2 --backend gloo
 
 A mesh is named by its parts: w1 is one worker, dp2 two whole models, ep2 the experts dealt out over
-two, pp2 the layers cut over two, tp2 heads and experts cut over two, dp2-ep2 and tp2-pp2 two of
-those, s2 two that stream layers from one host copy of the weights. In every turn each of them and
-the resident engine, which computes in this process, train the same batches from the same weights.
-Workers that share a GPU need --backend gloo.
+two, pp2 the layers cut over two, tp2 heads, experts and tokens cut over two, dp2-ep2 and tp2-pp2
+two of those, s2 two that stream layers from one host copy of the weights. In every turn each of
+them and the resident engine, which computes in this process, train the same batches from the same
+weights. Workers that share a GPU need --backend gloo.
 
   step_s      seconds of a step, and ratio: to the resident engine's of the same turn (medians)
   apart       largest difference of a step's loss from the resident engine's
@@ -55,7 +55,7 @@ class Form:
         workers: processes.
         ep: of which each group shares the experts.
         pp: of which each group shares the layers.
-        tp: of which each group shares the heads, and the experts.
+        tp: of which each group shares heads, experts and tokens.
         kind: of the engine of each.
     """
 

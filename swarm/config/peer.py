@@ -124,11 +124,11 @@ class ComputeSection(Section):
     a pipeline through which micro-batches flow: for GPUs without NVLink. 1: no pipeline; 0 does
     what is predicted to be fastest of all that fits."""
     tensor_parallel: Annotated[int, Field(ge=0, le=64)] = 0
-    """Attention is cut by heads and the experts are dealt out over so many of these processes of
-    one machine, which then compute the same tokens: for wide layers, long sequences or steps of few
-    micro-batches on a fast bus. It divides the key/value heads. 1: not at all; 0 does what is
-    predicted to be fastest of all that fits. With `pipeline` those of each stage are cut, and 0
-    is 1."""
+    """Attention is cut by heads, the experts are dealt out and all else is cut by tokens over so
+    many of these processes of one machine, which then share micro-batches: for wide layers, long
+    sequences or steps of few micro-batches on a fast bus. It divides the key/value heads and the
+    tokens of a sequence. 1: not at all; 0 does what is predicted to be fastest of all that fits.
+    With `pipeline` those of each stage are cut, and 0 is 1."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """1f1b: a stage begins with backward as soon as it can, so it keeps few micro-batches. gpipe:
     all forward, then all backward; a step with fewer micro-batches than stages is always so.

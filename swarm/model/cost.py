@@ -203,11 +203,6 @@ def head_step_flops(model: ModelConfig) -> float:
     return 3 * 2 * model.vocab_size * model.hidden_size
 
 
-def router_step_flops(model: ModelConfig) -> float:
-    """Of these the ones of all routers, likewise."""
-    return 3 * 2 * model.num_hidden_layers * model.num_experts * model.hidden_size
-
-
 def layer_step_flops(run: RunConfig, num_owned: int) -> float:
     """Of these the ones of one layer; the embedding has none."""
     layers = step_flops_with(run, num_owned) - head_step_flops(run.model)

@@ -6,7 +6,7 @@ head as it is multiplied (V, or a few more), L layers, E experts, K experts of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarm.config import LossConfig
 from swarm.model.moe import Routing
+from swarm.model.tokens import Tokens
 
 SLICE_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits that exist at once, at most (64 MiB or 1 GiB in fp32), unless 128 tokens have more. A GPU
@@ -87,12 +88,6 @@ def output_losses(
         hidden_ND, head_VD, labels_N, z_weight, mean_over or len(labels_N), wanted
     )
     return total, cross_entropy, z
-
-
-OutputLosses = Callable[
-    [Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]
-]
-"""As `output_losses`."""
 
 
 class _Output(torch.autograd.Function):
@@ -178,8 +173,9 @@ class LayerTerms(NamedTuple):
     """What the losses take from the router of one layer, in one micro-batch.
 
     Attributes:
-        mean_E: mean probability of each expert.
-        z: mean over tokens of the squared log-sum-exp of the logits.
+        mean_E: mean probability of each expert; of several processes that share the tokens over
+            those of this one, until `of_all`.
+        z: mean over tokens of the squared log-sum-exp of the logits; likewise.
         tokens_E: int64, tokens that chose each expert, dropped ones included.
         dropped: int64 scalar, choices that exceeded an expert's capacity.
         num_tokens: of the micro-batch.
@@ -200,7 +196,8 @@ class LayerTerms(NamedTuple):
     @classmethod
     def of(cls, routing: Routing) -> LayerTerms:
         """Those of a router's decision."""
-        (num_tokens, num_experts), kept_NK = routing.logits_NE.shape, routing.kept_NK
+        (num_tokens, top_k), num_experts = routing.expert_NK.shape, routing.logits_NE.shape[1]
+        kept_NK = routing.kept_NK
         dropped = torch.zeros((), dtype=torch.int64, device=routing.logits_NE.device)
         return cls(
             routing.probabilities_NE.mean(0),
@@ -208,10 +205,30 @@ class LayerTerms(NamedTuple):
             torch.bincount(routing.expert_NK.flatten(), minlength=num_experts),
             dropped if kept_NK is None else (~kept_NK).sum(),
             num_tokens,
-            routing.expert_NK.shape[1],
+            top_k,
             routing.similarity,
             routing.pair_P2,
         )
+
+
+def of_all(
+    tokens: Tokens, output: Sequence[Tensor], terms: Sequence[LayerTerms]
+) -> tuple[Sequence[Tensor], Sequence[LayerTerms]]:
+    """Losses of the output and terms of the routers of all tokens, from those of each process.
+
+    Args:
+        tokens: those of this process.
+        output: as `output_losses` gives them.
+        terms: of all layers.
+    """
+    if tokens.ways == 1:
+        return output, terms
+    routers = [part for each in terms for part in (each.z[None], each.mean_E)]
+    numbers = tokens.mean(torch.cat([torch.stack(list(output)), *routers]))
+    total, cross_entropy, output_z = numbers[: len(output)].unbind()
+    rows = numbers[len(output) :].view(len(terms), -1)
+    found = [each._replace(z=r[0], mean_E=r[1:]) for each, r in zip(terms, rows, strict=True)]
+    return (total, cross_entropy.detach(), output_z.detach()), found
 
 
 def balance_loss(terms: Sequence[LayerTerms], tokens_LE: Tensor, kind: str) -> Tensor:
@@ -271,7 +288,7 @@ def _pairs(terms: Sequence[LayerTerms]) -> tuple[Tensor, Tensor] | tuple[None, N
 
 
 def combine(
-    output: tuple[Tensor, Tensor, Tensor],
+    output: Sequence[Tensor],
     terms: Sequence[LayerTerms],
     loss: LossConfig,
     count_weight_E: Tensor | None = None,

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from swarm.model.tokens import ALL, Tokens
+
 
 class Documents(NamedTuple):
     """The documents of a micro-batch, those of one width together.
@@ -160,13 +162,27 @@ class Masked(NamedTuple):
     scored_BT: Tensor | None = None
     mean_over: float | None = None
 
-    def scored(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the head, [N, D], and labels, [N], of the predictions that are scored."""
-        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+    def scored(
+        self, hidden_BTD: Tensor, labels_BT: Tensor, tokens: Tokens = ALL
+    ) -> tuple[Tensor, Tensor, float]:
+        """The predictions that are scored.
+
+        Args:
+            hidden_BTD: inputs of the head; of several processes that share the micro-batch those of
+                this one's tokens.
+            labels_BT: of all tokens.
+            tokens: those of this process.
+
+        Returns:
+            Inputs of the head, [N, D], and labels, [N], of this process; and what its sums over
+            them are divided by, so that the mean over the processes is that over all predictions.
+        """
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), tokens.own(labels_BT.flatten())
         if self.scored_BT is None:
-            return hidden_ND, labels_N
-        scored_N = self.scored_BT.flatten()
-        return hidden_ND[scored_N], labels_N[scored_N]
+            return hidden_ND, labels_N, (self.mean_over or labels_BT.numel()) / tokens.ways
+        scored_N = tokens.own(self.scored_BT.flatten())
+        mean_over = self.mean_over or int(self.scored_BT.sum())
+        return hidden_ND[scored_N], labels_N[scored_N], mean_over / tokens.ways
 
 
 UNMASKED = Masked()

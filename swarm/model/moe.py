@@ -20,6 +20,7 @@ from swarm.model.routing import RoutingControls, expert_capacity, gaussian, with
 from swarm.model.rows import Plan, plan_rows
 from swarm.model.similarity import Pair, shared_tokens, similarity
 from swarm.model.swiglu import PAD_ROWS_BF16, Setting, mix_experts
+from swarm.model.tokens import ALL, Tokens
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Here = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,8 +31,8 @@ class Routing(NamedTuple):
     """The decision of a router.
 
     Attributes:
-        logits_NE: fp32, without noise.
-        probabilities_NE: the scores by which experts are chosen, summing to 1.
+        logits_NE: fp32, without noise; where processes share the tokens those of this one's.
+        probabilities_NE: the scores by which experts are chosen, summing to 1; likewise.
         weight_NK: weight of each chosen expert; 0 where it was dropped.
         expert_NK: the chosen experts, the best first.
         kept_NK: which choices found a place; None when nothing is ever dropped.
@@ -68,8 +69,9 @@ class Router(nn.Module):
     DeepSeek-V3 (arXiv 2412.19437, eq. 12-16, without groups and scaling).
     """
 
-    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+    def __init__(self, model: ModelConfig, device: torch.device, tokens: Tokens = ALL) -> None:
         super().__init__()
+        self._tokens = tokens
         shape = (model.num_experts, model.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device))
         self.noise_weight = self.e_score_correction_bias = None
@@ -90,7 +92,7 @@ class Router(nn.Module):
         """Routes every token to its best experts.
 
         Args:
-            x_ND: the tokens.
+            x_ND: the tokens, of this process where several share them.
             recall: where the choice is taken from, if it has been made before.
             controls: of a training step; None in evaluation.
             owned: the experts that this peer trains, which controls may favour.
@@ -101,12 +103,14 @@ class Router(nn.Module):
         weight_NK, expert_NK = self._choose(noisy_NE, scores_NE, controls, owned)
         if recall is not None:
             # Gathered the first time too: both passes must keep the same tensors for backward.
-            expert_NK = expert_NK if recall.expert_NK is None else recall.expert_NK
+            if recall.expert_NK is not None:
+                expert_NK = self._tokens.own(recall.expert_NK)
             weight_NK = scores_NE.gather(-1, expert_NK)
         if self.renormalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         if self.e_score_correction_bias is not None:
             scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        weight_NK, expert_NK = self._tokens.routed(weight_NK, expert_NK)
         routing = Routing(logits_NE, scores_NE, weight_NK, expert_NK)
         return routing if controls is None else self._dropping(routing, controls)
 
@@ -115,7 +119,9 @@ class Router(nn.Module):
         if controls is None or self.noise_weight is None:
             return logits_NE
         scale_NE = F.softplus(F.linear(x_ND.float(), self.noise_weight))
-        return logits_NE + gaussian(controls.noise_seed, logits_NE) * scale_NE
+        num_tokens, num_experts = len(x_ND) * self._tokens.ways, logits_NE.shape[1]
+        noise_NE = self._tokens.own(gaussian(controls.noise_seed, num_tokens, num_experts))
+        return logits_NE + noise_NE.to(x_ND.device) * scale_NE
 
     def _scores(self, logits_NE: Tensor) -> Tensor:
         return (
@@ -146,7 +152,7 @@ class Router(nn.Module):
         """Drops choices above the capacity; those left are not weighted up (as in GShard)."""
         if controls.capacity_factor is None:
             return routing
-        num_tokens, num_experts = routing.logits_NE.shape
+        num_tokens, num_experts = len(routing.expert_NK), routing.logits_NE.shape[1]
         capacity = expert_capacity(num_tokens, self.top_k, num_experts, controls.capacity_factor)
         kept_NK = within_capacity(routing.expert_NK, num_experts, capacity)
         return routing._replace(weight_NK=routing.weight_NK * kept_NK, kept_NK=kept_NK)
@@ -255,8 +261,12 @@ class ExpertBank(nn.Module):
         masters = DenseStack(self._masters(projection).detach())
         return masters if owned else self.frozen[projection], self.row_of[expert]
 
+    def inputs(self, x_ND: Tensor) -> Tensor:
+        """The tokens that it computes with: these; of several processes that share them, all."""
+        return x_ND
+
     def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
-        """Returns the mixed outputs of each token's experts, fp32 [N, D]."""
+        """Returns the mixed outputs of each token's experts, fp32 [N, D]; takes `inputs`."""
         plan = recall.plan if recall else None
         if plan is None:
             plan = plan_rows(
@@ -285,7 +295,7 @@ class ExpertBank(nn.Module):
         return Setting(plan, (gate, up, down), self.compute)
 
     def alike(self, x_ND: Tensor, pairs: list[Pair]) -> Tensor:
-        """CKA of pairs of experts on tokens of the layer's input, [pairs]; see `similarity`."""
+        """CKA of pairs of experts on some of its `inputs`, [pairs]; see `similarity`."""
         return similarity(x_ND, pairs, self.one)
 
     def one(self, x_nD: Tensor, expert: int) -> Tensor:
@@ -308,6 +318,24 @@ MakeAttention = Callable[[ModelConfig, torch.dtype, torch.device], Attention]
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """What a model is made of; of several processes that share it, what each has of it.
+
+    Attributes:
+        bank: makes what holds the experts of a layer.
+        attention: makes the attention of a layer.
+        tokens: those that it has outside of both.
+    """
+
+    bank: MakeBank = ExpertBank
+    attention: MakeAttention = Attention
+    tokens: Tokens = ALL
+
+
+WHOLE = Pieces()
+
+
+@dataclass(frozen=True)
 class Storage:
     """How the weights of a model are kept.
 
@@ -315,15 +343,13 @@ class Storage:
         frozen: format of the experts that are not owned.
         compute: type of all matrix products.
         device: where they lie.
-        bank: makes what holds the experts of a layer.
-        attention: makes the attention of a layer.
+        pieces: what holds them.
     """
 
     frozen: FrozenFormat
     compute: torch.dtype
     device: torch.device
-    bank: MakeBank = ExpertBank
-    attention: MakeAttention = Attention
+    pieces: Pieces = WHOLE
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -337,8 +363,8 @@ class SparseMLP(nn.Module):
 
     def __init__(self, model: ModelConfig, storage: Storage) -> None:
         super().__init__()
-        self.gate = Router(model, storage.device)
-        self.experts = storage.bank(model, storage)
+        self.gate = Router(model, storage.device, storage.pieces.tokens)
+        self.experts = storage.pieces.bank(model, storage)
 
     def forward(
         self,
@@ -349,6 +375,7 @@ class SparseMLP(nn.Module):
         """Returns fp32 [B, T, D] and the router's decision."""
         x_ND = x_BTD.flatten(0, 1)
         routing = self.gate(x_ND, recall, controls, self.experts.owned_experts)
+        x_ND = self.experts.inputs(x_ND)
         if controls and (controls.probe or controls.draw_apart):
             pairs = shared_tokens(routing.expert_NK, self.experts.num_experts)
             # Without its loss no copy of a matrix may live until backward.

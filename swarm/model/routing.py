@@ -62,13 +62,13 @@ class RoutingControls:
         return weight_E
 
 
-def gaussian(seed: int, like_NE: Tensor) -> Tensor:
-    """Standard normal noise, fp32, of a tensor's shape and device; a function of the seed.
+def gaussian(seed: int, num_tokens: int, num_experts: int) -> Tensor:
+    """Standard normal noise, fp32 [N, E] on the CPU; a function of the seed.
 
-    Drawn on the CPU, so that a run's noise does not depend on where it trains.
+    Drawn there, so that a run's noise does not depend on where it trains.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like_NE.shape, generator=generator).to(like_NE.device)
+    return torch.randn(num_tokens, num_experts, generator=generator)
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:

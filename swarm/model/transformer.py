@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from swarm.config import LossConfig, ModelConfig
 from swarm.errors import BadBlob
 from swarm.experts import EMBEDDING, all_shapes, place_of
-from swarm.model.attention import Attention, Positions, RMSNorm, rotary_tables
+from swarm.model.attention import Positions, RMSNorm, rotary_tables
 from swarm.model.frozen import DenseStack, FrozenFormat, FrozenStack
-from swarm.model.losses import LayerTerms, Losses, OutputLosses, combine, output_losses
+from swarm.model.losses import LayerTerms, Losses, combine, of_all, output_losses
 from swarm.model.masking import UNMASKED, Documents, Masked
 from swarm.model.moe import (
+    WHOLE,
     ExpertBank,
-    MakeAttention,
-    MakeBank,
+    Pieces,
     Recall,
     Router,
     Routing,
@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         device = storage.device
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
-        self.self_attn = storage.attention(model, storage.compute, device)
+        self.self_attn = storage.pieces.attention(model, storage.compute, device)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, device)
         self.mlp = SparseMLP(model, storage)
 
@@ -71,13 +71,16 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm, or what belongs to one stage of a pipeline.
 
+    Where processes share a micro-batch, its residual stream is [1, n, D], of n tokens of each.
+
     Attributes:
         stage: its part of the model; in the place of other layers is nothing.
+        tokens: those of which it has the residual stream.
     """
 
     def __init__(self, model: ModelConfig, storage: Storage, stage: Stage) -> None:
         super().__init__()
-        device, self.stage = storage.device, stage
+        device, self.stage, self.tokens = storage.device, stage, storage.pieces.tokens
         if stage.holds(EMBEDDING, tied=model.tie_word_embeddings):
             self.embed_tokens = nn.Embedding(
                 _weight=torch.empty(model.vocab_size, model.hidden_size, device=device),
@@ -100,19 +103,29 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """Returns the normalised last residual stream, fp32 [B, T, D], and each layer's routing."""
-        x_BTD, routings = self.through(self.embed_tokens(input_ids_BT), controls, documents)
+        x_BTD = self.embedded(input_ids_BT)
+        length = input_ids_BT.shape[1]
+        x_BTD, routings = self.through(x_BTD, length, controls, documents)
         return self.norm(x_BTD), routings
+
+    def embedded(self, input_ids_BT: Tensor) -> Tensor:
+        """Returns the first residual stream, fp32 [B, T, D]."""
+        x_nD: Tensor = self.embed_tokens(self.tokens.own(input_ids_BT.flatten()))
+        return x_nD.view(*self.tokens.shape(*input_ids_BT.shape), -1)
 
     def through(
         self,
         x_BTD: Tensor,
+        length: int,
         controls: RoutingControls | None = None,
         documents: Documents | None = None,
         layers: Sequence[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """Takes the residual stream, fp32 [B, T, D], through the stage or some of its layers."""
-        num_tokens, device = x_BTD.shape[1], x_BTD.device
-        positions = rotary_tables(num_tokens, self.dim_per_head, self.rope_theta, device)
+        """Takes the residual stream, fp32 [B, T, D], through the stage or some of its layers.
+
+        `length` is T, also where processes share the tokens.
+        """
+        positions = rotary_tables(length, self.dim_per_head, self.rope_theta, x_BTD.device)
         positions = positions._replace(documents=documents)
         routings = []
         for index in layers or self.stage.layers:
@@ -172,14 +185,12 @@ class Transformer(nn.Module):
         compute: type of all matrix products; norms, router, softmaxes and losses stay fp32.
         recompute: layers that are not kept for backward but computed again.
         device: where everything lies.
-        bank: makes what holds the experts of a layer.
-        attention: makes the attention of a layer.
+        pieces: what it is made of.
         stage: the layers, and with them the ends, that it has; None for all.
 
     Attributes:
         stage: these.
         banks: what holds the experts, by layer.
-        output: forms the losses of the head.
     """
 
     def __init__(
@@ -191,22 +202,20 @@ class Transformer(nn.Module):
         compute: ComputeType = "fp32",
         recompute: Recompute = "none",
         device: torch.device | str = "cpu",
-        bank: MakeBank = ExpertBank,
-        attention: MakeAttention = Attention,
+        pieces: Pieces = WHOLE,
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.compute = model, DTYPES[compute]
         self.stage = stage or Stage.whole(model)
-        storage = Storage(frozen, self.compute, device, bank, attention)
+        storage = Storage(frozen, self.compute, device, pieces)
         self.model = Decoder(model, storage, self.stage)
         self.model.recompute = recompute
         if self.stage.is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device)
         found = (module for module in self.modules() if isinstance(module, ExpertBank))
         self.banks = dict(zip(self.stage.layers, found, strict=True))
-        self.output: OutputLosses = output_losses
         here = {name: tuple(each.shape) for name, each in self.named_parameters()}
         self._shapes = {name: here.get(name, shape) for name, shape in all_shapes(model).items()}
         self.own(owned)
@@ -279,7 +288,7 @@ class Transformer(nn.Module):
         return self._shapes[name]
 
     def forward(self, input_ids_BT: Tensor) -> Tensor:
-        """Returns all logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
+        """Returns the logits, fp32 [B, T, V]; for inspection, training uses `losses`."""
         hidden_BTD, _ = self.model(input_ids_BT)
         hidden_BTD = hidden_BTD.to(self.compute)
         return F.linear(hidden_BTD, self._head().to(self.compute)).float()
@@ -315,11 +324,11 @@ class Transformer(nn.Module):
         masked: Masked = UNMASKED,
     ) -> Losses:
         """The same from the normalised last residual stream and the terms of all routers."""
-        hidden_ND, labels_N = masked.scored(hidden_BTD, tokens_BT1[:, 1:])
+        tokens = self.model.tokens
+        hidden_ND, labels_N, mean_over = masked.scored(hidden_BTD, tokens_BT1[:, 1:], tokens)
         hidden_ND = hidden_ND.to(self.compute)
-        output = self.output(
-            hidden_ND, self._head(), labels_N, loss.output_z_weight, masked.mean_over
-        )
+        own = output_losses(hidden_ND, self._head(), labels_N, loss.output_z_weight, mean_over)
+        output, terms = of_all(tokens, own, terms)
         weight_E = controls.count_weights(self.owned, terms[0].mean_E[None]) if controls else None
         return combine(output, terms, loss, weight_E)
 

@@ -167,7 +167,7 @@ def plan_here(
         fabric = fabric_of(compute, here, bus_here(compute.bus, here))
         machine, wishes = for_workers(run, compute, machine, wishes, fabric)
     else:
-        meshes_of(compute, 0, run.model)  # says what cannot be had without workers
+        meshes_of(compute, 0, run)  # says what cannot be had without workers
     return machine, plan_engine(run, owned, machine, wishes)
 
 

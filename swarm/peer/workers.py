@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from swarm.config import ComputeSection, ModelConfig, RunConfig
+from swarm.config import ComputeSection, RunConfig
 from swarm.errors import ConfigError
 from swarm.peer.state_directory import RunDirectory
 from swarm.peer.threads import is_exact
@@ -96,20 +96,20 @@ def _refuse_far_streaming(compute: ComputeSection) -> None:
 
 
 def meshes_of(
-    compute: ComputeSection, workers: int, model: ModelConfig, *, per_node: int = 0
+    compute: ComputeSection, workers: int, run: RunConfig, *, per_node: int = 0
 ) -> tuple[Mesh, ...]:
     """Every way in which a peer's workers may hold the model; the planner takes the fastest.
 
     Args:
         compute: what the person decided.
         workers: processes that compute, on all machines; 0 for none beside the peer's own.
-        model: with so many experts, heads and layers.
+        run: of a model with so many experts, heads and layers.
         per_node: workers of a machine; 0 for all of them.
 
     Raises:
         ConfigError: the workers cannot be split as the person decided.
     """
-    tensors = _tensors(compute, workers, model, per_node)
+    tensors = _tensors(compute, workers, run, per_node)
     if compute.tensor_parallel > 1:
         compute = compute.model_copy(update={"expert_parallel": compute.tensor_parallel})
     asked = compute.pipeline, compute.expert_parallel
@@ -120,8 +120,8 @@ def meshes_of(
             f"divide the {workers} workers (--gpus)",
             hint="leave out one of both",
         )
-    dealt = _dealings(compute, workers, model.num_experts)
-    cut = _stagings(compute, workers, model.num_hidden_layers)
+    dealt = _dealings(compute, workers, run.model.num_experts)
+    cut = _stagings(compute, workers, run.model.num_hidden_layers)
     size = max(workers, 1)
     # Both at once only where that is asked for.
     pairs = [(ep, pp) for ep, pp in product(dealt, cut) if 1 in {ep, pp} or min(asked) > 1]
@@ -130,7 +130,7 @@ def meshes_of(
 
 
 def _tensors(
-    compute: ComputeSection, workers: int, model: ModelConfig, per_node: int
+    compute: ComputeSection, workers: int, run: RunConfig, per_node: int
 ) -> tuple[int, ...]:
     """Over how many workers attention may be cut by heads; raises as `meshes_of`."""
     asked, here = compute.tensor_parallel, per_node or workers
@@ -138,13 +138,11 @@ def _tensors(
         "compute.expert_parallel": compute.expert_parallel not in {0, asked},
         'compute.shard = "state"': compute.shard == "state",
         'compute.moments = "int8"': compute.moments == "int8",
-        'compute.pipeline_schedule = "interleaved"': compute.pipeline > 1
-        and compute.pipeline_schedule == "interleaved",
     }
     if asked < 2:
         is_free = asked == 0 and not any(other.values()) and compute.pipeline < 2
-        ways = _divisors(here, model.num_experts) if is_free and workers else (1,)
-        return tuple(n for n in ways if not why_not_cut(model, n))
+        ways = _divisors(here, run.model.num_experts) if is_free and workers else (1,)
+        return tuple(n for n in ways if not why_not_cut(run, n))
     name = f"compute.tensor_parallel = {asked}"
     for setting in [each for each in other if other[each]]:
         raise ConfigError(
@@ -156,7 +154,7 @@ def _tensors(
             f"{name}: it has to divide the {here or 'missing'} workers of a machine (--gpus)",
             hint="leave it out: heads are cut where that is fastest",
         )
-    if reason := why_not_cut(model, asked):
+    if reason := why_not_cut(run, asked):
         raise ConfigError(f"{name}: {reason}", hint="choose a smaller number, or leave it out")
     return (asked,)
 
@@ -205,7 +203,7 @@ def for_workers(
     Raises:
         ConfigError: as `meshes_of`; or they are to stream and cannot.
     """
-    meshes = meshes_of(compute, workers.size, run.model, per_node=workers.per_node)
+    meshes = meshes_of(compute, workers.size, run, per_node=workers.per_node)
     cut = {
         "compute.expert_parallel": compute.expert_parallel > 1,
         "compute.pipeline": compute.pipeline > 1,

@@ -5,6 +5,7 @@ Derived from what the autograd functions of `swarm.model` keep, and held against
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from swarm.config import RunConfig
@@ -61,6 +62,7 @@ class MicroBatchBytes:
         """`rows`: of the layer that is asked for; None where routing is even."""
         self.run, self.model, self.options = run, run.model, options
         self.tokens = run.train.micro_batch_sequences * run.data.sequence_length
+        self.own = self.tokens / options.tp  # outside of attention and experts
         self.compute = DTYPES[options.compute].itemsize
         self.grouped = options.device == "cuda"
         self.experts = run.model.num_experts / options.ep
@@ -69,14 +71,15 @@ class MicroBatchBytes:
 
     def checkpoint(self) -> float:
         """The residual stream, fp32."""
-        return 4.0 * self.tokens * self.model.hidden_size
+        return 4.0 * self.own * self.model.hidden_size
 
     def routing(self, *, gradients: bool = False) -> float:
         """Logits and probabilities, weights, and rows of one layer; with the gradients of both."""
         model = self.model
         each = 4 * (4 if gradients else 2) * model.num_experts + 4
-        each += model.num_experts_per_tok * (4 + 8)  # the choice, and its weights
-        return self.tokens * each + self.sorted_rows()
+        choice = model.num_experts_per_tok * (4 + 8)  # and its weights
+        of_all = self.tokens * choice if self.options.tp > 1 else 0
+        return self.own * (each + choice) + of_all + self.sorted_rows()
 
     def sorted_rows(self) -> float:
         """Where the rows of a layer lie, here and where they are computed if that is elsewhere."""
@@ -96,8 +99,8 @@ class MicroBatchBytes:
         hidden, head = model.hidden_size, model.dim_per_head
         queries = model.num_attention_heads * head / self.options.tp
         keys = model.num_key_value_heads * head / self.options.tp
-        # Inputs of both norms and of the router in fp32, of attention and of experts.
-        per_token: float = 4 * 3 * hidden + c * hidden
+        # Of attention the input.
+        per_token: float = c * hidden
         # Projections before their norms; rotated ones; values; the output.
         per_token += c * (queries + keys) if model.qk_norm != "none" else 0
         per_token += c * (queries + 2 * keys) * self.places() + c * queries
@@ -105,20 +108,22 @@ class MicroBatchBytes:
         per_token += self.places() * (c * queries + 8) if self.places() > 1 else 0
         experts = c * self.rows.computed * 2 * model.moe_intermediate_size
         experts += c * hidden * self.inputs()
-        kept = self.tokens * (per_token + 4 * self.scales()) + experts
+        # Inputs of both norms and of the router in fp32, and the scales of both.
+        residual = 3 * self.checkpoint() + self.own * 4 * 2
+        kept = residual + self.tokens * (per_token + 4 * self.scales()) + experts
         return kept + self.routing() + self.scores()
 
     def kept_again(self) -> float:
         """The same where the layer's input, its rows and a gradient of its router are kept."""
-        probabilities = 4 * self.tokens * self.model.num_experts
+        probabilities = 4 * self.own * self.model.num_experts
         return self.kept() - self.checkpoint() - self.routing() + probabilities
 
     def scales(self) -> float:
-        """Numbers of a token: of the norms, and of the softmax of each head."""
+        """Numbers of a token in attention: of its norms, and of the softmax of each head."""
         model, tp = self.model, self.options.tp
         heads = model.num_attention_heads / tp
         of_norms = {"none": 0, "projection": 2, "head": heads + model.num_key_value_heads / tp}
-        return 2 + of_norms[model.qk_norm] + heads
+        return of_norms[model.qk_norm] + heads
 
     def places(self) -> float:
         """Places in attention for each token, at most."""
@@ -127,11 +132,11 @@ class MicroBatchBytes:
     def inputs(self) -> float:
         """Inputs of experts that are kept: one for each row that has travelled, else of a token.
 
-        In fp32 that of a token is the router's.
+        In fp32 that of a token is the router's, unless it comes from another rank.
         """
         if self.travels:
             return self.rows.received
-        return self.tokens if self.compute < 4 else 0
+        return self.tokens if self.compute < 4 or self.options.tp > 1 else 0
 
     def scores(self) -> float:
         """Softmax of short sequences, which bf16 attention on a CPU keeps, without the future."""
@@ -164,10 +169,12 @@ class MicroBatchBytes:
         dense = (layer_owned * c if is_cast else 0) + frozen_layer
         products += dense if self.grouped else dense / self.experts
         # The gradients of the rows, and of the residual stream.
-        row = c * model.hidden_size
+        row, in_fp32 = c * model.hidden_size, 4.0 * self.tokens * model.hidden_size
         gathered = (row + 4 + c) * rows.computed + self.checkpoint()
+        if self.options.tp > 1:
+            gathered += in_fp32  # of all tokens
         # Once the products are gone the rows of each token are added up in fp32.
-        adding = 2 * self.checkpoint()
+        adding = 2 * in_fp32
         if not self.travels:
             gathered += row * self.tokens if c < 4 else 0  # as products take it
         else:
@@ -181,9 +188,7 @@ class MicroBatchBytes:
     def head(self, table: int) -> float:
         """Bytes while the loss and its gradient are formed."""
         c, hidden = self.compute, self.model.hidden_size
-        own = self.head_tokens()
-        step = slice_tokens(own, self.model.vocab_size, self.options.device)
-        elements = step * self.model.vocab_size
+        elements = self.slice_tokens() * self.model.vocab_size
         # A CPU has a product, and that in fp32, before it is added to the gradient.
         product = (c + 4) * table if c < 4 and not self.grouped else 0
         is_copy = self.options.shards > 1 and not self.model.tie_word_embeddings
@@ -192,16 +197,13 @@ class MicroBatchBytes:
         slices = max(self.logits(), c * elements + product)
         matrices = max(4 * table + cast + slices, 2 * 4 * table)
         # The last residual stream, its norm, that in the compute type, and its gradient.
-        shared = self.tokens * hidden * (4 + 4 + (c if c < 4 else 0))
-        return matrices + shared + own * hidden * c * (1 if own == self.tokens else 2)
+        return matrices + self.own * hidden * (4 + 4 + (c if c < 4 else 0) + c)
 
-    def head_tokens(self) -> int:
-        """Tokens for which a rank computes the head."""
-        is_cut = self.options.tp > 1 and not self.model.tie_word_embeddings
-        return -(-self.tokens // self.options.tp) if is_cut else self.tokens
+    def slice_tokens(self) -> int:
+        """Tokens of which there are logits at once."""
+        return slice_tokens(math.ceil(self.own), self.model.vocab_size, self.options.device)
 
     def logits(self) -> float:
         """A slice of logits, and their exponentials in fp32, which replace fp32 ones."""
         c = self.compute
-        step = slice_tokens(self.head_tokens(), self.model.vocab_size, self.options.device)
-        return (4 if c == 4 else c + 4) * step * self.model.vocab_size
+        return (4 if c == 4 else c + 4) * self.slice_tokens() * self.model.vocab_size

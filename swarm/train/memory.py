@@ -110,12 +110,15 @@ def stage_needs(
 def trained_by_stage(
     run: RunConfig, num_owned: int, options: EngineOptions
 ) -> list[tuple[int, int]]:
-    """Of a worker of each stage the trained parameters: shared ones, and those of its experts."""
+    """Of a worker of each stage the trained parameters: those that every one of the stage has.
+
+    And those of its experts, and of its heads where these are cut.
+    """
     sizes = sizes_of(run.model, -(-num_owned // options.ep), options.tp)
     stages = [Stage.whole(run.model)]
     if options.pp > 1:
         stages = list(pipeline_cut(run, options).stages)
-    owned = [len(stage.layers) * sizes.layer_owned for stage in stages]
+    owned = [len(stage.layers) * (sizes.layer_owned + sizes.layer_heads) for stage in stages]
     trained = [Held(stage).trained(run.model, sizes) for stage in stages]
     return [(each - own, own) for each, own in zip(trained, owned, strict=True)]
 

@@ -44,8 +44,8 @@ class EngineOptions:
         moments: storage of AdamW's moments.
         ep: workers over which the resident engine's experts are dealt out; 1 leaves all of them
             with each.
-        tp: workers over which the heads of attention are cut too: 1 or `ep`; these workers compute
-            the same micro-batches.
+        tp: workers over which the heads of attention are cut too, and all else by tokens: 1 or
+            `ep`; these workers share micro-batches.
         pp: workers over which the resident engine's layers are cut, as the stages of a pipeline.
         shards: ranks over which masters and moments of what they hold alike are cut, those with the
             same stage; 1 leaves all of them with each. With fewer ranks than that, they are cut

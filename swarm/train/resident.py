@@ -19,10 +19,9 @@ from torch import Tensor
 from swarm.config import RunConfig
 from swarm.data.masks import Masks
 from swarm.experts import PROJECTIONS, Slice, expert_tensor, selection_biases
-from swarm.model.attention import Attention
 from swarm.model.losses import Losses
 from swarm.model.masking import Masked
-from swarm.model.moe import ExpertBank, MakeAttention, MakeBank
+from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.stage import Stage
 from swarm.model.transformer import Transformer
@@ -42,8 +41,7 @@ class ResidentEngine:
         run: RunConfig,
         options: EngineOptions | None = None,
         *,
-        bank: MakeBank = ExpertBank,
-        attention: MakeAttention = Attention,
+        pieces: Pieces = WHOLE,
         stage: Stage | None = None,
     ) -> None:
         """Builds a model that owns nothing; its tensors hold nothing until they are written.
@@ -51,8 +49,7 @@ class ResidentEngine:
         Args:
             run: the model.
             options: None for the run's settings.
-            bank: makes what holds the experts of a layer.
-            attention: makes the attention of a layer.
+            pieces: what the model is made of.
             stage: the part of the model that it holds; None for all.
         """
         options = options or EngineOptions.of(run)
@@ -64,8 +61,7 @@ class ResidentEngine:
             compute=options.compute,
             recompute=options.recompute,
             device=self._device,
-            bank=bank,
-            attention=attention,
+            pieces=pieces,
             stage=stage,
         )
         self._optimizer = self._adamw(options)

@@ -55,7 +55,7 @@ class Held:
             each stage has several chunks.
         received: micro-batches for which there are buffers between stages.
         sharers: workers that hold the same shared tensors, and add up their gradients; they have
-            different micro-batches.
+            different micro-batches, or tokens of these.
     """
 
     stage: Stage
@@ -72,9 +72,9 @@ class Held:
     @classmethod
     def of(cls, run: RunConfig, options: EngineOptions, workers: int) -> Held:
         """All layers, and the micro-batches of a worker if there are so many."""
-        sharers = max(workers // options.pp, options.ep) // options.tp
+        sharers = max(workers // options.pp, options.ep)
         tokens = run.train.micro_batch_sequences * run.data.sequence_length
-        micro_batches = -(-(run.train.batch_tokens // tokens) // sharers)
+        micro_batches = -(-(run.train.batch_tokens // tokens) * options.tp // sharers)
         return cls(Stage.whole(run.model), micro_batches, sharers=sharers)
 
     def trained(self, model: ModelConfig, sizes: Sizes) -> int:
@@ -239,16 +239,11 @@ def resident_need(
     peak = max(_peak(micro, graphs[at : at + kept], sizes, held) for at in starts)
     peak += held.waiting(micro, sizes)
     # A bucket of gradients, what other workers send of it, and its sums.
-    dealt = held.layers * sizes.layer_owned if options.ep > 1 else 0
-    of_stage = held.sharers * options.tp  # workers of which each has some tokens of the head
-    alike = of_stage // options.ep  # with the same experts
+    own = held.layers * (sizes.layer_owned + sizes.layer_heads) if options.ep > 1 else 0
+    alike = held.sharers // options.ep  # with the same experts
     adding = max(
         GRADIENT * min(BUCKET, number) * (2 + 1 / workers) if workers > 1 else 0.0
-        for number, workers in (
-            (trained - dealt, held.sharers),
-            (dealt, alike),
-            (held.head(run.model, sizes), of_stage),
-        )
+        for number, workers in ((trained - own, held.sharers), (own, alike))
     )
     piece = min(PIECE_GPU if options.device == "cuda" else PIECE, sizes.table)
     after = GRADIENT * trained + max(adding, UPDATE_BYTES[options.moments] * piece)

@@ -65,7 +65,8 @@ class Sizes:
         layer_owned: of a layer's experts, the owned ones.
         table: embedding or head.
         trained: all that is trained.
-        layer_elsewhere: of a layer's shared ones, the heads of other ranks; counted nowhere else.
+        layer_heads: of a layer's shared ones, those of this rank's heads where these are cut.
+        layer_elsewhere: the heads of other ranks; counted nowhere else.
     """
 
     layer_shared: int
@@ -73,6 +74,7 @@ class Sizes:
     layer_owned: int
     table: int
     trained: int
+    layer_heads: int = 0
     layer_elsewhere: int = 0
 
     @property
@@ -99,6 +101,7 @@ def sizes_of(model: ModelConfig, num_owned: int, tp: int = 1) -> Sizes:
         layer_owned=num_owned * per_layer,
         table=model.vocab_size * model.hidden_size,
         trained=counted.shared + num_owned * counted.per_expert - layers * elsewhere,
+        layer_heads=cut // tp if tp > 1 else 0,
         layer_elsewhere=elsewhere,
     )
 

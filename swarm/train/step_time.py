@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from swarm.config import RunConfig
-from swarm.model.cost import head_step_flops, router_step_flops, step_flops_with
+from swarm.model.cost import step_flops_with
 from swarm.model.transformer import DTYPES
 from swarm.train.hardware import Machine
 from swarm.train.memory import trained_by_stage
@@ -14,7 +14,7 @@ from swarm.train.options import EngineKind, EngineOptions
 from swarm.train.parallel.dispatch import crossing_bytes
 from swarm.train.parallel.mesh import Mesh
 from swarm.train.parallel.stages import flows_of
-from swarm.train.parallel.tensor import head_bytes, sums_bytes
+from swarm.train.parallel.tensor import sums_bytes
 from swarm.train.sizes import frozen_layer_bytes, pipeline_cut, sizes_of
 
 GPU_UPDATES_G_S = 50.0
@@ -82,12 +82,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
     again = options.recompute != "none"
     tokens = run.train.micro_batch_sequences * run.data.sequence_length
     flops = tokens * step_flops_with(run, num_owned) * (4 / 3 if again else 1)
-    if mesh.tp > 1:
-        # Routers are on every rank, and so is a head that is the embedding.
-        tied = run.model.tie_word_embeddings
-        each = router_step_flops(run.model) + (head_step_flops(run.model) if tied else 0)
-        flops = flops / mesh.tp + tokens * each * (1 - 1 / mesh.tp)
-    micro_s = flops / (machine.tflops * 1e12)
+    micro_s = flops / mesh.tp / (machine.tflops * 1e12)
     micro_batches = run.train.batch_tokens // tokens
     # Each stream of micro-batches goes through all stages; slots are those of its slowest rank,
     # one for each chunk of layers that it has.
@@ -107,9 +102,7 @@ def step_time(run: RunConfig, num_owned: int, options: EngineOptions, machine: M
         products=products_s,
         waiting=max(slots * share * micro_s - products_s, 0.0),
         tokens=travelling_s if mesh.tp == 1 else 0.0,
-        outputs=0.0
-        if mesh.tp == 1
-        else travelling_s + flowing * _head_s(run, options, machine, mesh),
+        outputs=travelling_s if mesh.tp > 1 else 0.0,
         stream=slots * _stream_s(run, options, machine, mesh),
         sums=_sums_s(run, num_owned, options, machine),
         updates=trained / ((GPU_UPDATES_G_S if on_gpu else machine.updates_g_s) * 1e9),
@@ -128,22 +121,12 @@ def _tokens_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
     return machine.fabric.exchange_s(mesh.sharers, leaving)
 
 
-def _head_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
-    """Of one micro-batch: gradients at the input of a head that is cut by tokens."""
-    if run.model.tie_word_embeddings:
-        return 0.0
-    tokens = run.train.micro_batch_sequences * run.data.sequence_length
-    itemsize = DTYPES[options.compute].itemsize
-    leaving = head_bytes(tokens, run.model, itemsize, options.tp)
-    return machine.fabric.exchange_s(mesh.sharers, leaving)
-
-
 def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Mesh) -> float:
     """Of one micro-batch: the residual stream to the next stage, its gradient to the one before.
 
     With several chunks the last stage comes before the first one, too.
     """
-    tokens = run.train.micro_batch_sequences * run.data.sequence_length
+    tokens = run.train.micro_batch_sequences * run.data.sequence_length / mesh.tp
     pairs = []
     for ranks in mesh.pipelines:
         ahead = list(pairwise((*ranks, ranks[0]) if options.chunks > 1 else ranks))
@@ -152,20 +135,13 @@ def _stream_s(run: RunConfig, options: EngineOptions, machine: Machine, mesh: Me
 
 
 def _sums_s(run: RunConfig, num_owned: int, options: EngineOptions, machine: Machine) -> float:
-    """Of shared tensors over all ranks of a stage, of dealt experts over those of a seat."""
+    """Of shared tensors over all ranks of a stage, of experts and heads over those of a seat."""
     fabric = machine.fabric
     mesh = Mesh(fabric.size, options.ep, options.pp, options.tp)
-    # Where heads are cut the gradient of the head is of the tokens of one rank.
-    is_cut = mesh.tp > 1 and not run.model.tie_word_embeddings
-    stages = trained_by_stage(run, num_owned, options)
-    heads = [0] * (len(stages) - 1) + [sizes_of(run.model, 0).table if is_cut else 0]
     seconds = 0.0
-    for (shared, owned), head in zip(stages, heads, strict=True):
-        kinds = [(shared - head, mesh.streams), (head, mesh.stages), (owned, mesh.replicas)]
-        if options.ep == 1:
-            kinds = [(shared + owned, mesh.streams)]
+    for shared, own in trained_by_stage(run, num_owned, options):
         of_stage = 0.0
-        for number, parts in kinds:
+        for number, parts in ((shared, mesh.stages), (own, mesh.replicas)):
             others = len(parts[0]) - 1
             of_stage += fabric.exchange_s(parts, SUM_BYTES * number * others / (others + 1))
         seconds = max(seconds, of_stage)

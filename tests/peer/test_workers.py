@@ -125,7 +125,8 @@ def test_each_worker_has_a_gpu_and_its_part_of_the_host() -> None:
 
 def cuts(compute: ComputeSection, workers: int, experts: int, layers: int) -> list[tuple[int, int]]:
     model = RUN.model.model_copy(update={"num_experts": experts, "num_hidden_layers": layers})
-    return [(mesh.ep, mesh.pp) for mesh in meshes_of(compute, workers, model) if mesh.tp == 1]
+    run = RUN.model_copy(update={"model": model})
+    return [(mesh.ep, mesh.pp) for mesh in meshes_of(compute, workers, run) if mesh.tp == 1]
 
 
 def test_experts_may_be_dealt_out_over_every_divisor_of_the_workers() -> None:

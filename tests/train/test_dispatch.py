@@ -16,7 +16,7 @@ from swarm.experts import (
     stacked_tensors,
 )
 from swarm.model.initialise import initial_tensors
-from swarm.model.moe import Recall, SparseMLP, Storage
+from swarm.model.moe import Pieces, Recall, SparseMLP, Storage
 from swarm.model.routing import RoutingControls
 from swarm.train.adam_moments import KINDS
 from swarm.train.options import EngineOptions
@@ -37,8 +37,8 @@ def whole_layer(owned=OWNED, compute="fp32", frozen="fp32"):
 
 
 def dealt_layer(ranks, owned=OWNED, compute="fp32", frozen="fp32"):
-    bank = functools.partial(DealtBank, group=ranks)
-    storage = Storage(frozen, DTYPES[compute], torch.device("cpu"), bank)
+    pieces = Pieces(functools.partial(DealtBank, group=ranks))
+    storage = Storage(frozen, DTYPES[compute], torch.device("cpu"), pieces)
     return filled(SparseMLP(RUN.model, storage), owned)
 
 
@@ -61,11 +61,14 @@ def tokens(rank, number=50):
     return torch.randn(1, number, RUN.model.hidden_size, generator=generator)
 
 
-def passed(layer, x_BTD, controls=None, recall=None):
-    """Output, routing and gradient of the input of one pass; parameters have theirs."""
-    x_BTD = x_BTD.requires_grad_()
+def passed(layer, x_BTD, controls=None, recall=None, part=lambda all_BTD: all_BTD):
+    """Output, routing and gradient of the input of one pass; parameters have theirs.
+
+    `part` is that of all tokens which the layer gets.
+    """
+    weight = part(torch.linspace(-1, 1, x_BTD.numel()).view_as(x_BTD))
+    x_BTD = part(x_BTD).clone().requires_grad_()
     out_BTD, routing = layer(x_BTD, recall, controls)
-    weight = torch.linspace(-1, 1, out_BTD.numel()).view_as(out_BTD)
     loss = (out_BTD * weight).sum() + routing.probabilities_NE.square().sum()
     if controls and controls.draw_apart and len(routing.similarity):
         loss = loss + routing.similarity.sum()

@@ -14,8 +14,10 @@ from swarm.errors import StateError
 from swarm.experts import expert_shapes
 from swarm.train.checkpoint import load_newest, load_private
 from swarm.train.options import EngineOptions
+from swarm.train.parallel import workers_tensors
 from swarm.train.parallel.history import Saved
 from swarm.train.parallel.mesh import deal
+from swarm.train.parallel.parts import deal_out
 from swarm.train.parts import folder_of
 from tests.train.crews import assert_holders_answer, lent_engines
 from tests.train.runs import all_names, batch, new_engine, new_streaming, same, tiny_run
@@ -247,6 +249,33 @@ def test_workers_that_are_killed_while_they_save_begin_again(dealt, tmp_path, mo
     assert same(dict(sorted(load_private(path).engine.tensors.items())), expected)
     straight.load_state_dict(load_private(path).engine)
     assert same(tensors(straight), expected)
+
+
+def test_workers_that_are_killed_before_they_save_may_have_other_experts(
+    dealt, tmp_path, monkeypatch
+):
+    """Those that take their place deal the experts out anew, and are asked again who has what."""
+    path = tmp_path / "private"
+    engine = dealt(RUN, OWNED, given={"folder": tmp_path, "saved": Saved.at(path)})
+    train(engine, RUN, [0])
+    engine.own(THEN)
+    former = deal(THEN, 4, 2, deal(OWNED, 4, 2))
+    assert former.owned != deal(THEN, 4, 2).owned
+    expected = {name: each.clone() for name, each in tensors(engine).items()}
+    killed = []
+
+    def deal_out_and_die(*given):
+        if not killed:
+            killed.append(engine.pids[1])
+            os.kill(killed[0], signal.SIGKILL)
+        return deal_out(*given)
+
+    save(path, engine.state_dict(), 1)
+    monkeypatch.setattr(workers_tensors, "deal_out", deal_out_and_die)
+    save(path, engine.state_dict(), 2)
+    assert killed and killed[0] not in engine.pids
+    assert load_newest(path).state.round == 2
+    assert same(dict(sorted(load_private(path).engine.tensors.items())), expected)
 
 
 def test_a_disk_that_takes_no_more_of_a_worker_is_a_state_error(dealt, tmp_path):

@@ -22,6 +22,7 @@ from tests.train.test_parallel import (
     train,
 )
 from tests.train.test_pipeline import run_of
+from tests.train.test_tensor_parallel import RUN as HEADED
 
 pytestmark = pytest.mark.gpu2
 
@@ -70,6 +71,10 @@ def test_five_steps_on_two_gpus_have_the_bits_of_one(on_two, on_one, run, option
 @pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=["whole", "cut state"])
 def test_with_experts_dealt_out_they_are_those_of_one_to_2_percent(on_two, on_one, options):
     assert_as_one_process(RUN, on_two(RUN, OWNED, ep=2, **options), on_one(RUN))
+
+
+def test_with_heads_and_tokens_cut_they_are_those_of_one_to_2_percent(on_two, on_one):
+    assert_as_one_process(HEADED, on_two(HEADED, OWNED, ep=2, tp=2), on_one(HEADED))
 
 
 @pytest.mark.parametrize("options", [{}, {"ep": 2}, {"shards": 2}], ids=["dp", "ep", "cut state"])

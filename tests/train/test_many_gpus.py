@@ -28,17 +28,17 @@ from tests.train.test_ladder import GB, model_of_120b, of_file
 AUTO = ComputeSection()
 
 
-def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, model, **speeds):
+def site(gpus, device, bus, *, machines=1, gbit=25.0, compute=AUTO, run, **speeds):
     """Machines alike, each with so many GPUs of so many GB; 100 GB of host memory for each."""
     size = gpus * machines
     fabric = Fabric(size, gpus, BUSES[bus] if isinstance(bus, str) else bus, gbit / 8)
     machine = Machine("cuda", device * GB, 100 * GB, 4000 * GB, fabric=fabric, **speeds)
-    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, model, per_node=gpus))
+    wishes = Wishes(engine="resident", meshes=meshes_of(compute, size, run, per_node=gpus))
     return machine, wishes
 
 
 def planned(run, owned, *args, **more):
-    machine, wishes = site(*args, model=run.model, **more)
+    machine, wishes = site(*args, run=run, **more)
     return plan_engine(run, owned, machine, wishes)
 
 
@@ -52,8 +52,8 @@ def cut(plan):
 def test_what_fits_one_gpu_is_on_each_of_them():
     plan = planned(of_file("spes_7b"), 8, 8, 80, "nvlink")
     assert plan.fits and cut(plan) == (1, 1)
-    assert plan.reason.startswith("resident: the fastest that fits; next best: experts dealt out ")
-    assert "since tokens travel to experts and back for 0.1" in plan.reason
+    assert plan.reason.startswith("resident: the fastest that fits; next best: heads and experts ")
+    assert "since outputs of heads and experts are added up for 0.1" in plan.reason
     # All eight at work on 256 micro-batches.
     assert plan.time.products == pytest.approx(plan.step_s, rel=0.02)
     assert plan.time.waiting == 0
@@ -70,10 +70,17 @@ def test_experts_are_dealt_out_where_the_whole_model_does_not_fit():
     assert "since outputs of heads and experts are added up for 4.1" in plan.reason
     whole = need_of(run, 16, replace(plan.options, ep=1), 8)
     assert whole.device_state / plan.need.device_state == pytest.approx(5.5, abs=0.1)
+    # In less memory layers would be computed again, which costs more than outputs of heads.
     small = planned(run, 16, 8, 80, "nvlink")
-    assert small.fits and (cut(small), small.options.moments) == ((8, 1), "bf16")
-    assert small.options.shards == 8  # and the rest of the state with them
-    assert "faster, if it did fit: masters and moments cut over 8, 322.9 GB" in small.reason
+    assert small.fits and (cut(small), small.options.tp) == ((8, 1), 8)
+    assert (small.options.moments, small.options.recompute) == ("bf16", "none")
+    dealt = small.others[0]
+    assert dealt.fits and dealt.cut == (8, 1, 1)
+    assert (dealt.options.shards, dealt.options.recompute) == (8, "routing")
+    assert "since layers are computed again" in small.reason
+    one = planned(run, 16, 8, 80, "nvlink", compute=ComputeSection(tensor_parallel=1))
+    assert one.options == dealt.options
+    assert "faster, if it did fit: masters and moments cut over 8, 322.9 GB" in one.reason
 
 
 def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
@@ -84,7 +91,7 @@ def test_masters_and_moments_are_cut_where_whole_ones_do_not_fit():
     assert "masters and moments cut over 8: the fastest that fits" in found[1].reason
     saved = found[0].need.device_state - found[1].need.device_state
     assert saved == pytest.approx(20.7e9, rel=0.01)
-    machine, wishes = site(8, 40, "nvlink", model=run.model)
+    machine, wishes = site(8, 40, "nvlink", run=run)
     for wished in ("none", "state"):
         for each in rungs(run, machine, replace(wishes, shard=wished)):
             # Over all workers that have the same stage, so not over a single pipeline; never where
@@ -126,7 +133,8 @@ def test_wide_layers_and_long_sequences_on_a_fast_bus():
     assert heads.fits and plan.step_s < heads.time.total < 1.1 * plan.step_s
     assert heads.time.outputs > plan.time.waiting
     # Two sequences of 131,072 tokens a step: whole models leave six GPUs without one, and stages
-    # are idle for most of a step.
+    # are idle for most of a step. Each rank has an eighth of a residual stream, so that no layer is
+    # computed again.
     length = 131_072
     long = of_file(
         "spes_7b",
@@ -135,8 +143,9 @@ def test_wide_layers_and_long_sequences_on_a_fast_bus():
         phases={},
     )
     plan = planned(long, 8, 8, 80, "nvlink")
-    assert plan.fits and (cut(plan), plan.options.tp) == ((4, 1), 4)
-    assert "heads and experts cut over 4: the fastest that fits" in plan.reason
+    assert plan.fits and (cut(plan), plan.options.tp) == ((8, 1), 8)
+    assert plan.reason.startswith("resident, heads and experts cut over 8: the fastest that fits")
+    assert plan.options.recompute == "none"
     for other in ((1, 4, 1), (1, 1, 1)):
         rung = next(rung for rung in plan.others if rung.cut == other)
         assert rung.fits and rung.time.total > 3 * plan.step_s
@@ -184,7 +193,7 @@ def test_what_fits_in_no_other_way_streams_on_every_gpu_from_one_host_copy():
 def test_streaming_is_taken_after_every_way_that_fits_the_gpus_and_on_one_machine_only():
     run = model_of_120b()
     for args, more in (((8, 141, "pcie"), {}), ((8, 80, "nvlink"), {})):
-        machine, wishes = site(*args, model=run.model, **more)
+        machine, wishes = site(*args, run=run, **more)
         large = replace(machine, host_bytes=300 * GB)
         resident = plan_engine(run, 16, large, wishes)
         plan = plan_engine(run, 16, large, replace(wishes, engine="auto"))
@@ -195,7 +204,7 @@ def test_streaming_is_taken_after_every_way_that_fits_the_gpus_and_on_one_machin
         small = replace(machine, host_bytes=40 * GB)
         small = plan_engine(run, 16, small, replace(wishes, engine="auto"))
         assert small.below == resident.below
-    machine, wishes = site(4, 24, "pcie", machines=2, model=run.model)
+    machine, wishes = site(4, 24, "pcie", machines=2, run=run)
     kinds = {each.kind for each in rungs(run, machine, replace(wishes, engine="auto"))}
     assert kinds == {EngineKind.RESIDENT}
 
@@ -233,7 +242,7 @@ def sites(draw):
         bus,
         machines=machines,
         gbit=rates[2],
-        model=run.model,
+        run=run,
         tflops=rates[3],
     )
     return run, owned, machine, wishes
@@ -306,7 +315,7 @@ def test_bytes_take_as_long_as_the_slowest_hop_that_they_cross():
 def test_a_pipeline_waits_for_its_slowest_stage_and_while_it_fills():
     run = model_of_120b()
     options = replace(EngineOptions.of(run, device="cuda"), pp=8)
-    machine, _ = site(8, 141, "nvlink", model=run.model)
+    machine, _ = site(8, 141, "nvlink", run=run)
     time = step_time(run, 16, options, machine)
     micro = run.train.batch_tokens // (run.train.micro_batch_sequences * run.data.sequence_length)
     share = max(pipeline_cut(run, options).shares)
@@ -324,7 +333,7 @@ def test_a_pipeline_waits_for_its_slowest_stage_and_while_it_fills():
 def test_each_chunk_of_a_pipeline_is_a_slot(micro_batches, slots):
     batch = {"batch_tokens": micro_batches * 2048, "micro_batch_sequences": 1}
     run = of_file("spes_7b", train=batch, phases={})
-    machine, _ = site(4, 80, "pcie", model=run.model)
+    machine, _ = site(4, 80, "pcie", run=run)
     plain = replace(EngineOptions.of(run, device="cuda"), pp=4)
     chunks = replace(plain, schedule="interleaved", chunks=2)
     one, two = (step_time(run, 8, options, machine) for options in (plain, chunks))
@@ -338,7 +347,7 @@ def test_each_chunk_of_a_pipeline_is_a_slot(micro_batches, slots):
 
 def test_ranks_without_a_micro_batch_wait():
     run = of_file("spes_2b", train={"batch_tokens": 9 * 4096}, phases={})
-    machine, _ = site(8, 80, "nvlink", model=run.model)
+    machine, _ = site(8, 80, "nvlink", run=run)
     for ep in (1, 4):
         options = replace(EngineOptions.of(run, device="cuda"), ep=ep)
         time = step_time(run, 1, options, machine)
@@ -350,21 +359,21 @@ def test_ranks_without_a_micro_batch_wait():
 
 
 def test_every_mesh_is_one_that_a_person_may_ask_for():
-    model = of_file("spes_7b").model  # 16 layers, 32 experts
-    every = meshes_of(AUTO, 48, model)
+    run = of_file("spes_7b")  # 16 layers, 32 experts
+    every = meshes_of(AUTO, 48, run)
     found = [(mesh.ep, mesh.pp) for mesh in every if mesh.tp == 1]
     assert (1, 1) in found and (16, 1) in found and (1, 16) in found
     assert (24, 1) in found and (1, 24) not in found  # no more stages than layers
     for ep, pp in found:
         asked = ComputeSection(expert_parallel=ep, pipeline=pp)
-        assert [(mesh.ep, mesh.pp) for mesh in meshes_of(asked, 48, model)] == [(ep, pp)]
+        assert [(mesh.ep, mesh.pp) for mesh in meshes_of(asked, 48, run)] == [(ep, pp)]
     assert [mesh.tp for mesh in every if mesh.tp > 1] == [2, 4, 8, 16]  # of 16 heads
     for tp in (2, 4, 8, 16):
-        assert meshes_of(ComputeSection(tensor_parallel=tp), 48, model) == (Mesh(48, tp, 1, tp),)
+        assert meshes_of(ComputeSection(tensor_parallel=tp), 48, run) == (Mesh(48, tp, 1, tp),)
     without = ComputeSection(pipeline=1, tensor_parallel=1)
-    assert [mesh.ep for mesh in meshes_of(without, 4, model)] == [1, 2, 4]
-    assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, model)] == [1, 2, 4]
-    (alone,) = meshes_of(AUTO, 0, model)
+    assert [mesh.ep for mesh in meshes_of(without, 4, run)] == [1, 2, 4]
+    assert [mesh.pp for mesh in meshes_of(ComputeSection(expert_parallel=1), 4, run)] == [1, 2, 4]
+    (alone,) = meshes_of(AUTO, 0, run)
     assert (alone.size, alone.width) == (1, 1)
 
 
@@ -373,7 +382,7 @@ def test_every_mesh_that_may_be_chosen_starts_and_adds_up_as_many_bytes_as_plann
         model={"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         train={"micro_batch_sequences": 1, "batch_tokens": 3 * 16},  # one of four has none
     )
-    owned, meshes = (0, 1), meshes_of(AUTO, 4, run.model)
+    owned, meshes = (0, 1), meshes_of(AUTO, 4, run)
     assert len(meshes) == 6
     losses = []
     with lent_engines(crews, workers=4) as make:

@@ -1,6 +1,7 @@
 """Tensor parallel: the engine of one rank that has some of the heads of attention.
 
-The ranks of a group have the same micro-batches, and each its heads and its experts (`tensor.py`).
+The ranks of a group have the same micro-batches, and each its heads, its experts and its tokens
+(`tensor.py`).
 What is cut by heads is put together from all of them where a whole tensor is asked for, and cut
 where one is written (`heads.py`). Losses are told by the first rank of a group.
 """
@@ -13,19 +14,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.experts import Slice, stacked_tensors
-from swarm.model.moe import MakeAttention, MakeBank
+from swarm.model.moe import Pieces
 from swarm.model.stage import Stage
+from swarm.train.engine import StandIn
 from swarm.train.guard import norm_of
 from swarm.train.optimizer import OwnedAdamW
 from swarm.train.options import EngineOptions
 from swarm.train.parallel.heads import Heads, HeadsAdamW
 from swarm.train.parallel.ranks import Ranks
 from swarm.train.parallel.sharding import RankEngine
-from swarm.train.parallel.tensor import HeadsAttention, SharedBank, shared_output_losses
+from swarm.train.parallel.tensor import HeadsAttention, SharedBank, SharedTokens
 
 
 class HeadsEngine(RankEngine):
@@ -36,13 +40,14 @@ class HeadsEngine(RankEngine):
     ) -> None:
         super().__init__(run, options, ranks, stage=stage)
         self._stage_ranks = ranks.part(self._mesh.stages)
-        if not run.model.tie_word_embeddings:
-            self._model.output = functools.partial(shared_output_losses, group=self._group)
 
-    def _made(self, model: ModelConfig) -> tuple[MakeBank, MakeAttention]:
+    def _pieces(self, model: ModelConfig) -> Pieces:
         self._heads = Heads(self._group, model)
-        bank = functools.partial(SharedBank, group=self._group)
-        return bank, functools.partial(HeadsAttention, heads=self._heads)
+        return Pieces(
+            functools.partial(SharedBank, group=self._group),
+            functools.partial(HeadsAttention, heads=self._heads),
+            SharedTokens(self._group),
+        )
 
     def _adamw(self, options: EngineOptions) -> OwnedAdamW:
         return HeadsAdamW(self._run.optimizer, options.moments, self._heads)
@@ -80,20 +85,35 @@ class HeadsEngine(RankEngine):
         else:
             super().write_part(part, values)
 
+    def evaluate(
+        self,
+        tokens_BT1: Tensor,
+        *,
+        scored_BT: Tensor | None = None,
+        agreed: StandIn | None = None,
+    ) -> float:
+        # Of texts of any length; no token sees those behind it, and nothing is dropped.
+        missing = -(tokens_BT1.shape[1] - 1) % self._group.size
+        if missing:
+            scored = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+            scored_BT = F.pad(scored if scored_BT is None else scored_BT, (0, missing))
+            tokens_BT1 = F.pad(tokens_BT1, (0, missing))
+        return super().evaluate(tokens_BT1, scored_BT=scored_BT, agreed=agreed)
+
     # ------------------------------------------------ a step
 
     def _told(self, mine: range, rows: Sequence[Sequence[float]], shape: tuple[int, int]) -> Tensor:
         return super()._told(mine, rows if self._group.rank == 0 else (), shape)
 
     def _add_up(self) -> None:
-        """As in `RankEngine`; some gradients are of the heads or tokens of one rank."""
-        named = self._gradients_by_name()
-        dealt = [each for name, each in named.items() if stacked_tensors(name, (0,))]
-        shared = {name: each for name, each in named.items() if not stacked_tensors(name, (0,))}
-        self._same.add_up([g for name, g in shared.items() if not self._heads.is_summed(name)])
-        self._replicas.add_up(dealt)
-        if partial := [g for name, g in shared.items() if self._heads.is_summed(name)]:
-            self._stage_ranks.add_up(partial)
+        """Heads and experts over the ranks that have the same; the rest is of a rank's tokens."""
+        own: list[Tensor] = []
+        of_tokens: list[Tensor] = []
+        for name, gradient in self._gradients_by_name().items():
+            is_own = self._heads.cuts(name) or stacked_tensors(name, (0,))
+            (own if is_own else of_tokens).append(gradient)
+        self._replicas.add_up(own)
+        self._stage_ranks.add_up(of_tokens)
 
     def _norms(self, scale: float) -> dict[str, Tensor]:
         named = self._gradients_by_name()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from swarm.config import ModelConfig, OptimizerConfig
+from swarm.config import ModelConfig, OptimizerConfig, RunConfig
 from swarm.errors import BadBlob
 from swarm.experts import Slice, shared_shapes
 from swarm.train.adam_moments import KINDS, SCALE, MomentsFormat
@@ -23,16 +23,17 @@ from swarm.train.parallel.ranks import Ranks
 DIMENSIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 """Of each matrix that is cut: rows or columns."""
 NORMS = ("q_norm", "k_norm")
-"""Of QK-norm: each rank has the weights of its heads. Where heads share these their gradient is the
-sum of those of all ranks."""
+"""Of QK-norm: each rank has the weights of its heads, all of them where heads share these."""
 
 
-def why_not_cut(model: ModelConfig, ways: int) -> str:
-    """Why the heads of a model cannot be cut over so many ranks; nothing if they can."""
-    if model.num_key_value_heads % ways:
-        return f"it has to divide the {model.num_key_value_heads} key/value heads"
-    if ways > model.num_experts:
-        return f"it must not exceed the {model.num_experts} experts"
+def why_not_cut(run: RunConfig, ways: int) -> str:
+    """Why heads, experts and tokens cannot be cut over so many ranks; nothing if they can."""
+    if run.model.num_key_value_heads % ways:
+        return f"it has to divide the {run.model.num_key_value_heads} key/value heads"
+    if ways > run.model.num_experts:
+        return f"it must not exceed the {run.model.num_experts} experts"
+    if run.data.sequence_length % ways:
+        return f"it has to divide the {run.data.sequence_length} tokens of a sequence"
     return ""
 
 
@@ -68,11 +69,6 @@ class Heads:
         """Whether this rank has a part of a tensor."""
         return self.dimension(name) is not None
 
-    def is_summed(self, name: str) -> bool:
-        """Whether a tensor is whole here, but its gradient only of this rank's heads, or tokens."""
-        in_norm = _part_of_attention(name) in NORMS and not self.cuts(name)
-        return self.group.size > 1 and (in_norm or name == "lm_head.weight")
-
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a whole tensor; `shape` is what this rank has, of one that is not cut."""
         return self._shapes[name] if self.cuts(name) else shape
@@ -84,7 +80,9 @@ class Heads:
             Disconnected: another rank is gone.
         """
         cut = self.dimension(name)
-        return part if cut is None else torch.cat(self.group.collected(part), cut)
+        if cut is None:
+            return part
+        return torch.cat(self.group.gathered(part[None], "values").unbind(), cut)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """A view of what this rank has of a tensor."""

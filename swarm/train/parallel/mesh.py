@@ -7,9 +7,10 @@ seat r % (pp * ep) of its group, and that seat is expert seat seat % ep of stage
 - With `ep` > 1 the experts of each layer are dealt out over the `ep` ranks of its stage: each holds
   whole experts, the same ones in every layer, and all shared tensors of the stage. Whole experts
   are what peers own, offer and adopt, so that nothing of it has to be cut or put together.
-- With `tp` > 1, which then is `ep`, these ranks compute the same micro-batches, each with its heads
-  of attention and its experts. They add up activations several times a layer, more often than
-  anything else that ranks do together, so they are next to each other.
+- With `tp` > 1, which then is `ep`, these ranks share micro-batches: each has its heads of
+  attention, its experts and, outside of both, its tokens. They gather and add up activations
+  several times a layer, more often than anything else that ranks do together, so they are next to
+  each other.
 
 Consecutive ranks are those with the shortest way to each other, and `ep` is the inner dimension:
 of a micro-batch K rows a token go to experts and back in every layer, and only one from stage to
@@ -78,11 +79,7 @@ class Mesh:
 
     @property
     def streams(self) -> Sets:
-        """Ranks with the same shared tensors and different micro-batches.
-
-        They add up their gradients. All ranks of a stage, but where the heads are cut: there the
-        ranks of a group have the same micro-batches.
-        """
+        """Ranks with different micro-batches: all of a stage, unless some share these."""
         return self.stages if self.tp == 1 else self.replicas
 
     @property

@@ -309,8 +309,9 @@ class _StageModule(nn.Module):
             x_BTD, table_lW = (each.to(self.device) for each in received)
             before = [table_lW]
         else:
-            x_BTD = model.model.embed_tokens(tokens_BT1[:, :-1])
-        x_BTD, routings = model.model.through(x_BTD, controls, masked.documents, self.stage.layers)
+            x_BTD = model.model.embedded(tokens_BT1[:, :-1])
+        length, layers = tokens_BT1.shape[1] - 1, self.stage.layers
+        x_BTD, routings = model.model.through(x_BTD, length, controls, masked.documents, layers)
         terms = [LayerTerms.of(routing) for routing in routings]
         if not self.stage.is_last:
             rows = torch.stack([self._terms.row(each) for each in terms])
@@ -360,7 +361,8 @@ class _StageModule(nn.Module):
 
     def _between_stages(self, form: _Form, layers: int) -> tuple[Tensor, ...]:
         (sequences, length), width = form.shape, self._terms_form(form).width
-        shapes = [(sequences, length - 1, self.model.config.hidden_size), (layers, width)]
+        stream = self.model.model.tokens.shape(sequences, length - 1)
+        shapes = [(*stream, self.model.config.hidden_size), (layers, width)]
         return tuple(
             torch.empty(shape, device="meta", requires_grad=form.is_training) for shape in shapes
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from swarm.errors import lacks_memory
@@ -140,7 +141,8 @@ class Ranks:
         for bucket in _buckets(tensors, BUCKET):
             sizes = [len(part) for part in bucket]
             padding = bucket[0].new_zeros(-sum(sizes) % self.size)
-            sums_X = self._summed(torch.cat([each.to(self.device) for each in (*bucket, padding)]))
+            mine_X = torch.cat([each.to(self.device) for each in (*bucket, padding)])
+            sums_X = self.gathered(self.scattered(mine_X, "sums"), "sums")
             for part, total in zip(bucket, sums_X[: sum(sizes)].split(sizes), strict=True):
                 part.copy_(total)
 
@@ -183,12 +185,11 @@ class Ranks:
         for parts in _rounds(shares, BUCKET // self.size):
             cut = [sum(map(len, part)) for part in parts]
             dtype = next(each.dtype for part in parts for each in part)
-            # As bytes: gloo has not all types.
             padding = torch.zeros(max(cut) - cut[self.rank], dtype=dtype, device=self.device)
             mine = torch.cat([*(each.to(self.device) for each in parts[self.rank]), padding])
             found = mine.new_empty(self.size * max(cut))
             with self._counted("values", mine.nbytes * (self.size - 1)):
-                self._all_gather(found.view(torch.uint8), mine.view(torch.uint8))
+                self._all_gather(_as_bytes(found), _as_bytes(mine))
             for rank, whole in enumerate(found.view(self.size, max(cut))):
                 sizes = [len(each) for each in parts[rank]]
                 theirs = whole[: cut[rank]].split(sizes) if sizes and rank != self.rank else ()
@@ -257,59 +258,60 @@ class Ranks:
         """The sum of tensors of one shape and any one type, on every rank: an all-reduce.
 
         Each element is added up in fp32 by one rank, in the order of the ranks, and rounded once;
-        as many bytes as a ring moves.
+        as many bytes as a ring moves. In the record these are two operations of a `kind`.
+
+        Raises:
+            Disconnected: another rank is gone.
+        """
+        size = part.numel()
+        mine_X = F.pad(part.reshape(-1), (0, -size % self.size))
+        return self.gathered(self.scattered(mine_X, kind), kind)[:size].view(part.shape)
+
+    def gathered(self, rows_nX: Tensor, kind: str) -> Tensor:
+        """As many rows of each rank, of any one type, on every rank: [N, X], in their order.
 
         Args:
-            part: of this rank.
-            kind: what for, in the record, where this is one operation.
+            rows_nX: of this rank.
+            kind: what for, in the record.
 
         Raises:
             Disconnected: another rank is gone.
         """
         if self.size == 1:
-            return part
-        size, dtype = part.numel(), part.dtype
-        mine_X = part.new_empty(size + -size % self.size, device=self.device)
-        mine_X[:size].copy_(part.reshape(-1))
-        mine_X[size:] = 0
-        received_X = torch.empty_like(mine_X)
-        # As bytes: gloo has not all types.
-        cut = [mine_X.nbytes // self.size] * self.size
-        with self._counted(kind, 2 * cut[0] * (self.size - 1)):
-            self._all_to_all(received_X.view(torch.uint8), mine_X.view(torch.uint8), cut, cut)
-            total_X = _in_order(received_X.view(self.size, -1)).to(dtype)
-            self._all_gather(mine_X.view(torch.uint8), total_X.view(torch.uint8))
-        return mine_X[:size].view(part.shape).to(part.device)
+            return rows_nX
+        mine_nX = rows_nX.contiguous().to(self.device)
+        found_NX = mine_nX.new_empty(self.size * len(mine_nX), *mine_nX.shape[1:])
+        with self._counted(kind, mine_nX.nbytes * (self.size - 1)):
+            self._all_gather(_as_bytes(found_NX), _as_bytes(mine_nX))
+        return found_NX.to(rows_nX.device)
 
-    def collected(self, part: Tensor, kind: str = "values") -> list[Tensor]:
-        """Tensors of one shape and any one type of all ranks, on every rank; `kind` as in `total`.
+    def scattered(self, rows_NX: Tensor, kind: str) -> Tensor:
+        """Of the sums of rows over the ranks an equal share for each: a reduce-scatter, [n, X].
+
+        They are added up as in `total`.
+
+        Args:
+            rows_NX: of this rank, of any one type; a multiple of the ranks.
+            kind: what for, in the record.
 
         Raises:
             Disconnected: another rank is gone.
         """
         if self.size == 1:
-            return [part]
-        mine_X = part.contiguous().view(-1).to(self.device)
-        found_X = mine_X.new_empty(self.size * len(mine_X))
-        with self._counted(kind, mine_X.nbytes * (self.size - 1)):
-            self._all_gather(found_X.view(torch.uint8), mine_X.view(torch.uint8))
-        return [each.view(part.shape).to(part.device) for each in found_X.chunk(self.size)]
+            return rows_NX
+        assert len(rows_NX) % self.size == 0, rows_NX.shape
+        mine_NX = rows_NX.contiguous().to(self.device)
+        received_NX = torch.empty_like(mine_NX)
+        cut = [mine_NX.nbytes // self.size] * self.size
+        with self._counted(kind, cut[0] * (self.size - 1)):
+            self._all_to_all(_as_bytes(received_NX), _as_bytes(mine_NX), cut, cut)
+        total_X = _in_order(received_NX.view(self.size, -1)).to(rows_NX.dtype)
+        return total_X.view(-1, *rows_NX.shape[1:]).to(rows_NX.device)
 
     def _counted(self, kind: str, num_bytes: int) -> AbstractContextManager[None]:
         """Records an operation, and how long it takes."""
         self.traffic.count(kind, num_bytes)
         return self.traffic.watch.timing(kind, self.device)
-
-    def _summed(self, mine_X: Tensor) -> Tensor:
-        received_X = torch.empty_like(mine_X)
-        cut = [len(mine_X) // self.size] * self.size
-        crossing = 4 * cut[0] * (self.size - 1)
-        with self._counted("sums", crossing):
-            self._all_to_all(received_X, mine_X, cut, cut)
-        total = _in_order(received_X.view(self.size, -1))
-        with self._counted("sums", crossing):
-            self._all_gather(mine_X, total)
-        return mine_X
 
     def _part(self, parts: Sets) -> Ranks:
         mine: Ranks | None = None
@@ -344,6 +346,11 @@ class Ranks:
 
     def _all_reduce(self, numbers: Tensor) -> None:
         _collective(lambda: dist.all_reduce(numbers, group=self.handle))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """All its bytes in a row: gloo has not all types."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _in_order(parts_RX: Tensor) -> Tensor:

@@ -32,9 +32,8 @@ from swarm.experts import (
     shared_shapes,
     stacked_tensors,
 )
-from swarm.model.attention import Attention
 from swarm.model.losses import Losses
-from swarm.model.moe import ExpertBank, MakeAttention, MakeBank
+from swarm.model.moe import WHOLE, Pieces
 from swarm.model.routing import RoutingControls
 from swarm.model.similarity import MAX_PAIRS
 from swarm.model.stage import Stage
@@ -74,14 +73,13 @@ class RankEngine(ResidentEngine):
         if options.ep > 1 and options.recompute == "layer":
             # Choosing experts anew would take another operation, and choose the same ones.
             options = replace(options, recompute="routing")
-        bank, attention = self._made(run.model)
-        super().__init__(run, options, bank=bank, attention=attention, stage=stage)
+        super().__init__(run, options, pieces=self._pieces(run.model), stage=stage)
 
-    def _made(self, _model: ModelConfig) -> tuple[MakeBank, MakeAttention]:
-        """What makes the experts and the attention of a layer."""
+    def _pieces(self, _model: ModelConfig) -> Pieces:
+        """What its model is made of."""
         if self._mesh.ep == 1:
-            return ExpertBank, Attention
-        return functools.partial(DealtBank, group=self._group), Attention
+            return WHOLE
+        return Pieces(functools.partial(DealtBank, group=self._group))
 
     # ------------------------------------------------ who holds what
 

@@ -1,21 +1,23 @@
-"""Tensor parallel: the ranks of a group have all tokens, and each its heads and its experts.
+"""Tensor and sequence parallel: the ranks of a group share micro-batches, heads and experts.
 
-The residual stream is whole on every rank, and so is what is computed from it alone: norms, routers
-and their losses, with the same values and gradients on all of them. Each rank computes the outputs
-of its own heads, and those of its own experts for the tokens that have chosen them; no token
-travels. In a layer and micro-batch the ranks add up outputs twice forward, behind attention and
-behind the experts, and backward gradients twice, at the inputs of both, and those of the routing
-weights; a QK-norm over all heads at once takes four more, of one number a token. Where a layer is
-computed again, what comes before the experts' outputs is added up once more; these are not, since
-backward needs nothing that follows them.
+Each rank has the residual stream of its share of the tokens: with it embedding, norms, router and
+head, so that nothing is computed twice. Attention and experts take all tokens, of which each rank
+computes its heads, and its experts for the tokens that have chosen them. So in a layer and
+micro-batch the ranks gather inputs twice forward, of attention and of the experts, and give each
+the sums of outputs of its tokens twice (reduce-scatter); backward gradients go the same ways back.
+Weights and experts of all tokens are gathered beside, so that every rank knows who is over an
+expert's capacity. A QK-norm over all heads at once takes four sums more, of one number a token.
+Where a layer is computed again, inputs are gathered and attention's outputs added up once more; the
+experts' are not, since backward needs nothing that follows them.
 
-The head, which can cost as much as several layers, is computed by each rank for its share of the
-tokens, unless it is the embedding, whose gradient would be of some tokens twice.
+What of a rank's tokens is a mean over them, in the losses, is averaged over the ranks once a
+micro-batch.
 
-Source: Shoeybi et al., arXiv 1909.08053 (Megatron-LM), with whole experts in the place of cut ones.
+Sources: Shoeybi et al., arXiv 1909.08053 (Megatron-LM), with whole experts in the place of cut
+ones; Korthikanti et al., arXiv 2205.05198, section 4.2.2 (sequence parallel).
 
-Shapes: B sequences, T tokens of a sequence, N tokens, D hidden size, K experts of a token, P tokens
-of compared pairs.
+Shapes: B sequences, T tokens of a sequence, N tokens, n of these on each rank, D hidden size, K
+experts of a token, P tokens of compared pairs.
 """
 
 from __future__ import annotations
@@ -27,14 +29,42 @@ from torch import Tensor
 
 from swarm.config import ModelConfig
 from swarm.model.attention import Attention, Positions, RMSNorm
-from swarm.model.losses import output_losses
 from swarm.model.moe import Recall, Routing
 from swarm.model.rows import plan_rows
 from swarm.model.similarity import Pair, similarity
 from swarm.model.swiglu import mix_experts
+from swarm.model.tokens import Tokens
 from swarm.train.parallel.dispatch import DealtBank
 from swarm.train.parallel.heads import Heads
 from swarm.train.parallel.ranks import Ranks
+
+
+class SharedTokens(Tokens):
+    """Of each micro-batch the run of consecutive tokens that one rank has."""
+
+    def __init__(self, group: Ranks) -> None:
+        """`group`: the ranks that have the same micro-batches."""
+        self._group, self.ways = group, group.size
+
+    def shape(self, sequences: int, length: int) -> tuple[int, int]:
+        """See `Tokens`; sequences may be cut anywhere."""
+        return 1, sequences * length // self.ways
+
+    def own(self, x_NX: Tensor) -> Tensor:
+        """See `Tokens`."""
+        assert len(x_NX) % self.ways == 0, x_NX.shape
+        return x_NX.chunk(self.ways)[self._group.rank]
+
+    def routed(self, weight_nK: Tensor, expert_nK: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Tokens`."""
+        found: tuple[Tensor, Tensor] = _Routed.apply(  # type: ignore[no-untyped-call]
+            self._group, weight_nK, expert_nK
+        )
+        return found
+
+    def mean(self, part: Tensor) -> Tensor:
+        """See `Tokens`."""
+        return _total(self._group, "losses", part / self.ways)
 
 
 class HeadsAttention(Attention):
@@ -50,10 +80,14 @@ class HeadsAttention(Attention):
             self.q_norm = SharedNorm(self.q_norm, self._group)
             self.k_norm = SharedNorm(self.k_norm, self._group)
 
-    def forward(self, x_BTD: Tensor, positions: Positions) -> Tensor:
-        """See `Attention`; the outputs of all heads."""
-        (x_BTD,) = _entering(self._group, "attention gradients", x_BTD.to(self.compute))
-        return _leaving(self._group, "attention outputs", super().forward(x_BTD, positions))
+    def forward(self, x_1nD: Tensor, positions: Positions) -> Tensor:
+        """See `Attention`; takes this rank's tokens, and gives the outputs of all heads for them.
+
+        [1, n, D] in the compute type, both.
+        """
+        x_ND = _gathered(self._group, "attention inputs", x_1nD.flatten(0, 1).to(self.compute))
+        out_BTD = super().forward(x_ND.unflatten(0, (-1, len(positions.cos))), positions)
+        return _scattered(self._group, "attention outputs", out_BTD.flatten(0, 1))[None]
 
 
 class SharedNorm(RMSNorm):
@@ -98,14 +132,16 @@ class _SharedNorm(torch.autograd.Function):
 
 
 class SharedBank(DealtBank):
-    """The experts of one layer that one rank holds, for tokens that all ranks of its group have."""
+    """The experts of one layer that one rank holds, for tokens of which each has some."""
+
+    def inputs(self, x_nD: Tensor) -> Tensor:
+        """See `ExpertBank`; in the compute type."""
+        return _gathered(self._group, "expert inputs", x_nD.to(self.compute))
 
     def forward(self, x_ND: Tensor, routing: Routing, recall: Recall | None = None) -> Tensor:
-        """See `ExpertBank`; the outputs of all experts."""
-        inputs = (x_ND.to(self.compute), routing.weight_NK)
-        x_ND, weight_NK = _entering(self._group, "token gradients", *inputs)
-        mixed_ND = self._mixed(x_ND, weight_NK, routing, recall)
-        return _leaving(self._group, "expert outputs", mixed_ND.to(self.compute)).float()
+        """See `ExpertBank`; the outputs of all experts for this rank's tokens, fp32 [n, D]."""
+        mixed_ND = self._mixed(x_ND, routing.weight_NK, routing, recall)
+        return _scattered(self._group, "expert outputs", mixed_ND.to(self.compute)).float()
 
     def _mixed(
         self, x_ND: Tensor, weight_NK: Tensor, routing: Routing, recall: Recall | None
@@ -142,106 +178,73 @@ class SharedBank(DealtBank):
                 nothing_nD = torch.zeros_like(x_nD, dtype=self.compute)
                 parts.append(self.one(x_nD, expert) if is_here else nothing_nD)
                 sizes.append(len(x_nD))
-        out_PD = _leaving(self._group, "compared outputs", torch.cat(parts))
+        out_PD = _total(self._group, "compared outputs", torch.cat(parts))
         outputs = iter(out_PD.split(sizes))
         return similarity(x_ND, pairs, lambda *_: next(outputs))
 
 
-def shared_output_losses(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    labels_N: Tensor,
-    z_weight: float,
-    mean_over: float | None = None,
-    *,
-    group: Ranks,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `output_losses`, of which each rank of a group computes its share of the tokens.
-
-    The gradient of the head is of these tokens alone, that of the tokens is collected.
-    """
-    start, stop = _share(len(labels_N), group, group.rank)
-    hidden_nD: Tensor = _Share.apply(group, hidden_ND)  # type: ignore[no-untyped-call]
-    labels_n = labels_N[start:stop]
-    terms = output_losses(hidden_nD, head_VD, labels_n, z_weight, mean_over or len(labels_N))
-    total, cross_entropy, z = _leaving(group, "losses", torch.stack(terms)).unbind()
-    return total, cross_entropy.detach(), z.detach()
-
-
-def head_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int) -> float:
-    """Bytes that leave a rank for the gradients of a micro-batch at the input of the head."""
-    return (ways - 1) / ways * tokens * itemsize * model.hidden_size
-
-
 def sums_bytes(tokens: int, model: ModelConfig, itemsize: int, ways: int, *, again: bool) -> float:
-    """Bytes that leave a rank for the sums of one layer and micro-batch.
+    """Bytes that leave a rank for one layer and micro-batch.
 
     Args:
         tokens: of the micro-batch.
         model: its sizes.
         itemsize: bytes of the compute type.
-        ways: ranks that add up.
+        ways: ranks that share it.
         again: whether the layer is computed again for backward.
 
-    Outputs and gradients twice each, and the gradients of the routing weights in fp32; of each
-    element 2 (ways - 1) / ways leave a rank, as of a ring.
+    Inputs of attention and experts, their outputs, and the gradients of all these, of which
+    (ways - 1) / ways leave a rank; likewise each token's weights and experts, 4 bytes each, and the
+    gradients of the weights. What is computed again moves again, but for the experts' outputs.
     """
-    elements = (5 if again else 4) * itemsize * model.hidden_size + 4 * model.num_experts_per_tok
+    per_token = (11 if again else 8) * itemsize * model.hidden_size
+    per_token += (20 if again else 12) * model.num_experts_per_tok
     if model.qk_norm == "projection":
-        elements += 4 * (6 if again else 4)
-    return 2 * (ways - 1) / ways * tokens * elements
+        per_token += 2 * 4 * (6 if again else 4)
+    return (ways - 1) / ways * tokens * per_token
 
 
-def _entering(group: Ranks, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What all ranks have, on its way to what each computes: the gradients are added up."""
-    entered: tuple[Tensor, ...] = _Enter.apply(group, kind, *tensors)  # type: ignore[no-untyped-call]
-    return entered
+def _gathered(group: Ranks, kind: str, rows_nX: Tensor) -> Tensor:
+    """The rows of all ranks; each gets the sums of the gradients of its own."""
+    found: Tensor = _Gathered.apply(group, kind, rows_nX)  # type: ignore[no-untyped-call]
+    return found
 
 
-def _leaving(group: Ranks, kind: str, part: Tensor) -> Tensor:
+def _scattered(group: Ranks, kind: str, rows_NX: Tensor) -> Tensor:
+    """Of the sums over the ranks this rank's share of rows; the gradients of all are gathered."""
+    found: Tensor = _Scattered.apply(group, kind, rows_NX)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _total(group: Ranks, kind: str, part: Tensor) -> Tensor:
     """The sum of what each rank has computed: all have its gradient."""
-    total: Tensor = _Leave.apply(group, kind, part)  # type: ignore[no-untyped-call]
+    total: Tensor = _Total.apply(group, kind, part)  # type: ignore[no-untyped-call]
     return total
 
 
-def _share(tokens: int, group: Ranks, rank: int) -> tuple[int, int]:
-    """Of so many tokens the first of a rank, and the first of the next one."""
-    return tokens * rank // group.size, tokens * (rank + 1) // group.size
-
-
-class _Share(torch.autograd.Function):
-    """Of tokens that all ranks have those of this one; their gradients go to all."""
-
+class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Ranks, x_ND: Tensor) -> Tensor:
-        ctx.group, ctx.tokens = group, len(x_ND)
-        start, stop = _share(len(x_ND), group, group.rank)
-        return x_ND[start:stop].clone()
+    def forward(ctx: Any, group: Ranks, kind: str, rows_nX: Tensor) -> Tensor:
+        ctx.group, ctx.kind = group, f"gradients of {kind}"
+        return group.gathered(rows_nX, kind)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        group, own_nD = ctx.group, gradients[0]
-        places = [_share(ctx.tokens, group, rank) for rank in range(group.size)]
-        sizes = [stop - start for start, stop in places]
-        padding = own_nD.new_zeros(max(sizes) - len(own_nD), own_nD.shape[1])
-        found = group.collected(torch.cat([own_nD, padding]), "head gradients")
-        return None, torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+        return None, None, ctx.group.scattered(gradients[0], ctx.kind)
 
 
-class _Enter(torch.autograd.Function):
+class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Ranks, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.kind = group, kind
-        return tuple(each.view_as(each) for each in tensors)
+    def forward(ctx: Any, group: Ranks, kind: str, rows_NX: Tensor) -> Tensor:
+        ctx.group, ctx.kind = group, f"gradients of {kind}"
+        return group.scattered(rows_NX, kind)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kinds = (ctx.kind, "weight gradients")
-        found = [ctx.group.total(each, kind) for each, kind in zip(gradients, kinds, strict=False)]
-        return None, None, *found
+        return None, None, ctx.group.gathered(gradients[0], ctx.kind)
 
 
-class _Leave(torch.autograd.Function):
+class _Total(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, group: Ranks, kind: str, part: Tensor) -> Tensor:
         return group.total(part, kind)
@@ -249,3 +252,22 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, gradients[0]
+
+
+class _Routed(torch.autograd.Function):
+    """Weights and experts of each rank's tokens, beside each other, to all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Ranks, weight_nK: Tensor, expert_nK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group = group
+        both_nX = torch.cat([weight_nK, expert_nK.int().view(torch.float32)], 1)
+        weight_NK, expert_NK = group.gathered(both_nX, "routing").chunk(2, 1)
+        expert_NK = expert_NK.contiguous().view(torch.int32).long()
+        ctx.mark_non_differentiable(expert_NK)
+        return weight_NK.contiguous(), expert_NK
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.group.scattered(gradients[0], "gradients of routing"), None

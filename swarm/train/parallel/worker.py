@@ -241,6 +241,8 @@ class Worker:
         assert self._state is not None
         flags = message["flags"].get(str(self._ranks.rank))
         names = flagged(self._forms, flags) if flags else []
+        if not held(self._state.tensors, self._forms).issuperset(names):
+            return {}  # of one whose place it has taken, with other experts: it is `unknown`
         tensors = {name: self._state.tensors[name] for name in names}
         path = Path(message["folder"]) / part_name(message["stem"], self._ranks.rank)
         self._saving = PartSaving(message["stem"], path, tensors)

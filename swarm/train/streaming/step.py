@@ -105,9 +105,10 @@ class Pass:
         norm, table_VD = device.take_head()
         head_VD = table_VD.detach().requires_grad_()
         masked = self.micro_batches[index].masked
-        hidden_ND, labels_N = masked.scored(norm(x_BTD), self._there[index][:, 1:])
+        labels_BT = self._there[index][:, 1:]
+        hidden_ND, labels_N, mean_over = masked.scored(norm(x_BTD), labels_BT)
         hidden_ND, z_weight = hidden_ND.to(device.compute), self._run.loss.output_z_weight
-        output = output_losses(hidden_ND, head_VD, labels_N, z_weight, masked.mean_over)
+        output = output_losses(hidden_ND, head_VD, labels_N, z_weight, mean_over)
         routings = [layer[index] for layer in self._routings]
         weight_E = self._controls[index].count_weights(device.owned, routings[0].logits_NE)
         terms = [LayerTerms.of(routing) for routing in routings]
