@@ -89,11 +89,14 @@ def main() -> int:
         swarm.kill()
         links.close()
     say(f"measured {rounds} rounds")
-    used = [
-        e["blob_bytes_sent"] * 8 / 1e6 / each[peer % len(each)].up_mbit / e["wait_s"]
-        for peer, history in enumerate(done)
-        for e in history
+    of_rounds = [
+        [
+            e["blob_bytes_sent"] * 8 / 1e6 / each[peer % len(each)].up_mbit / e["wait_s"]
+            for peer, e in enumerate(of_peers)
+        ]
+        for of_peers in zip(*(history[:rounds] for history in done), strict=True)
     ]
+    used = [share for shares in of_rounds for share in shares]
     verdict = {
         "link": arguments.link,
         "max_upload": arguments.max_upload,
@@ -104,6 +107,7 @@ def main() -> int:
         "wait_s": [round(e["wait_s"], 1) for e in events],
         "uplink_used": round(statistics.mean(used), 3),
         "uplink_used_least": round(min(used), 3),
+        "uplink_used_by_round": [round(statistics.mean(shares), 3) for shares in of_rounds],
         "not_counted": sum(not e["counted"] for e in events),
         "packets": packets,
     }

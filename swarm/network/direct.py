@@ -57,7 +57,11 @@ class _Way:
 
 
 class Direct:
-    """The asking side, and what a peer answers others over the control path for it."""
+    """The asking side, and what a peer answers others over the control path for it.
+
+    Attributes:
+        door: takes connections of others, those that this peer asked for too.
+    """
 
     def __init__(
         self, identity: Identity, control: Control, p2p: Callable[[], P2P], door: Door
@@ -70,7 +74,7 @@ class Direct:
             p2p: the living daemon; raises NetworkDown when there is none.
             door: takes connections of others, those that this peer asked for too.
         """
-        self._identity, self._control, self._p2p, self._door = identity, control, p2p, door
+        self._identity, self._control, self._p2p, self.door = identity, control, p2p, door
         self._ways: dict[str, _Way] = {}
 
     async def register(self, p2p: P2P) -> None:
@@ -153,11 +157,11 @@ class Direct:
         return connection
 
     async def _called(self, peer_id: str, protocol: str) -> socket.socket:
-        if not self._door.port:
+        if not self.door.port:
             raise NoRoute("neither side takes connections")
         token = os.urandom(_TOKEN_BYTES)
-        ask = _PORT_FORM.pack(self._door.port) + token + protocol.encode()
-        with self._door.expecting(token.hex(), peer_id) as expected:
+        ask = _PORT_FORM.pack(self.door.port) + token + protocol.encode()
+        with self.door.expecting(token.hex(), peer_id) as expected:
             await self._control.call(self._p2p(), peer_id, _CALL, ask, OPEN_S)
             return await expected
 
@@ -180,18 +184,18 @@ class Direct:
     # ------------------------------------------------ being asked
 
     async def _on_port(self, _source: str, _ask: bytes) -> bytes:
-        return _PORT_FORM.pack(self._door.port)
+        return _PORT_FORM.pack(self.door.port)
 
     async def _on_call(self, source: str, ask: bytes) -> bytes:
         """Dials a member at its own host, and serves it on that connection."""
         if len(ask) <= _PORT_FORM.size + _TOKEN_BYTES:
             raise BadMessage("direct_call", "no port, token and protocol")
         (port,), token = _PORT_FORM.unpack_from(ask), ask[_PORT_FORM.size :][:_TOKEN_BYTES]
-        serve = self._door.streams.get(ask[_PORT_FORM.size + _TOKEN_BYTES :].decode("ascii", "x"))
+        serve = self.door.streams.get(ask[_PORT_FORM.size + _TOKEN_BYTES :].decode("ascii", "x"))
         if serve is None or not port or not self._control.ledger.is_member(source):
             raise BadMessage("direct_call", "calls go to members, for what is served")
         host = await self._host_of(source)
-        self._door.tasks.spawn(self._call(host, port, source, token, serve))
+        self.door.tasks.spawn(self._call(host, port, source, token, serve))
         return b""
 
     async def _call(self, host: str, port: int, source: str, token: bytes, serve: Serve) -> None:
@@ -207,7 +211,7 @@ class Direct:
         except (TimeoutError, OSError, BadMessage) as error:
             logger.debug("%s not called: %s", source, error or "no answer in time")
             return
-        await self._door.serve(serve, source, connection)
+        await self.door.serve(serve, source, connection)
 
 
 class _NotNow(NoRoute):

@@ -140,9 +140,7 @@ class Door:
         self._ledger.locate(introduced.peer_id, address)
         return introduced
 
-    async def _called(
-        self, connection: socket.socket, introduced: Introduced, token: str
-    ) -> bool:
+    async def _called(self, connection: socket.socket, introduced: Introduced, token: str) -> bool:
         peer_id, expected = self._expected.get(token, ("", None))
         if expected is None or expected.done() or peer_id != introduced.peer_id:
             return False

@@ -297,15 +297,13 @@ class Downloads:
             self._tidy(piece.blob)
 
     def _piece_failed(self, piece: Piece, kind: Failure, reason: str, peer: str) -> None:
-        download = piece.blob
-        if kind is Failure.WRONG and self._node.distrust(peer):
-            kind = Failure.SILENT
+        kind = Failure.SILENT if kind is Failure.WRONG and self._node.distrust(peer) else kind
         self._sourcing.failed(piece, kind, reason, asyncio.get_running_loop().time())
         if kind is Failure.WRONG:
             self._node.traffic.refuse(reason)
-        for caller in list(download.callers):
-            caller.on_failure(download.digest, peer, reason)
-        self._tidy(download)
+        for caller in list(piece.blob.callers):
+            caller.on_failure(piece.blob.digest, peer, reason)
+        self._tidy(piece.blob)
 
     # What a flow needs
 

@@ -26,15 +26,12 @@ from swarm.errors import NetworkDown, SwarmError
 from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
 from swarm.network.control import Control
-from swarm.network.daemon import Address, hosts_of
+from swarm.network.daemon import Address
 from swarm.network.dht import Dht, StoredValue
-from swarm.network.direct import Direct
-from swarm.network.direct_door import Door
 from swarm.network.handlers import Handlers as Handlers
 from swarm.network.identity import Identity, load_or_create_identity
 from swarm.network.lines import Lines
 from swarm.network.loop_thread import LoopThread
-from swarm.network.relay import Relay
 from swarm.network.steady_clock import dht_clock
 from swarm.network.substrate import Opening, Substrate, open_substrate
 from swarm.network.traffic import Traffic
@@ -87,28 +84,19 @@ class Node:
         on_message = self.lines.hearing(handlers.on_message)
         self._control = Control(self.traffic, self.ledger, on_message, handlers.on_request)
         self._book = AddressBook(identity.peer_id)
-        self._relay = Relay(
+        self._ways = Transport.of(
             identity,
+            network,
             self._control,
             handlers.streams,
-            is_willing=network.relay and not network.client_mode,
             p2p=self._living_p2p,
+            relays=lambda: self.neighbours,
         )
-        self._door = Door(identity, self.traffic, self.ledger, handlers.streams)
-        self._direct = Direct(identity, self._control, self._living_p2p, self._door)
-        self._ways = Transport(
-            self._control,
-            self._relay,
-            self._living_p2p,
-            lambda: self.neighbours,
-            self._direct if network.direct else None,
-        )
-        self._network = network
         self._opening = Opening(
             identity,
             network,
             self.traffic,
-            self._register,
+            self._ways.register,
             self.ledger,
             self._control.locate,
             signer or identity,
@@ -262,10 +250,7 @@ class Node:
         return next(found, "")
 
     def distrust(self, peer_id: str) -> bool:
-        """Notes that wrong bytes came; whether that may have been the line's doing, not the peer's.
-
-        It is asked again then, over a connection that nobody on the way can change.
-        """
+        """Notes wrong bytes; whether that may be the line's doing: it is asked over libp2p then."""
         return self._ways.distrust(peer_id)
 
     def unanswered(self, peer_id: str) -> None:
@@ -352,8 +337,7 @@ class Node:
 
     async def _open(self, peers: Sequence[Address], port: int | None, *, must_reach: bool) -> None:
         check, opening = not self.identity.is_new, self._opening
-        if self._network.direct and not self._network.client_mode and self._door.streams:
-            self._door.open(hosts_of(self._network), self._network.direct_port)
+        self._ways.open(opening.network)
         self._use(
             await open_substrate(opening, peers, port, must_reach=must_reach, check_identity=check)
         )
@@ -364,12 +348,6 @@ class Node:
         self._substrate = substrate
         self.addresses = substrate.addresses
         self.failure = None
-
-    async def _register(self, p2p: P2P) -> None:
-        await self._control.register(p2p)
-        await self._relay.register(p2p)
-        if self._network.direct:
-            await self._direct.register(p2p)
 
     async def _supervise(self) -> None:
         """Starts a daemon that died again, until that fails too often in a row."""
@@ -413,7 +391,7 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._door.close()
+        await self._ways.close()
         if self._substrate:
             await self._substrate.close(is_dead=self.failure is not None)
         if self._forgotten:

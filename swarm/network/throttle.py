@@ -76,8 +76,10 @@ class Throttle:
 
     @property
     def has_room(self) -> bool:
-        """Whether others leave some of the cap unused, for longer than between two of their parts;
-        False too where there is none, since nobody knows then."""
+        """Whether others leave some of a cap unused for longer than between two of their parts.
+
+        False too where there is no cap, since nobody knows then.
+        """
         if self._bucket is None:
             return False
         with self._lock:

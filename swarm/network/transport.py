@@ -6,19 +6,23 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from hivemind.p2p import P2P
 
+from swarm.config import NetworkSection
 from swarm.errors import NoRoute, Refused, Unreachable
 from swarm.network.control import Control, peer_of
+from swarm.network.daemon import hosts_of
 from swarm.network.direct import Direct
+from swarm.network.direct_door import Door
 from swarm.network.envelope import EnvelopeKind
+from swarm.network.identity import Identity
 from swarm.network.relay import Relay
 from swarm.network.routes import Routes
-from swarm.network.streams import open_stream
+from swarm.network.streams import Serve, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,10 @@ class Transport:
     """All ways from this peer to others; carries out what `Routes` says, and tells it the outcome.
 
     The coroutines raise as those of `Node` do that have the same names.
+
+    Attributes:
+        relay: messages and streams through others.
+        direct: streams beside the daemon; None: there are none.
     """
 
     def __init__(
@@ -48,9 +56,48 @@ class Transport:
             relays: peers that listen and answered lately.
             direct: streams beside the daemon; None: there are none.
         """
-        self._control, self._relay, self._p2p, self._relays = control, relay, p2p, relays
+        self._control, self._p2p, self._relays = control, p2p, relays
+        self.relay, self.direct = relay, direct
         self._routes = Routes()
-        self._direct = direct
+
+    @classmethod
+    def of(
+        cls,
+        identity: Identity,
+        network: NetworkSection,
+        control: Control,
+        streams: Mapping[str, Serve],
+        *,
+        p2p: Callable[[], P2P],
+        relays: Callable[[], frozenset[str]],
+    ) -> Transport:
+        """All ways of a peer that serves these bulk protocols."""
+        is_willing = network.relay and not network.client_mode
+        relay = Relay(identity, control, streams, is_willing=is_willing, p2p=p2p)
+        door = Door(identity, control.traffic, control.ledger, streams)
+        direct = Direct(identity, control, p2p, door) if network.direct else None
+        return cls(control, relay, p2p, relays, direct)
+
+    def open(self, network: NetworkSection) -> None:
+        """Begins to take direct connections, if this peer listens at all.
+
+        Raises:
+            NetworkDown: somebody else has the port.
+        """
+        if self.direct and self.direct.door.streams and not network.client_mode:
+            self.direct.door.open(hosts_of(network), network.direct_port)
+
+    async def register(self, p2p: P2P) -> None:
+        """Lets the daemon deliver what others ask for or pass on."""
+        await self._control.register(p2p)
+        await self.relay.register(p2p)
+        if self.direct:
+            await self.direct.register(p2p)
+
+    async def close(self) -> None:
+        """Ends direct connections of others."""
+        if self.direct:
+            await self.direct.door.close()
 
     def is_far(self, peer_id: str) -> bool:
         """Whether a peer is only reached through others, so that its bytes travel twice."""
@@ -61,7 +108,7 @@ class Transport:
         await self._take(
             peer_id,
             lambda: self._control.post(self._p2p(), peer_id, payload, timeout_s),
-            lambda relay: self._relay.send(
+            lambda relay: self.relay.send(
                 relay, peer_id, payload, kind=EnvelopeKind.MESSAGE, timeout_s=timeout_s
             ),
             timeout_s,
@@ -72,7 +119,7 @@ class Transport:
         return await self._take(
             peer_id,
             lambda: self._control.request(self._p2p(), peer_id, payload, timeout_s),
-            lambda relay: self._relay.send(
+            lambda relay: self.relay.send(
                 relay, peer_id, payload, kind=EnvelopeKind.REQUEST, timeout_s=timeout_s
             ),
             timeout_s,
@@ -80,23 +127,23 @@ class Transport:
 
     async def open_stream(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         """See `Node.open_stream`."""
-        if self._direct:
+        if self.direct:
             began_s = time.monotonic()
             with suppress(NoRoute):
-                return await self._direct.open_stream(peer_id, protocol, timeout_s)
+                return await self.direct.open_stream(peer_id, protocol, timeout_s)
             timeout_s -= time.monotonic() - began_s
         path = self._p2p().daemon_listen_maddr["unix"]
         return await self._take(
             peer_id,
             lambda: open_stream(path, peer_of(peer_id), protocol, timeout_s),
-            lambda relay: self._relay.open_stream(relay, peer_id, protocol, timeout_s),
+            lambda relay: self.relay.open_stream(relay, peer_id, protocol, timeout_s),
             timeout_s,
             is_stream=True,
         )
 
     def distrust(self, peer_id: str) -> bool:
         """See `Node.distrust`."""
-        return self._direct is not None and self._direct.distrust(peer_id)
+        return self.direct is not None and self.direct.distrust(peer_id)
 
     def unanswered(self, peer_id: str) -> None:
         """See `Node.unanswered`."""

@@ -77,7 +77,7 @@ def link_verdict(
 
 
 HOME_MBIT = 60.0
-"""Uplinks up to this keep what is sent waiting long enough for others to miss a sign of life."""
+"""Uplinks up to this are slowed down by what their routers queue and drop."""
 CAP_SHARE = 0.92
 """Of an uplink's rate; headers are 3 to 4 % on top (`scripts/bench_link.py`)."""
 
@@ -85,12 +85,12 @@ CAP_SHARE = 0.92
 def cap_advice(up_mbit: float) -> str | None:
     """Which cap suits an uplink that is thin; None for one that needs none.
 
-    A pair of peers has one connection, so messages wait behind all that it has been given to send.
+    A router at home queues a quarter of a second, and drops what TCP sends beyond that.
     """
     if up_mbit > HOME_MBIT:
         return None
     cap = f"--max-upload {max(CAP_SHARE * up_mbit, 1.0):.3g}mbit"
-    return f"with {cap} messages do not queue behind blobs on such a line"
+    return f"with {cap} a router drops little on such a line; without, half of it may be wasted"
 
 
 ALWAYS_LATE = 3

@@ -38,7 +38,7 @@ async def open_idle(attacker: Node, relay: Node | None, victim: Node) -> list[so
     for _ in range(ATTEMPTS):
         try:
             if relay:
-                way = attacker._relay.open_stream(relay.peer_id, victim.peer_id, PROTOCOL, 5.0)
+                way = attacker._ways.relay.open_stream(relay.peer_id, victim.peer_id, PROTOCOL, 5.0)
             else:
                 way = attacker.open_stream(victim.peer_id, PROTOCOL, 5.0)
             opened.append(await way)

@@ -1,4 +1,4 @@
-"""Blobs over TCP connections of their own: who is let in, who is called, and what remains if not."""
+"""Blobs over TCP connections of their own: who is let in, who is called, what remains if not."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_without_it_on_either_side_blobs_come_over_libp2p(
     asking, answering = (LOOPBACK if one else NOT_DIRECT for one in is_direct)
     server = serving(peers, content, answering)
     assert fetched(peers.node(network=asking), server, content) == content
-    assert server._door.port == (0 if answering is NOT_DIRECT else server._door.port)
+    assert (server._ways.direct is None) == (answering is NOT_DIRECT)
 
 
 def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
@@ -113,7 +113,7 @@ def at_the_door(node: Node, talk: Callable[[socket.socket], Awaitable[Any]]) -> 
     """What comes of talking to a peer's door from outside."""
 
     async def run() -> Any:
-        connection = await connect("127.0.0.1", node._door.port)
+        connection = await connect("127.0.0.1", node._ways.direct.door.port)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await talk(connection)
@@ -206,7 +206,9 @@ def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
     monkeypatch.setattr(direct_door, "ADMIT_S", 2.0)
     content = some_bytes(2**20)
     server = serving(peers, content)
-    mute = [socket.create_connection(("127.0.0.1", server._door.port)) for _ in range(200)]
+    mute = [
+        socket.create_connection(("127.0.0.1", server._ways.direct.door.port)) for _ in range(200)
+    ]
     try:
         assert fetched(peers.node(), server, content) == content
         for one in mute:
@@ -218,9 +220,9 @@ def test_who_says_nothing_is_shut_out_and_others_still_get_theirs(
             one.close()
     assert server.traffic.refused["admitting_of_stranger"] > 0
     end_s = time.monotonic() + WAIT_S
-    while len(server._door.tasks) > 3 and time.monotonic() < end_s:
+    while len(server._ways.direct.door.tasks) > 3 and time.monotonic() < end_s:
         time.sleep(0.05)
-    assert len(server._door.tasks) <= 3, "connections that ended are still served"
+    assert len(server._ways.direct.door.tasks) <= 3, "connections that ended are still served"
 
 
 # ------------------------------------------------ what comes over it

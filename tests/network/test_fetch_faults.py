@@ -25,6 +25,7 @@ from swarm.network.node import Handlers
 from swarm.network.traffic import Traffic
 from swarm.protocol.digests import PIECE_BYTES, digest_of, piece_index
 from swarm.protocol.sourcing import Limits
+from tests.network.conftest import LOOPBACK
 
 WAIT_S = 60.0
 MIB = 2**20

@@ -102,7 +102,7 @@ def test_a_peer_that_listens_in_vain_is_reached_all_the_same(hidden, lasting_pee
 def test_what_the_destination_refuses_is_refused_and_counted(hidden) -> None:
     _, left, right = hidden
     with pytest.raises(Unreachable, match="no such message"):
-        left.node.run(left.node._relay.send(
+        left.node.run(left.node._ways.relay.send(
             hidden[0].peer_id, right.node.peer_id, b"nonsense",
             kind=EnvelopeKind.MESSAGE, timeout_s=5,
         ), WAIT_S)  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_letter_counts_only_on_a_stream_of_the_relay_that_it_names(hidden) -> 
         path = left.node._living_p2p().daemon_listen_maddr["unix"]
         connection = await open_stream(path, peer_of(asked), relays.PROTOCOL, 5.0)
         try:
-            await left.node._relay._ask_for(connection, named, right.node.peer_id, PROTOCOL)
+            await left.node._ways.relay._ask_for(connection, named, right.node.peer_id, PROTOCOL)
             return await asyncio.get_running_loop().sock_recv(connection, 1)
         finally:
             connection.close()

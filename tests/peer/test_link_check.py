@@ -142,7 +142,7 @@ def test_a_link_that_looks_hopeless_is_measured_again(
 @pytest.mark.parametrize(
     ("up_mbit", "cap", "said"),
     [
-        (20.0, None, "link: 20 Mbit/s up; with --max-upload 18.4mbit messages do not queue"),
+        (20.0, None, "link: 20 Mbit/s up; with --max-upload 18.4mbit a router drops little"),
         (1.0, None, "--max-upload 1mbit"),
         (20.0, 10.0, ""),
         (100.0, None, ""),
