@@ -60,6 +60,9 @@ HOLES = {
     "K:52110051": "the check's own: nobody asked for the heads that a proof had passed over",
     "A:8108159": "a fetch that stood still with its process ended the listening for another chain",
     "E:9462535": "the check's own: the value before a merge need not outlast the tip after that",
+    "u:60031099": "steps on a reform were counted on another, which dealt their samples to others",
+    "u:265": "the same",
+    "u:60008221": "the simulator's own: an offer on a new tip came before the rest of its effects",
     "J:5001917": "the check's own: exactly T_reform ago, by a clock that is rounded otherwise",
 }
 """Schedules that once broke an invariant, and why."""

@@ -11,7 +11,7 @@ from swarm.protocol.manifest import Entry, Kind, Manifest
 from swarm.protocol.messages import Offer, OfferedUnit
 from swarm.protocol.records import PeerState
 from swarm.protocol.training import SavedWork
-from tests.protocol.round_pump import found
+from tests.protocol.round_pump import found, make_rules
 from tests.protocol.test_training import RULES, STEPS, Done, Peer, after, applied, saved_on
 
 UNITS = [*RULES.shared_units, *RULES.expert_units]
@@ -127,6 +127,24 @@ def test_after_a_reform_the_undecided_offer_goes_with_the_next_one() -> None:
     peer = peer_with(reform)
     assert tokens(peer) == [(STEPS, 1000), (2 * STEPS, 2000)]
     assert peer.of("lose") == []
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_steps_count_on_another_line_only_if_it_deals_their_samples(is_mine: bool) -> None:
+    """Of two reforms of one manifest; with slices no value moved from the one to the other."""
+    sliced = make_rules(experts=2, parts=2, experts_every=2, shared_every=2, stagger=True)
+    rules = replace(sliced, overlaps=True)
+    tip = found(rules, ["me", "you"])
+    here = after(tip, kind=Kind.REFORM)
+    mine, theirs = tip.dealt["me"], tip.dealt["you"]
+    dealt = {"me": mine, "you": theirs} if is_mine else {"me": theirs, "you": mine}
+    there = after(tip, kind=Kind.REFORM, generation="other", dealt=dealt)
+    peer = Peer([applied(here), applied(there)], at=applied(tip)[0])
+    peer.go(rules=rules)
+    assert not peer.of("adopt")[-1].decision.begins_anew(rules.shared_units)
+    assert [call.tokens for call in peer.of("lose")] == ([] if is_mine else [2000])
+    first = next(call.task for call in peer.of("train") if call.tip == there)
+    assert first.dealt == split(dealt["me"], 2 * SAMPLES if is_mine else 0)[1]
 
 
 def test_there_is_nothing_to_train_beside_the_last_round() -> None:

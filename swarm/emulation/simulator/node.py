@@ -16,9 +16,10 @@ from swarm.emulation.simulator.ports import Ports
 from swarm.emulation.simulator.signing import is_refused, sign
 from swarm.emulation.simulator.streaming import StreamingFetcher
 from swarm.emulation.simulator.surroundings import Packet, Payload, World
-from swarm.emulation.simulator.taking_part import Character, PlannedCrash, Times
+from swarm.emulation.simulator.taking_part import Character, PlannedCrash
 from swarm.emulation.simulator.tracing import describe
 from swarm.emulation.simulator.trainer import Trainer
+from swarm.emulation.simulator.turns import Turns
 from swarm.emulation.simulator.values import Tag
 from swarm.emulation.simulator.violation import Violation, short
 from swarm.protocol.deadlines import Timers
@@ -161,7 +162,8 @@ class Node(Ports):
         self.remainders = world.tested.remainders(self.disk.record.tip.digest, rounds)
         self.trainer = world.tested.trainer(self, world.task, world.tested.training)
         self._note("boots")
-        self._execute(self.machine.start(self.clock_s()))
+        self._in_turn = Turns()
+        self._in_turn(lambda: self._execute(self.machine.start(self.clock_s())))
         if self.is_up:
             self.trainer.start()
             HeadSearch(self)
@@ -205,16 +207,13 @@ class Node(Ports):
         if self.is_up and not self.has_left:
             self.tell(LeaveAsked())
 
-    def clock_s(self) -> float:
-        """What this peer's machine takes for the time."""
-        passed_s = self.character.clock_s + self.world.now
-        wall_s = self.world.now + self.wall_ahead_s
-        return self.world.tested.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
-
     # ------------------------------------------------------------ what fetcher and trainer use
 
     def tell(self, event: Event) -> None:
-        """Hands an event to the machine and carries its effects out."""
+        """Hands an event to the machine and carries its effects out, in its turn."""
+        self._in_turn(partial(self._take, event))
+
+    def _take(self, event: Event) -> None:
         if self.is_up:
             # Asked before: applying what was found while listening ends the listening [B1].
             self._is_listening = self.machine.is_listening

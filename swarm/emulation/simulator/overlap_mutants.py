@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from swarm.emulation.simulator.extended import OVERLAPPED
 from swarm.emulation.simulator.mutants import Mutant
 from swarm.emulation.simulator.taking_part import UnderTest, tested_under
 from swarm.protocol.dealing import Book, Counts, next_book
+from swarm.protocol.manifest import Manifest
 from swarm.protocol.rounds import Rules
 from swarm.protocol.training import Training
 from swarm.protocol.training.ahead import Ahead, Tally
+from swarm.protocol.training.reading import Reading
 
 
 class _RestIsDealtToOthers(Rules):
@@ -48,6 +51,17 @@ def _with(ahead: type[Ahead]) -> UnderTest:
     return UnderTest(training=Loop)
 
 
+class _AnyLineIsOwn(Reading):
+    def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
+        return True
+
+
+class _OtherLineCounted(Training):
+    async def run(self) -> Manifest:
+        self.reading = _AnyLineIsOwn(self.rules, self.me)
+        return await super().run()
+
+
 class _TwoInFlight(Training):
     def may_train(self) -> bool:
         self.ahead.flight = None
@@ -65,6 +79,11 @@ OVERLAP_MUTANTS: Mapping[str, Mutant] = {
     "counted_twice": Mutant("V6: steps are counted once", _with(_CountsTwice), _O),
     "lost_steps_counted": Mutant(
         "V6: steps that begin anew are not counted", _with(_CountsWhatIsLost), _O
+    ),
+    "other_line_counted": Mutant(
+        "V6: what another line deals to others is not counted",
+        UnderTest(training=_OtherLineCounted),
+        replace(OVERLAPPED["U"], is_sliced=True),
     ),
     "two_in_flight": Mutant("V1: one offer is undecided", UnderTest(training=_TwoInFlight), _O),
 }

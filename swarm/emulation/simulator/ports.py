@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from swarm.emulation.simulator.exchange import Exchange
 from swarm.emulation.simulator.surroundings import Payload, Peer, World
-from swarm.emulation.simulator.taking_part import Character
+from swarm.emulation.simulator.taking_part import Character, Times
 from swarm.emulation.simulator.trainer import Trainer
 from swarm.protocol.deadlines import Measured
 from swarm.protocol.manifest import Manifest, PeerId
@@ -27,6 +27,8 @@ class Ports:
     is_paused: bool
     has_moments: bool
     lingers_until: float
+    slept_s: float
+    wall_ahead_s: float
     _pace: Pace
 
     def post(self, destination: PeerId, payload: Payload) -> None:
@@ -72,6 +74,12 @@ class Ports:
         """Its model has moved, and these experts were taken up."""
         if self.has_moments:
             self.exchange.adopted(taken, before, manifest)
+
+    def clock_s(self) -> float:
+        """What this peer's machine takes for the time."""
+        passed_s = self.character.clock_s + self.world.now
+        wall_s = self.world.now + self.wall_ahead_s
+        return self.world.tested.clock(Times(passed_s, passed_s - self.slept_s, wall_s))
 
     def rates(self) -> tuple[float, float]:
         """Bytes per second that this peer sends and receives at most."""

@@ -97,6 +97,8 @@ class Trainer(TrainingShell):
         self._lesson = Lesson(0, 0, 0.0, ())
         self._read: Stretches = ()
         """Samples that the model has seen, as far as this is known, one after the other."""
+        self._at: Digest = ""
+        """The manifest that the model is at."""
         self._ends_s = 0.0
         """Whether the round under way has this peer's offer while it trains."""
 
@@ -133,7 +135,7 @@ class Trainer(TrainingShell):
         if private is None or problem(private.work):
             return None
         self.model.load(private)
-        self._read = private.read
+        self._read, self._at = private.read, private.work.base_tip
         return private.work
 
     def adopt_frozen(self, tip: Manifest) -> bool:
@@ -292,14 +294,30 @@ class Trainer(TrainingShell):
             return False
         if not at_start:
             self.shell.adopting(before, manifest)
-        if (
-            decision.begins_anew(self.task.rules.shared_units)
-            or self.shell.me not in manifest.members
-        ):
+        if self._is_read_anew(manifest, decision, at_start=at_start):
             self._read = ()
+        self._at = manifest.digest
         taken = self.model.adopt(manifest, decision)
         self.shell.adopted(taken, before, manifest)
         return True
+
+    def _is_read_anew(self, manifest: Manifest, decision: Adoption, *, at_start: bool) -> bool:
+        """Whether what was read and not counted is lost, and may come again [V6].
+
+        On another line it is unless the peer is dealt the very samples there; a peer that starts
+        does not know any more what they were. Parts that were not due keep what they learned [S1].
+        """
+        begins_anew = decision.begins_anew(self.task.rules.shared_units)
+        if begins_anew or self.shell.me not in manifest.members:
+            return True
+        if manifest.parent == self._at:
+            return False
+        ahead = self.training.ahead.uncounted + self.training.work
+        samples = ahead.tokens // self.task.rules.sequence_length
+        first = split(manifest.dealt[self.shell.me], samples)[0]
+        return at_start or one_after_the_other(first) != one_after_the_other(
+            last(self._read, samples)
+        )
 
     def release(self) -> None:
         self.model.offered.clear()

@@ -232,9 +232,10 @@ class Training:
             is_mine = follows and is_out and manifest.counts(self.me)
             is_counted |= is_mine
             late = still_late(late, adoption, is_counted=is_mine)
+            is_lost = self._loses(manifest, adoption, self.tip)
             self._moved_to(manifest, adoption)
             if self.rules.overlaps:
-                self._book_ahead(adoption, applied, is_counted=is_mine)
+                self._book_ahead(applied, is_counted=is_mine, is_lost=is_lost)
             else:
                 self._book(work, adoption, applied, is_good=bool(path) or is_counted or is_kept)
             self.shell.report(applied, (offered or work) if follows else None, counted=is_mine)
@@ -274,9 +275,8 @@ class Training:
         if tokens:
             self.shell.lose(tokens, applied.reason)
 
-    def _book_ahead(self, adoption: Adoption, applied: Applied, *, is_counted: bool) -> None:
+    def _book_ahead(self, applied: Applied, *, is_counted: bool, is_lost: bool) -> None:
         """Steps beyond the tip go on, unless they are lost [V2, V6]."""
-        is_lost = self._loses_steps(applied.manifest, adoption)
         tokens = self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
         if self.work and (is_lost or not self.work.steps):
             tokens += self.work.tokens
@@ -284,13 +284,15 @@ class Training:
         if tokens:
             self.shell.lose(tokens, applied.reason)
 
-    def _loses_steps(self, manifest: Manifest, adoption: Adoption) -> bool:
+    def _loses(self, manifest: Manifest, adoption: Adoption, tip: Manifest | None) -> bool:
         """Whether what the steps beyond the tip have changed begins anew, or cannot be counted.
 
-        A peer that is no member any more is dealt nothing.
+        A peer that is no member any more is dealt nothing, and on another line maybe other samples.
         """
-        is_member = self.me in manifest.members
-        return not is_member or adoption.begins_anew(self.rules.shared_units)
+        if self.me not in manifest.members or adoption.begins_anew(self.rules.shared_units):
+            return True
+        tokens = (self.ahead.uncounted + self.work).tokens
+        return tip is not None and not self.reading.goes_on(tip, manifest, tokens)
 
     def decide(self, manifest: Manifest, previous: Digest) -> Adoption:
         """What becomes of local progress since the manifest with digest `previous` [S1, S2, M8]."""
@@ -309,8 +311,7 @@ class Training:
         self.tip, self.bases = manifest, adoption.bases
         self.carried = adoption.carried
         if self.rules.shared_every > 1:
-            units = self.rules.shared_units
-            self.part_bases = {unit: manifest.entries[unit].digest for unit in units}
+            self.part_bases = {u: manifest.entries[u].digest for u in self.rules.shared_units}
 
     def validate(self) -> None:
         """The first convener measures the agreed state for all, after each cycle and merge."""
@@ -395,5 +396,4 @@ class Training:
         if follows:
             self.ahead.flight = saved
         is_counted = follows and saved.is_offered and manifest.counts(self.me)
-        is_lost = self._loses_steps(manifest, adoption)
-        self.ahead.decided(is_counted=is_counted, is_lost=is_lost)
+        self.ahead.decided(is_counted=is_counted, is_lost=self._loses(manifest, adoption, None))

@@ -37,6 +37,18 @@ class Reading:
             return split(tip.dealt[self.me], samples)[1]
         return ((self.position + samples, self.position + ENDLESS),)
 
+    def goes_on(self, before: Manifest, after: Manifest, tokens: int) -> bool:
+        """Whether what was read beyond one tip is the first of this peer's deal at another [T5].
+
+        It is if that follows. On another line it may have been dealt to others, who count it there,
+        although no value moved from the one to the other.
+        """
+        if after.parent == before.digest or not self.rules.is_dealt:
+            return True
+        samples = tokens // self.rules.sequence_length
+        first, there = (split(tip.dealt.get(self.me, ()), samples)[0] for tip in (before, after))
+        return first == there
+
     def work_left(
         self, tip: Manifest, uncounted: int, done: int, step_s: float, passed_s: float
     ) -> LocalWork:
