@@ -6,7 +6,7 @@ bulk goes over connections of its own where one side can dial the other, and ove
 
 A peer asks another over the control path which port takes such connections, and dials it at the
 host where libp2p reaches it. Where that fails, it has itself called: so both ways are open with one
-peer behind NAT. What serves to nobody's harm is tried, and tried again after a while.
+peer behind NAT. A way that is not there is looked for again after a while.
 """
 
 from __future__ import annotations
