@@ -51,6 +51,13 @@ def peer_of(peer_id: str) -> PeerID:
     return PeerID.from_base58(peer_id)
 
 
+async def seen_at(p2p: P2P, peer_id: str) -> str:
+    """Transport address that a connected peer has here; "" if it is not connected."""
+    peers = await p2p.list_peers()
+    found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
+    return next(found, "")
+
+
 class Control:
     """Sends and receives control messages over one daemon.
 

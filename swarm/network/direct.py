@@ -24,7 +24,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
 from swarm.errors import BadMessage, NetworkDown, NoRoute, Unreachable
-from swarm.network.control import Control
+from swarm.network.control import Control, seen_at
 from swarm.network.direct_door import CALLED, Door, Serve, tuned
 from swarm.network.handshake import introduce
 from swarm.network.identity import Identity
@@ -172,11 +172,9 @@ class Direct:
             NoRoute: it is connected to none, or through others.
         """
         try:
-            peers = await self._p2p().list_peers()
+            address = await seen_at(self._p2p(), peer_id)
         except (P2PDaemonError, asyncio.IncompleteReadError) as error:
             raise NoRoute(f"{peer_id}: {error}") from error
-        found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
-        address = next(found, "")
         if not address.startswith(("/ip4/", "/ip6/")) or "p2p-circuit" in address:
             raise NoRoute(f"{peer_id}: not known where it is")
         return address.split("/")[2]

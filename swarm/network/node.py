@@ -25,7 +25,7 @@ from swarm.config import NetworkSection
 from swarm.errors import NetworkDown, SwarmError
 from swarm.errors import Unreachable as Unreachable
 from swarm.network.address_book import AddressBook, Moment, Remembered
-from swarm.network.control import Control
+from swarm.network.control import Control, seen_at
 from swarm.network.daemon import Address
 from swarm.network.dht import Dht, StoredValue
 from swarm.network.handlers import Handlers as Handlers
@@ -245,9 +245,7 @@ class Node:
 
     async def seen_at(self, peer_id: str) -> str:
         """Transport address that a connected peer has here; "" if it is not connected."""
-        peers = await self._living_p2p().list_peers()
-        found = (str(p.addrs[0]) for p in peers if p.addrs and p.peer_id.to_base58() == peer_id)
-        return next(found, "")
+        return await seen_at(self._living_p2p(), peer_id)
 
     def distrust(self, peer_id: str) -> bool:
         """Notes wrong bytes; whether that may be the line's doing: it is asked over libp2p then."""
