@@ -98,7 +98,9 @@ class Direct:
         except (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown) as error:
             pause_s = AGAIN_S if way.is_known else NONE_S
             if not isinstance(error, _NotNow):
-                logger.debug("no direct stream to %s: %s", peer_id, error or "no answer in time")
+                logger.debug(
+                    "no direct stream to %s: %s", peer_id, str(error) or "no answer in time"
+                )
                 way.is_known, way.not_before_s = False, time.monotonic() + pause_s
             raise NoRoute(f"{peer_id}: {error}") from error
 
@@ -127,7 +129,7 @@ class Direct:
         connection = None
         if port:
             way.port = port
-            connection = await self._tried(self._dialled(way, peer_id, protocol))
+            connection = await self._tried(self._dialled(way.host, port, peer_id, protocol))
         if connection is None:
             way.port = 0
             connection = await self._called(peer_id, protocol)
@@ -136,7 +138,7 @@ class Direct:
 
     async def _open(self, way: _Way, peer_id: str, protocol: str) -> socket.socket:
         if way.port:
-            return await self._dialled(way, peer_id, protocol)
+            return await self._dialled(way.host, way.port, peer_id, protocol)
         return await self._called(peer_id, protocol)
 
     async def _tried(self, dialling: Awaitable[socket.socket]) -> socket.socket | None:
@@ -144,13 +146,13 @@ class Direct:
             async with asyncio.timeout(OPEN_S / 2):  # the rest is for being called
                 return await dialling
         except (TimeoutError, OSError, BadMessage) as error:
-            logger.debug("door not reached: %s", error or "no answer in time")
+            logger.debug("door not reached: %s", str(error) or "no answer in time")
             return None
 
-    async def _dialled(self, way: _Way, peer_id: str, protocol: str) -> socket.socket:
-        connection = await connect(way.host, way.port)
+    async def _dialled(self, host: str, port: int, peer_id: str, purpose: str) -> socket.socket:
+        connection = await connect(host, port)
         try:
-            await introduce(connection, self._identity, peer_id, protocol)
+            await introduce(connection, self._identity, peer_id, purpose)
         except BaseException:
             connection.close()
             raise
@@ -189,7 +191,9 @@ class Direct:
         if len(ask) <= _PORT_FORM.size + _TOKEN_BYTES:
             raise BadMessage("direct_call", "no port, token and protocol")
         (port,), token = _PORT_FORM.unpack_from(ask), ask[_PORT_FORM.size :][:_TOKEN_BYTES]
-        serve = self.door.streams.get(ask[_PORT_FORM.size + _TOKEN_BYTES :].decode("ascii", "x"))
+        serve = self.door.streams.get(
+            ask[_PORT_FORM.size + _TOKEN_BYTES :].decode("ascii", "replace")
+        )
         if serve is None or not port or not self._control.ledger.is_member(source):
             raise BadMessage("direct_call", "calls go to members, for what is served")
         host = await self._host_of(source)
@@ -199,15 +203,9 @@ class Direct:
     async def _call(self, host: str, port: int, source: str, token: bytes, serve: Serve) -> None:
         try:
             async with asyncio.timeout(OPEN_S):
-                connection = await connect(host, port)
-                try:
-                    purpose = f"{CALLED} {token.hex()}"
-                    await introduce(connection, self._identity, source, purpose)
-                except BaseException:
-                    connection.close()
-                    raise
+                connection = await self._dialled(host, port, source, f"{CALLED} {token.hex()}")
         except (TimeoutError, OSError, BadMessage) as error:
-            logger.debug("%s not called: %s", source, error or "no answer in time")
+            logger.debug("%s not called: %s", source, str(error) or "no answer in time")
             return
         await self.door.serve(serve, source, connection)
 

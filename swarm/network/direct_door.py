@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 ADMIT_S = 5.0
 """Whoever has not said by then who it is, is not listened to."""
 BACKLOG = 128
+PAUSE_S = 0.1
+"""After a connection that could not be accepted."""
 MOST = 512
 """Connections at a time; the ledger bounds those of each peer, and of each network, long before."""
 UNSENT_BYTES = 128 * 1024
@@ -99,7 +101,12 @@ class Door:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, address = await loop.sock_accept(listening)
+            try:
+                connection, address = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptors are left, or the other side has gone already
+                logger.debug("no connection accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
             if len(self.tasks) > MOST:
                 self._traffic.refuse("direct_room")
                 connection.close()

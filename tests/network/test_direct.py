@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swarm.config import NetworkSection
-from swarm.errors import BadMessage, NetworkDown, NoRoute
+from swarm.errors import BadMessage, NetworkDown, NoRoute, Refused
 from swarm.network import direct_door, transport
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
@@ -84,6 +84,16 @@ def test_a_peer_calls_no_stranger(peers: Peers) -> None:
     with pytest.raises(NoRoute):
         entrance.run(entrance.open_stream(hidden.peer_id, PROTOCOL, 5.0), WAIT_S)
     assert hidden.traffic.refused["direct_call"] == 1
+
+
+def test_a_call_for_what_is_no_protocol_is_refused(peers: Peers) -> None:
+    entrance, hidden = serving(peers, b""), serving(peers, b"x", CLIENT)
+    hidden.ledger.admit([entrance.peer_id])
+    call, p2p = entrance._control.call, entrance._living_p2p()
+    for ask in (b"", bytes(18), b"\x01" * 18 + b"\xff\xfe", b"\x01" * 18 + b"swarm.none/1"):
+        with pytest.raises(Refused):
+            entrance.run(call(p2p, hidden.peer_id, "swarm.call", ask, 5.0), WAIT_S)
+    assert hidden.traffic.refused["direct_call"] == 4
 
 
 @pytest.mark.parametrize("is_direct", [(True, False), (False, True), (False, False)])
