@@ -17,8 +17,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -31,29 +32,42 @@ from swarm.network.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-OPEN_S = 3.0
-"""A connection that takes longer is no better than libp2p's, which is there already."""
-AGAIN_S = 30.0
-"""After this a way that was lost is looked for again,"""
-NONE_S = 300.0
-"""and after this one to a peer to which there was none."""
+OPEN_S = 4.0
+"""A stream that takes longer to open comes over libp2p, whose connection is there already."""
+DIAL_S = 2.5
+"""Of it for dialling, three round trips, and the rest for being called."""
+LOOK_S = 15.0
+"""A way is looked for beside that: libp2p takes five round trips to connect, and where links are
+full each is half a second or more."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+"""After a failure a way is not looked for: at first a short while, and twice as long each time."""
 _PORT = "swarm.direct"
 _CALL = "swarm.call"
 _PORT_FORM = struct.Struct(">H")
 _TOKEN_BYTES = 16
+_FAILURES = (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown)
 
 
 @dataclass
 class _Way:
-    """What is known of the way to one peer; `lock` is held while it is looked for."""
+    """What is known of the way to one peer."""
 
     host: str = ""
     port: int = 0
     """Of its door; 0: it is asked to call."""
+    is_known: bool = False
+    search: asyncio.Task[None] | None = None
+    failures: int = 0
+    """In a row."""
     not_before_s: float = 0.0
     """When to look for a way, if there is none."""
-    is_known: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def failed(self, now_s: float) -> None:
+        """There is none for now."""
+        self.is_known = False
+        self.not_before_s = now_s + min(FIRST_PAUSE_S * 2**self.failures, LONGEST_PAUSE_S)
+        self.failures += 1
 
 
 class Direct:
@@ -91,18 +105,15 @@ class Direct:
         way = self._ways.setdefault(peer_id, _Way())
         try:
             async with asyncio.timeout(min(timeout_s, OPEN_S)):
-                if way.is_known:
-                    return await self._open(way, peer_id, protocol)
-                async with way.lock:
-                    return await self._find(way, peer_id, protocol)
-        except (TimeoutError, OSError, Unreachable, BadMessage, NetworkDown) as error:
-            pause_s = AGAIN_S if way.is_known else NONE_S
-            if not isinstance(error, _NotNow):
-                logger.debug(
-                    "no direct stream to %s: %s", peer_id, str(error) or "no answer in time"
-                )
-                way.is_known, way.not_before_s = False, time.monotonic() + pause_s
+                if not way.is_known:
+                    await self._looked_for(way, peer_id)
+                connection = await self._open(way, peer_id, protocol)
+        except _FAILURES as error:
+            if way.is_known:  # else it is still being looked for, or is not for a while
+                self._failed(way, peer_id, error)
             raise NoRoute(f"{peer_id}: {error}") from error
+        way.failures = 0
+        return connection
 
     def distrust(self, peer_id: str) -> bool:
         """Gives up a way on which wrong bytes came; False if there was none.
@@ -112,42 +123,51 @@ class Direct:
         way = self._ways.get(peer_id)
         if way is None or not way.is_known:
             return False
-        way.is_known, way.not_before_s = False, float("inf")
+        way.is_known, way.not_before_s = False, inf
         return True
 
     # ------------------------------------------------ ways
 
-    async def _find(self, way: _Way, peer_id: str, protocol: str) -> socket.socket:
-        """Opens a stream by the first way that there is, which is known from then on."""
-        if way.is_known:  # somebody else has found it meanwhile
-            return await self._open(way, peer_id, protocol)
-        if time.monotonic() < way.not_before_s:
-            raise _NotNow("looked for in vain a short while ago")
-        answer = await self._control.call(self._p2p(), peer_id, _PORT, b"", OPEN_S)
-        (port,) = _PORT_FORM.unpack(answer) if len(answer) == _PORT_FORM.size else (0,)
-        way.host = await self._host_of(peer_id)
-        connection = None
-        if port:
-            way.port = port
-            connection = await self._tried(self._dialled(way.host, port, peer_id, protocol))
-        if connection is None:
-            way.port = 0
-            connection = await self._called(peer_id, protocol)
-        way.is_known = True
-        return connection
+    async def _looked_for(self, way: _Way, peer_id: str) -> None:
+        """Returns once the way is known; who does not wait for so long finds it the next time.
+
+        Raises:
+            NoRoute: there is none for now.
+        """
+        if way.search is None:
+            if time.monotonic() < way.not_before_s:
+                raise NoRoute("looked for in vain a short while ago")
+            way.search = asyncio.create_task(self._look(way, peer_id))
+            self.door.tasks.add(way.search)
+        await asyncio.shield(way.search)
+        if not way.is_known:
+            raise NoRoute("looked for in vain")
+
+    async def _look(self, way: _Way, peer_id: str) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                answer = await self._control.call(self._p2p(), peer_id, _PORT, b"", LOOK_S)
+                way.host = await self._host_of(peer_id)
+            (way.port,) = _PORT_FORM.unpack(answer) if len(answer) == _PORT_FORM.size else (0,)
+            way.is_known = True
+        except _FAILURES as error:
+            self._failed(way, peer_id, error)
+        finally:
+            way.search = None
+
+    def _failed(self, way: _Way, peer_id: str, error: BaseException) -> None:
+        way.failed(time.monotonic())
+        logger.debug("no direct stream to %s: %s", peer_id, str(error) or "no answer in time")
 
     async def _open(self, way: _Way, peer_id: str, protocol: str) -> socket.socket:
         if way.port:
-            return await self._dialled(way.host, way.port, peer_id, protocol)
+            try:
+                async with asyncio.timeout(DIAL_S):
+                    return await self._dialled(way.host, way.port, peer_id, protocol)
+            except (TimeoutError, OSError, BadMessage) as error:
+                logger.debug("door not reached: %s", str(error) or "no answer in time")
+            way.port = 0
         return await self._called(peer_id, protocol)
-
-    async def _tried(self, dialling: Awaitable[socket.socket]) -> socket.socket | None:
-        try:
-            async with asyncio.timeout(OPEN_S / 2):  # the rest is for being called
-                return await dialling
-        except (TimeoutError, OSError, BadMessage) as error:
-            logger.debug("door not reached: %s", str(error) or "no answer in time")
-            return None
 
     async def _dialled(self, host: str, port: int, peer_id: str, purpose: str) -> socket.socket:
         connection = await connect(host, port)
@@ -208,10 +228,6 @@ class Direct:
             logger.debug("%s not called: %s", source, str(error) or "no answer in time")
             return
         await self.door.serve(serve, source, connection)
-
-
-class _NotNow(NoRoute):
-    """It is not time to look for a way again."""
 
 
 async def connect(host: str, port: int) -> socket.socket:

@@ -17,7 +17,7 @@ from swarm.errors import BadMessage, NetworkDown, NoRoute, Refused
 from swarm.network import direct_door, transport
 from swarm.network.blobs import BlobStore
 from swarm.network.bulk import PROTOCOL
-from swarm.network.direct import connect
+from swarm.network.direct import Direct, _Way, connect
 from swarm.network.envelope import EnvelopeKind, open_sealed, seal
 from swarm.network.fetch import Downloads, Want
 from swarm.network.handshake import NONCE_BYTES, admit, introduce
@@ -105,6 +105,35 @@ def test_without_it_on_either_side_blobs_come_over_libp2p(
     server = serving(peers, content, answering)
     assert fetched(peers.node(network=asking), server, content) == content
     assert (server._ways.direct is None) == (answering is NOT_DIRECT)
+
+
+@pytest.mark.usefixtures("libp2p_has_no_streams")
+def test_a_way_that_is_found_late_is_taken_the_next_time(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def late(self: Direct, source: str, ask: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(1.0)
+        return await in_time(self, source, ask)
+
+    asked, in_time = 0, Direct._on_port
+    monkeypatch.setattr(Direct, "_on_port", late)
+    server, node = serving(peers, b"some"), peers.node()
+    for _ in range(2):
+        with pytest.raises(NoRoute):
+            node.run(node.open_stream(server.peer_id, PROTOCOL, 0.3), WAIT_S)
+    node.run(node.open_stream(server.peer_id, PROTOCOL, 5.0), WAIT_S).close()
+    assert asked == 1
+
+
+def test_a_peer_without_a_way_is_asked_less_and_less_often() -> None:
+    way, now_s, pauses = _Way(), 0.0, []
+    for _ in range(8):
+        way.failed(now_s)
+        pauses.append(way.not_before_s - now_s)
+        now_s = way.not_before_s
+    assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
 def test_a_port_that_somebody_has_is_named(peers: Peers) -> None:
