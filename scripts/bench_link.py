@@ -3,7 +3,8 @@
 
 Peers in namespaces of their own take one local step a round, so nearly all of it is transfers. The
 use is what a peer sent in a round, over what its uplink carries in the time that it waited for the
-round; control, reducing and voting are in that time. Needs root (see swarm-local --link).
+round; control, reducing and voting are in that time. Of the data phase, from the roster to the
+decision, what counts is the line that needs longest. Needs root (see swarm-local --link).
 
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
@@ -11,14 +12,18 @@ round; control, reducing and voting are in that time. Needs root (see swarm-loca
 """
 
 import argparse
+import re
 import statistics
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rehearsal import add_common, folder_of, report, settings, teller
+from rehearsal import add_common, folder_of, report, settings, teller, tidy
 
 from swarm.emulation.link_profiles import LINKS
+from swarm.emulation.links import Link
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
 from swarm.run_files import find_file
@@ -39,6 +44,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=768, help="of the model (default: 768)")
     parser.add_argument("--max-upload", help="as swarm-peer takes it")
+    parser.add_argument(
+        "--congestion",
+        default="cubic",
+        help="TCP's congestion control, as cubic (default, and that of most machines) or bbr",
+    )
     add_common(parser)
     return parser.parse_args()
 
@@ -53,20 +63,41 @@ def model_of(hidden_size: int) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> int:
-    arguments = parse()
-    if why := why_not_here():
-        sys.exit(why)
-    folder, say, names = folder_of(arguments, "link"), teller(), arguments.link.split(",")
-    if unknown := set(names) - LINKS.keys():
-        sys.exit(f"--link: no {', '.join(sorted(unknown))}; there are {', '.join(LINKS)}")
-    rounds, each = arguments.rounds, [LINKS[name] for name in names]
-    links = NamespaceLinks(each)
+_DATA_PHASE = re.compile(r"^(\S+) DEBUG topic=round (roster closed with|height (\d+) decided with)")
+
+
+def data_phases_s(logs: Sequence[str]) -> dict[int, float]:
+    """Height -> seconds between its roster and its decision, as its convener logged them."""
+    found: dict[int, float] = {}
+    for log in logs:
+        closed = None
+        for match in filter(None, map(_DATA_PHASE.match, log.splitlines())):
+            at = datetime.fromisoformat(match[1])
+            if match[3] and closed:
+                found[int(match[3])] = (at - closed).total_seconds()
+            closed = None if match[3] else at
+    return found
+
+
+def needed_s(link: Link, event: dict[str, Any]) -> float:
+    """What the line of a peer needs for the blobs of a round, in the direction that needs more."""
+    up_bytes, down_bytes = float(event["blob_bytes_sent"]), float(event["blob_bytes_received"])
+    return max(up_bytes / link.up_mbit, down_bytes / link.down_mbit) * 8e-6
+
+
+def measure(
+    arguments: argparse.Namespace, each: Sequence[Link], folder: Path
+) -> tuple[list[list[dict[str, Any]]], dict[int, float], dict[str, int]]:
+    """What each peer reports of its rounds, `data_phases_s`, and what became of packets."""
+    rounds, links = arguments.rounds, NamespaceLinks(each, congestion=arguments.congestion)
     swarm = LocalSwarm(
         folder / "swarm",
         find_file(Path("demo"), "runs"),
         arguments.peers,
-        options=["--max-upload", arguments.max_upload] if arguments.max_upload else [],
+        options=[
+            *("--log-level", "debug"),
+            *(("--max-upload", arguments.max_upload) if arguments.max_upload else ()),
+        ],
         founder_options=settings(f"run.rounds={rounds}", *STEPS, *model_of(arguments.hidden_size)),
         links=links,
     )
@@ -82,36 +113,56 @@ def main() -> int:
             what=f"{rounds} rounds",
             timeout_s=rounds * ROUND_S,
         )
-        done = histories()
-        events = [event for history in done for event in history]
-        packets = dict(links.packets)
+        logs = [peer.log_path.read_text() for peer in swarm.peers]
+        return [history[:rounds] for history in histories()], data_phases_s(logs), links.packets
     finally:
         swarm.kill()
         links.close()
-    say(f"measured {rounds} rounds")
+
+
+def main() -> int:
+    arguments = parse()
+    if why := why_not_here():
+        sys.exit(why)
+    folder, say, names = folder_of(arguments, "link"), teller(), arguments.link.split(",")
+    if unknown := set(names) - LINKS.keys():
+        sys.exit(f"--link: no {', '.join(sorted(unknown))}; there are {', '.join(LINKS)}")
+    each = [LINKS[name] for name in names]
+    done, phases_s, packets = measure(arguments, each, folder)
+    say(f"measured {arguments.rounds} rounds")
+    link_of = [each[peer % len(each)] for peer in range(len(done))]
     of_rounds = [
         [
-            e["blob_bytes_sent"] * 8 / 1e6 / each[peer % len(each)].up_mbit / e["wait_s"]
-            for peer, e in enumerate(of_peers)
+            event["blob_bytes_sent"] * 8e-6 / link.up_mbit / event["wait_s"]
+            for link, event in zip(link_of, events, strict=True)
         ]
-        for of_peers in zip(*(history[:rounds] for history in done), strict=True)
+        for events in zip(*done, strict=True)
+    ]
+    of_phases = [
+        max(map(needed_s, link_of, events)) / phases_s[events[0]["height"]]
+        for events in zip(*done, strict=True)
+        if events[0]["height"] in phases_s
     ]
     used = [share for shares in of_rounds for share in shares]
     verdict = {
         "link": arguments.link,
         "max_upload": arguments.max_upload,
+        "congestion": arguments.congestion,
         "sent_megabytes": [
-            round(statistics.mean(e["blob_bytes_sent"] for e in history) / 1e6, 1)
+            round(statistics.mean(event["blob_bytes_sent"] for event in history) / 1e6, 1)
             for history in done
         ],
-        "wait_s": [round(e["wait_s"], 1) for e in events],
+        "wait_s": [round(event["wait_s"], 1) for history in done for event in history],
+        "data_phase_s": [round(seconds, 1) for seconds in phases_s.values()],
+        "data_phase_used": [round(share, 3) for share in of_phases],
         "uplink_used": round(statistics.mean(used), 3),
         "uplink_used_least": round(min(used), 3),
         "uplink_used_by_round": [round(statistics.mean(shares), 3) for shares in of_rounds],
-        "not_counted": sum(not e["counted"] for e in events),
+        "not_counted": sum(not event["counted"] for history in done for event in history),
         "packets": packets,
     }
     report(verdict, arguments)
+    tidy(folder, arguments)
     return 0
 
 

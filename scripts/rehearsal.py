@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -22,6 +23,12 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Path:
     folder: Path = arguments.state_dir or Path(tempfile.mkdtemp(prefix=f"swarm-{name}-"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def tidy(folder: Path, arguments: argparse.Namespace) -> None:
+    """Removes a temporary folder: of large models gigabytes. After a failure it is worth a look."""
+    if arguments.state_dir is None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def settings(*overrides: str) -> list[str]:
