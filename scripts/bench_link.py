@@ -9,6 +9,7 @@ decision, what counts is the line that needs longest. Needs root (see swarm-loca
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5
     .venv/bin/python scripts/bench_link.py --link home-100-20 --rounds 5 --max-upload 18.5mbit
     .venv/bin/python scripts/bench_link.py --link fibre,home-100,home-100,home-20 --rounds 5
+    .venv/bin/python scripts/bench_link.py --link home-20,home-20,home-20 --link 10/1mbit,60ms
 """
 
 import argparse
@@ -16,16 +17,19 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rehearsal import add_common, folder_of, report, settings, teller, tidy
 
+from swarm.config.amounts import link_rates
 from swarm.emulation.link_profiles import LINKS
 from swarm.emulation.links import Link
 from swarm.emulation.local_swarm import LocalSwarm, applied
 from swarm.emulation.namespaces import NamespaceLinks, why_not_here
+from swarm.errors import ConfigError
 from swarm.run_files import find_file
 
 ROUND_S = 300.0
@@ -39,9 +43,20 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--link", default="home-100-20", help="or several, in turn: A,B,...")
+    parser.add_argument(
+        "--link",
+        action="append",
+        help="named ones, which peers have in turn: A,B,... (default: home-100-20); or one by its "
+        "rates, as swarm-plan takes it; may be given several times",
+    )
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        help="divides all rates, for lines that this machine cannot fill; round trips stay",
+    )
     parser.add_argument("--hidden-size", type=int, default=768, help="of the model (default: 768)")
     parser.add_argument("--max-upload", help="as swarm-peer takes it")
     parser.add_argument(
@@ -61,6 +76,24 @@ def model_of(hidden_size: int) -> list[str]:
         f"model.hidden_size={hidden_size}", f"model.moe_intermediate_size={hidden_size * 5 // 6}",
         "model.num_attention_heads=8", "model.num_key_value_heads=8",
     ]  # fmt: skip
+
+
+def links_of(text: str, slower: float) -> list[Link]:
+    """The links that one --link gives, their rates so many times lower.
+
+    Raises:
+        ConfigError: there is no such link.
+    """
+    names = text.split(",")
+    if set(names) <= LINKS.keys():
+        found = [LINKS[name] for name in names]
+    else:
+        rates = link_rates(text)
+        found = [Link(rates.up_mbit, rates.down_mbit, rates.rtt_ms, rates.loss_pct)]
+    return [
+        replace(link, up_mbit=link.up_mbit / slower, down_mbit=link.down_mbit / slower)
+        for link in found
+    ]
 
 
 _DATA_PHASE = re.compile(r"^(\S+) DEBUG topic=round (roster closed with|height (\d+) decided with)")
@@ -124,10 +157,12 @@ def main() -> int:
     arguments = parse()
     if why := why_not_here():
         sys.exit(why)
-    folder, say, names = folder_of(arguments, "link"), teller(), arguments.link.split(",")
-    if unknown := set(names) - LINKS.keys():
-        sys.exit(f"--link: no {', '.join(sorted(unknown))}; there are {', '.join(LINKS)}")
-    each = [LINKS[name] for name in names]
+    folder, say = folder_of(arguments, "link"), teller()
+    given: list[str] = arguments.link or ["home-100-20"]
+    try:
+        each = [link for text in given for link in links_of(text, arguments.slower)]
+    except ConfigError as error:
+        sys.exit(f"{error}: {error.hint}; names are {', '.join(LINKS)}")
     done, phases_s, packets = measure(arguments, each, folder)
     say(f"measured {arguments.rounds} rounds")
     link_of = [each[peer % len(each)] for peer in range(len(done))]
@@ -145,7 +180,8 @@ def main() -> int:
     ]
     used = [share for shares in of_rounds for share in shares]
     verdict = {
-        "link": arguments.link,
+        "link": " ".join(given),
+        "slower": arguments.slower,
         "max_upload": arguments.max_upload,
         "congestion": arguments.congestion,
         "sent_megabytes": [
