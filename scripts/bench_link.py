@@ -162,7 +162,7 @@ def main() -> int:
     try:
         each = [link for text in given for link in links_of(text, arguments.slower)]
     except ConfigError as error:
-        sys.exit(f"{error}: {error.hint}; names are {', '.join(LINKS)}")
+        sys.exit(f"--link: {error}; names are {', '.join(LINKS)}")
     done, phases_s, packets = measure(arguments, each, folder)
     say(f"measured {arguments.rounds} rounds")
     link_of = [each[peer % len(each)] for peer in range(len(done))]
